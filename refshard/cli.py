@@ -598,13 +598,15 @@ def history(
 @app.command()
 @printed
 def validate(
-    run: Annotated[Path | None, typer.Argument(help="A run's folder (default: published results).")] = None,
+    run: Annotated[
+        Path | None, typer.Argument(help="A run's folder (default: published results, in a checkout).")
+    ] = None,
     fidelity: Annotated[
         str, typer.Option(help="What predicts published results: plan (closed forms) or dryrun.")
     ] = "plan",
     only: Annotated[str | None, typer.Option(help="With dryrun: only published runs with this in their name.")] = None,
     published: Annotated[
-        Path | None, typer.Option(help="A table of your own, in TOML (default: those that ship with refshard).")
+        Path | None, typer.Option(help="A table of your own, in TOML (default: the checkout's).")
     ] = None,
 ) -> Answer:
     """Compare predictions with measurements, or with published results."""

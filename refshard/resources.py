@@ -47,21 +47,6 @@ def cluster_profiles() -> dict[str, Path]:
     return {p.stem: p for p in sorted((root() / "profiles" / "clusters").glob("*.toml"))}
 
 
-def published_parallel() -> dict[str, Path]:
-    """Tables of published runs with their layout, by name."""
-    return {p.stem: p for p in sorted((root() / "profiles" / "published_parallel").glob("*.toml"))}
-
-
-def published_claims() -> dict[str, Path]:
-    """Tables of published claims, each one way of training against another, by name."""
-    return {p.stem: p for p in sorted((root() / "profiles" / "published_claims").glob("*.toml"))}
-
-
-def published_runs() -> dict[str, Path]:
-    """Published training runs that dry runs are validated against, by source."""
-    return {p.stem: p for p in sorted((root() / "profiles" / "published_runs").glob("*.toml"))}
-
-
 def suites() -> dict[str, Path]:
     """Suites that ship with refshard, by name."""
     return {p.stem: p for p in sorted((root() / "suites").glob("*.toml"))}

@@ -13,6 +13,7 @@ import pytest
 import refshard
 
 PACKAGE = Path(refshard.__file__).parent
+VALIDATION = PACKAGE.parent / "validation"
 PAGE = PACKAGE.parent / "docs" / "explanation" / "architecture.md"
 
 
@@ -87,13 +88,23 @@ def test_every_package_has_a_layer() -> None:
     assert {package_of(path) for path in SOURCES} <= LAYERS.keys()
 
 
+def test_refshard_never_imports_validation_which_a_wheel_has_not() -> None:
+    tops = {module.partition(".")[0] for modules in imports().values() for module in modules}
+    assert "validation" not in tops
+    assert "refshard" in {m.partition(".")[0] for path in VALIDATION.glob("*.py") for m in imported_modules(path)}
+
+
 def test_what_is_imported_is_declared() -> None:
     """Every distribution is named in pyproject.toml: no import lives by what another package happens to bring."""
     declared = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]["dependencies"]
     names = {re.split(r"[<>=]", requirement)[0] for requirement in declared} | sys.stdlib_module_names | {"refshard"}
+    beside = {
+        path: imported_modules(path) - {f"validation.{one.stem}" for one in VALIDATION.glob("*.py")}
+        for path in VALIDATION.glob("*.py")
+    }
     offenders = {
-        str(path.relative_to(PACKAGE)): undeclared
-        for path, modules in imports().items()
+        str(path.relative_to(PACKAGE.parent)): undeclared
+        for path, modules in (imports() | beside).items()
         if (undeclared := {m.partition(".")[0] for m in modules} - names - OPTIONAL.get(path.name, set()))
     }
     assert not offenders

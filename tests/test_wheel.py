@@ -9,9 +9,11 @@ import re
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 
@@ -98,3 +100,24 @@ def test_the_runs_traces_are_analysed(quickstart: tuple[Path, str, dict[str, dic
     assert len({trace["job"] for trace in traces}) == len(rows)
     assert all((trace["comm_ns"] > 0) == (trace["world_size"] > 1) for trace in traces)
     assert page.read_text().startswith("<!doctype html>")
+
+
+def test_published_figures_are_not_in_the_wheel_and_a_run_is_validated_without_them(
+    quickstart: tuple[Path, str, dict[str, dict[str, Any]]],
+) -> None:
+    folder = quickstart[0].parent
+    (wheel,) = folder.glob("refshard-*.whl")
+    titles = [tomllib.loads(path.read_text())["title"] for path in (ROOT / "validation" / "published").glob("*.toml")]
+    with ZipFile(wheel) as opened:
+        names = opened.namelist()
+        texts = {name: opened.read(name).decode() for name in names if name.endswith((".py", ".toml"))}
+    assert len(titles) == 31
+    assert not [name for name, text in texts.items() if any(title in text for title in titles)]
+    assert not [name for name in names if name.startswith("validation/")]
+    assert "refshard/_resources/profiles/spread.toml" in names
+    refshard = folder / "venv" / "bin" / "refshard"
+    done = subprocess.run([refshard, "validate"], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "published results are part of a checkout, got a refshard without one; run `refshard" in done.stderr
+    recorded = ROOT / "profiles" / "recorded" / "epyc-2-cores" / "validation"
+    assert "median error of the step time" in run(refshard, "validate", recorded, cwd=folder)

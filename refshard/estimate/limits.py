@@ -10,7 +10,7 @@ memory consumption of NCCL": 544 MB for 2 A100s, 688 MB for more).
 """
 FRAGMENTATION = 0.04
 """The share of the rest that lies unused between an allocator's blocks. SimuMax's runs on 8 B200 reserve 2 to 7 % more
-than they allocate (profiles/published_parallel/simumax-b200.toml).
+than they allocate (validation/published/simumax-b200.toml).
 """
 
 

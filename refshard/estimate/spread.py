@@ -1,7 +1,7 @@
 """How far published step times lie from their predictions, by kind of configuration: the error bars of a plan.
 
-``profiles/published_parallel/fit.py`` writes the figures to ``profiles/spread.toml``, from the published runs that it
-did not fit.
+``python -m validation.fit --write-spread`` writes the figures to ``profiles/spread.toml``, from the published runs that
+it did not fit.
 """
 
 import msgspec

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 from tabulate import tabulate
 
-from refshard.specs.published_run import load_published_runs
+from validation.schema import scripted_runs
 
 HERE = Path(__file__).resolve().parent
 SCRIPTS = HERE / "scripts"
@@ -149,7 +149,7 @@ def row(one: Ended) -> tuple[str, ...]:
         outcome,
         f"{one.wall_s:.0f} s",
         f"{one.peak_reserved_bytes / GIB:.2f} GiB" if one.outcome == "stepped" else "-",
-        f"{load_published_runs()[one.client.published].reserved_gib} GiB" if one.client.published else "-",
+        f"{scripted_runs()[one.client.published].run.reserved_gib} GiB" if one.client.published else "-",
         f"{one.step_s * 1000:.0f} ms" if one.step_s else "-",
         (one.error or one.client.needed)[:120],
     )

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from refshard.specs.published_run import load_published_runs
 from tests.clients.run import HERE, SCRIPTS, Ended, command_of, load_clients, row, variables_of
+from validation.schema import scripted_runs
 
 CLIENTS = load_clients()
 
@@ -17,7 +17,7 @@ def test_all_that_a_client_names_is_there(client) -> None:  # type: ignore[no-un
     assert any(pin.startswith(f"{client.package}==") for pin in pins)
     named = [Path(word) for word in command_of(client) if word.startswith(str(SCRIPTS))]
     assert all(path.is_file() for path in named)
-    assert not client.published or load_published_runs()[client.published].gpus == client.world_size
+    assert not client.published or scripted_runs()[client.published].run.gpus == client.world_size
     assert bool(client.error) == (client.expected == "failed")
 
 

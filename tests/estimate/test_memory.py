@@ -1,4 +1,4 @@
-"""Memory in closed form: against recorded dry runs and published runs, and how its parts add up."""
+"""Memory in closed form: against recorded dry runs, and how its parts add up."""
 
 from itertools import product
 from pathlib import Path
@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from refshard.estimate.memory import PARTS
-from refshard.estimate.published import load_runs, predicted
 from refshard.estimate.ways import WAYS
 from refshard.harness.store import read_run
 from refshard.quantities import GIB, MIB
@@ -43,15 +42,6 @@ def test_recorded_dry_runs_are_met() -> None:
     worst = max(found, key=lambda name: abs(found[name]))
     assert len(found) > 40
     assert abs(found[worst]) < 0.01, worst
-
-
-def test_published_allocated_memory_is_met() -> None:
-    """SimuMax's runs on 8 B200."""
-    runs = [run for run in load_runs()[0] if run.run.allocated_gib is not None]
-    assert {run.table for run in runs} == {"simumax-b200"}
-    assert len(runs) == 31
-    for run, (_, peak_gib) in zip(runs, predicted(runs)):
-        assert peak_gib == pytest.approx(run.run.allocated_gib, rel=0.08), run.run
 
 
 def test_the_peak_is_the_sum_of_parts_that_are_never_negative() -> None:

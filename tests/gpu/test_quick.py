@@ -6,8 +6,8 @@ from statistics import median
 
 import pytest
 
-from refshard.dryrun.recorded import RecordedCase, recorded_cases
 from tests.gpu.quick.cases import Case, compare, in_turns, read_cases
+from validation.dry_runs import RecordedCase, recorded_cases
 
 ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "profiles" / "recorded" / "h200"

@@ -1,1 +1,1 @@
-"""A plan, and predictions beside published results."""
+"""A plan: its table, its page and its text."""

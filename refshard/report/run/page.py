@@ -19,7 +19,6 @@ from refshard.report.draw.embed import embedded
 from refshard.report.draw.render import fill, resource, script
 from refshard.report.run import origin, views
 from refshard.report.run.against import against
-from refshard.report.run.published import published
 from refshard.report.run.trust import Fact, trust
 from refshard.report.run.validation import dry_runs
 from refshard.report.run.verdict import caveats, modelled, network, overview, unfinished, unranked
@@ -98,7 +97,6 @@ def _content(evidence: Evidence, extras: Extras) -> dict[str, Any]:
         "in_short": in_short(facts),
         "doubts": [fact for fact in facts if fact.good is False],
         "strategies": _filtered(evidence),
-        "published": published(evidence),
         "dry_runs": dry_runs(evidence),
         "traces": _trace_files(extras),
         **_record(evidence, extras),

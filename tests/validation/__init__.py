@@ -1,0 +1,1 @@
+"""Tests of validation: published figures beside predictions."""

@@ -1,0 +1,5 @@
+"""What others and real GPUs measured, beside what refshard predicts.
+
+A checkout has this package, a wheel has not: refshard never imports it, and only ``refshard validate`` looks for it.
+``published/`` holds the published figures, ``script/`` the code that stands for the published runs in dry runs.
+"""
