@@ -35,8 +35,7 @@ def rank_of(way: str, model: str, results: "SimpleQueue[Counts]") -> None:
     import numpy as np
     import torch.distributed as dist
 
-    from refshard.dryrun.collect import collect
-    from refshard.dryrun.recording import Flag, Kind
+    from refshard.dryrun.recording import Flag, Kind, collect
 
     dist.init_process_group("nccl")
     step = stepping(way, model)

@@ -15,7 +15,7 @@ SLACK = 100
 BUDGETS = {
     "refshard/analysis": 1_300,
     "refshard/commands": 3_050,
-    "refshard/dryrun": 4_150,
+    "refshard/dryrun": 4_000,
     "refshard/emit": 1_100,
     "refshard/emulate": 1_400,
     "refshard/engine": 8_000,

@@ -36,7 +36,7 @@ import numpy.typing as npt
 from scipy.optimize import least_squares
 
 from refshard import resources
-from refshard.dryrun.collect import load, save
+from refshard.dryrun.recording import load, save
 from refshard.dryrun.request import Answer
 from refshard.dryrun.run import DryRun, dry_run
 from refshard.estimate import exchange, kernels, layers

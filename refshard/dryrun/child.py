@@ -22,8 +22,7 @@ from refshard.fakecuda import activate
 from refshard.specs.cluster import load_cluster
 
 if TYPE_CHECKING:
-    from refshard.dryrun.observe import Observer
-    from refshard.dryrun.peaks import Peaks
+    from refshard.dryrun.observe import Observer, Peaks
 
 _FROM_OTHERS = frozenset({"_tensor_to_object", "broadcast_object_list", "recv_object_list", "scatter_object_list"})
 """Functions of torch.distributed that unpickle what another rank sent."""
@@ -48,8 +47,7 @@ def main(folder: Path) -> int:
 
     import torch.fx.experimental._config as symbolic
 
-    from refshard.dryrun.observe import Observer
-    from refshard.dryrun.peaks import Peaks
+    from refshard.dryrun.observe import Observer, Peaks
 
     symbolic.meta_nonzero_assume_all_nonzero = True
     observer, peaks = Observer(ext, request.steps), Peaks(request.rank % request.local_ranks)
@@ -167,9 +165,8 @@ def _leave(
 ) -> None:  # fmt: skip
     import torch
 
-    from refshard.dryrun.collect import collect, save
-    from refshard.dryrun.peaks import pool
-    from refshard.dryrun.recording import Kind
+    from refshard.dryrun.observe import pool
+    from refshard.dryrun.recording import Kind, collect, save
     from refshard.dryrun.settle_answer import settle_answer
 
     device = request.rank % request.local_ranks

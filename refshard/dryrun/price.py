@@ -1,7 +1,12 @@
 """What each event of a recording takes on a cluster, by the laws of ``costs.py`` and the cluster's profile.
 
-Matrix products, convolutions and attention go by their FLOPs and bytes, fused optimizers by bytes, everything else as
-``moves.py`` says, and the host's time as ``host_time.py`` does.
+Matrix products, convolutions and attention go by their FLOPs and bytes, fused optimizers by bytes. Everything else
+takes its bytes at the memory's rate times a constant of its kernel (:data:`TIMES`): some kernels read their input twice,
+and pointwise ones on tensors that lie apart in memory compute an address for each element. The host's time follows from
+counts of what it did (:func:`host_seconds`), scaled by the profile's ``host_s``, which ``refshard calibrate`` measures
+per kernel of a small decoder layer. These constants were fitted to one H200 under torch 2.11
+(``python -m tests.gpu.quick.fit``; ``docs/explanation/gpu-validation.md`` has the errors).
+
 fp16 counts as bf16, fp64 as fp32 (data sheets give the same peak for both on the accelerators that have profiles). fp8
 products run at the profile's rate for fp8; without one, and in int8, at twice bf16's. TF32 is not assumed. Copies to
 and from the host go by the profile's host link.
@@ -14,6 +19,7 @@ message's bytes: over the link within the node, or over one rank's share of what
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,13 +33,87 @@ from refshard.costs import (
     move_seconds,
     product_seconds,
 )
-from refshard.dryrun.host_time import host_seconds
-from refshard.dryrun.moves import operator_seconds
-from refshard.dryrun.recording import Flag, Kind, Recording
-from refshard.dryrun.work import Scores, Work, work_of
+from refshard.dryrun.recording import HOST_COUNTS, Flag, Kind, Recording
+from refshard.dryrun.work import Scores, Work, element_bytes, parse, work_of
 from refshard.errors import SpecError, nearest
 from refshard.specs.cluster import ClusterSpec, CollectiveOp
-from refshard.specs.hardware import Dtype
+from refshard.specs.hardware import Dtype, HardwareSpec
+
+TIMES = {
+    "_log_softmax": 1.92, "_log_softmax_backward_data": 1.36, "_fused_rms_norm": 1.55, "_fused_rms_norm_backward": 2.28,
+    "_chunk_cat": 2.08, "_foreach_copy_": 1.95, "sum": 2.1, "embedding_dense_backward": 2.1, "silu": 1.16,
+    "silu_backward": 1.05, "add": 0.89, "add_": 0.89, "mul": 0.91, "mul_": 0.91, "index": 1.5, "index_add": 13.0,
+    "_index_put_impl_": 5.2,
+}  # fmt: skip
+"""By operator, how many times as long as a copy of as many bytes; 1 where none is given."""
+WIDENED, NARROWED = 2.0, 0.94
+"""The same for copies to a wider and to a narrower dtype."""
+STRIDED_PER_MULTIPROCESSOR = 1.9e9
+"""Elements a second of a kernel that computes addresses, each multiprocessor's share."""
+
+
+def operator_seconds(
+    hardware: HardwareSpec, operator: str, signature: str, flags: int, reads: int, writes: int
+) -> float:
+    """What a launch of ``operator`` takes that reads and writes so many bytes.
+
+    Gradients of the loss are written only, whatever tensors their operator is given.
+    """
+    _, _, op = operator.rpartition("::")
+    nbytes = float(writes if op in ("nll_loss_backward", "nll_loss2d_backward") else reads + writes)
+    times = _copied(signature) if op == "copy_" else TIMES.get(op, 1.0)
+    seconds = move_seconds(hardware, times * nbytes)
+    if flags & Flag.STRIDED and hardware.multiprocessors:
+        elements = max((tensor.numel for tensor in parse(signature).inputs), default=0)
+        seconds = max(seconds, elements / (STRIDED_PER_MULTIPROCESSOR * hardware.multiprocessors))
+    return seconds
+
+
+def _copied(signature: str) -> float:
+    """Of a copy, whose signature has the result first."""
+    to, given = (element_bytes(tensor.dtype) for tensor in parse(signature).inputs)
+    return WIDENED if to > given else NARROWED if to < given else 1.0
+
+
+class HostCosts(NamedTuple):
+    """Seconds of the host by kind of work. What a call costs includes the code around it.
+
+    - ``launch_s``: a kernel or a collective.
+    - ``event_s``: an event that is recorded or waited for, and the switch of streams that comes with it.
+    - ``operator_s``: a call of torch's dispatcher, also for a view.
+    - ``dispatched_s``: in addition, if a Python dispatch mode is on, such as selective checkpointing's.
+    - ``node_s``: an autograd node in backward.
+    - ``call_s``: a call of a Python function.
+    """
+
+    launch_s: float
+    event_s: float
+    operator_s: float
+    dispatched_s: float
+    node_s: float
+    call_s: float
+
+
+PER_KERNEL_S = 4.2e-5
+"""``host_s`` of the machine that :data:`COSTS` are of (``profiles/recorded/h200/calibration.toml``)."""
+COSTS = HostCosts(
+    launch_s=9.6e-6, event_s=1.47e-5, operator_s=2.46e-6, dispatched_s=2.83e-6, node_s=5.87e-6, call_s=8.2e-7
+)
+
+
+def host_seconds(recording: Recording, host_s: float) -> npt.NDArray[np.float64]:
+    """Seconds by event, on a machine whose host needs ``host_s`` for a kernel of a small decoder layer."""
+    seconds: npt.NDArray[np.float64] = host_work(recording) @ np.array(COSTS) * (host_s / PER_KERNEL_S)
+    return seconds
+
+
+def host_work(recording: Recording) -> npt.NDArray[np.float64]:
+    """How often the host did what each field of :class:`HostCosts` prices: shape (events, fields)."""
+    kinds = recording.kinds
+    launches = np.isin(kinds, (Kind.LAUNCH, Kind.COLLECTIVE)) & (recording.flags & Flag.HOST_ONLY == 0)
+    events = np.isin(kinds, (Kind.RECORD, Kind.WAIT))
+    return np.column_stack((launches, events, *(getattr(recording, name) for name in HOST_COUNTS))).astype(np.float64)
+
 
 NO_LINK, WITHIN, BETWEEN, SENDING, RECEIVING = -1, 0, 1, 2, 3
 """Codes of :attr:`Prices.links`: what a collective occupies. Messages go both ways at once, so they have two."""

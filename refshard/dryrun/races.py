@@ -1,7 +1,9 @@
 """Races in a recording: two streams that touch the same memory, at least one writing, in an order that nothing fixes.
 
-What orders two rows of a recording is told by ``clocks.py``: streams, events, and the host once it has waited. What
-nothing orders may run either way on a GPU, even if it never did.
+Vector clocks over streams and the host say what comes before what: the order of a stream; an event that one stream
+records and another waits for; the host, once it has waited for an event, a stream or the device, before all that it
+launches from then on. Accesses that nothing orders may run either way on a GPU, even if they never did. Streams do not
+wait for the default stream: torch and NCCL make theirs non-blocking.
 
 Memory that the allocator hands on is covered, since addresses are compared, not tensors. A block's stream uses it again
 at once after it was freed; another stream that still uses it then races with whatever the block's next owner does. Such
@@ -13,7 +15,7 @@ waited. A tensor touches all bytes from its first element to its last, so interl
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import combinations
@@ -21,9 +23,94 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
-from refshard.dryrun.clocks import known_before
 from refshard.dryrun.recording import Category, Flag, Kind, Phase, Recording
 from refshard.quantities import format_times
+
+Clock = list[int]
+"""How many of the counted rows of each stream are known to be over."""
+
+
+def known_before(recording: Recording, touching: npt.NDArray[np.bool_]) -> dict[int, list[Clock]]:
+    """By stream, what is over before each of its rows begins, of those rows that ``touching`` (bool, by row) picks.
+
+    A clock counts these rows by stream: streams that have some come first, in ascending order. A stream's own place in
+    its clocks means nothing.
+    """
+    ordering = np.isin(recording.kinds, (Kind.RECORD, Kind.WAIT, Kind.SYNCHRONISE))
+    # The allocator waits for the device before it gives memory back.
+    given_back = (recording.kinds == Kind.SEGMENT) & (recording.sizes < 0)
+    rows = np.flatnonzero(touching | ordering | given_back)
+    order = _Order(_clock_order(recording, touching, rows))
+    columns = recording.kinds, recording.streams, recording.subjects, touching
+    for kind, stream, subject, touches in zip(*(column[rows].tolist() for column in columns)):
+        if touches:
+            order.touch(stream)
+        elif kind == Kind.RECORD:
+            order.record(stream, subject)
+        elif kind == Kind.WAIT:
+            order.wait(stream, subject)
+        elif kind == Kind.SYNCHRONISE and subject:
+            order.host_waits_for(order.event(subject))
+        elif kind == Kind.SYNCHRONISE and stream >= 0:
+            order.host_waits_for(order.clock(stream))
+        else:
+            for each in order.known:
+                order.host_waits_for(order.clock(each))
+    return order.known
+
+
+def _clock_order(recording: Recording, touching: npt.NDArray[np.bool_], rows: npt.NDArray[np.int64]) -> list[int]:
+    """All streams of these rows, those that touch memory first."""
+    touch = set(recording.streams[touching].tolist())
+    return sorted(touch) + sorted(set(recording.streams[rows].tolist()) - touch)
+
+
+class _Order:
+    """Vector clocks of streams, events and the host. A clock is never changed, only replaced."""
+
+    def __init__(self, streams: Sequence[int]) -> None:
+        self._places = {stream: place for place, stream in enumerate(streams)}
+        nothing = [0] * len(streams)
+        self._host = nothing
+        self._clocks = dict.fromkeys(streams, nothing)
+        self._hosts_seen = dict.fromkeys(streams, nothing)
+        self._events: dict[int, Clock] = {}
+        self._nothing = nothing
+        self.known: dict[int, list[Clock]] = {stream: [] for stream in streams}
+
+    def touch(self, stream: int) -> None:
+        self.known[stream].append(self._begun(stream))
+
+    def record(self, stream: int, event: int) -> None:
+        self._events[event] = self.clock(stream)
+
+    def wait(self, stream: int, event: int) -> None:
+        self._clocks[stream] = _join(self._clocks[stream], self.event(event))
+
+    def host_waits_for(self, clock: Clock) -> None:
+        self._host = _join(self._host, clock)
+
+    def event(self, event: int) -> Clock:
+        """What an event stands for: nothing, as in CUDA, if it was never recorded."""
+        return self._events.get(event, self._nothing)
+
+    def clock(self, stream: int) -> Clock:
+        """All that is over once everything asked of a stream so far is."""
+        clock = list(self._begun(stream))
+        clock[self._places[stream]] = len(self.known[stream])
+        return clock
+
+    def _begun(self, stream: int) -> Clock:
+        """What is over before the next thing on a stream begins: the host issues it, knowing what it knows."""
+        if self._hosts_seen[stream] is not self._host:
+            self._hosts_seen[stream] = self._host
+            self._clocks[stream] = _join(self._clocks[stream], self._host)
+        return self._clocks[stream]
+
+
+def _join(one: Clock, other: Clock) -> Clock:
+    return [a if a > b else b for a, b in zip(one, other)]
+
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]

@@ -9,8 +9,7 @@ from pathlib import Path
 import msgspec
 
 from refshard.dryrun.child import ANSWER, RECORDING, REQUEST
-from refshard.dryrun.collect import load
-from refshard.dryrun.recording import Recording
+from refshard.dryrun.recording import Recording, load
 from refshard.dryrun.request import Answer, Request
 from refshard.errors import RefshardError
 

@@ -4,8 +4,7 @@ from types import ModuleType
 
 import msgspec
 
-from refshard.dryrun.held_back import UNLIMITED, NotReproducedError, Settled, holds_back, settle
-from refshard.dryrun.reallocate import Refusal
+from refshard.dryrun.held_back import UNLIMITED, NotReproducedError, Refusal, Settled, holds_back, settle
 from refshard.dryrun.recording import Kind, Phase, Recording
 from refshard.dryrun.request import UNLIMITED_BYTES, Answer, Request
 from refshard.errors import SpecError

@@ -10,11 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from refshard.dryrun.as_trace import as_trace
+from refshard.dryrun.as_trace import LABELS, LEAVE, as_trace, purposes
 from refshard.dryrun.device import Rates
 from refshard.dryrun.memory import account_memory
 from refshard.dryrun.price import Prices, price
-from refshard.dryrun.purposes import LABELS, LEAVE, purposes
 from refshard.dryrun.recording import Flag, Phase, Recording
 from refshard.dryrun.recording import Kind as Recorded
 from refshard.dryrun.replay import NEVER, NS, Replayed, replay

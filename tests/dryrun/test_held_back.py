@@ -14,9 +14,18 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from refshard.dryrun.device import Rates
-from refshard.dryrun.held_back import NotReproducedError, holds_back, settle
-from refshard.dryrun.progress import AsHostKnew, AsReplayed, finish_times
-from refshard.dryrun.reallocate import Reallocation, reallocate, same_calls, with_segments
+from refshard.dryrun.held_back import (
+    AsHostKnew,
+    AsReplayed,
+    NotReproducedError,
+    Reallocation,
+    finish_times,
+    holds_back,
+    reallocate,
+    same_calls,
+    settle,
+    with_segments,
+)
 from refshard.dryrun.recording import Kind, Recording
 from refshard.dryrun.replay import replay
 from refshard.dryrun.request import Request

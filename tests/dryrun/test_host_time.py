@@ -2,7 +2,7 @@
 
 import pytest
 
-from refshard.dryrun.host_time import COSTS, PER_KERNEL_S, host_seconds
+from refshard.dryrun.price import COSTS, PER_KERNEL_S, host_seconds
 from refshard.dryrun.recording import Flag
 from tests.dryrun.made import Made
 

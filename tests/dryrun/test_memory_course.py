@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from refshard.dryrun.device import Rates
-from refshard.dryrun.memory import account_memory
-from refshard.dryrun.memory_course import (
+from refshard.dryrun.memory import (
     MemoryCourse,
     PhaseRun,
+    account_memory,
     call_clock,
     gpu_clock,
     held_by_category,

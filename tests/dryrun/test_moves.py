@@ -2,7 +2,7 @@
 
 import pytest
 
-from refshard.dryrun.moves import NARROWED, STRIDED_PER_MULTIPROCESSOR, TIMES, WIDENED, operator_seconds
+from refshard.dryrun.price import NARROWED, STRIDED_PER_MULTIPROCESSOR, TIMES, WIDENED, operator_seconds
 from refshard.dryrun.recording import Flag
 from refshard.specs.hardware import HardwareSpec, Rate
 

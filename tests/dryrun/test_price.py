@@ -18,8 +18,7 @@ from refshard.dryrun.price import (
     price,
 )
 from refshard.dryrun.recording import Flag
-from refshard.dryrun.signatures import parse
-from refshard.dryrun.work import work_of
+from refshard.dryrun.work import parse, work_of
 from refshard.errors import SpecError
 from refshard.specs.cluster import ClusterSpec, LinkSpec, load_cluster
 from refshard.specs.hardware import HardwareSpec, Rate

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from refshard.dryrun.device import Rates
-from refshard.dryrun.meetings import meetings
 from refshard.dryrun.price import RECEIVING, SENDING, WITHIN, price
 from refshard.dryrun.recording import Kind
-from refshard.dryrun.replay import NEVER, NS, replay, replay_together
+from refshard.dryrun.replay import NEVER, NS, meetings, replay, replay_together
 from refshard.specs.cluster import load_cluster
 from tests.dryrun.made import Made, prices, sharded_step
 

@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from refshard.dryrun.collect import collect
 from refshard.dryrun.races import find_races
-from refshard.dryrun.recording import Kind
+from refshard.dryrun.recording import Kind, collect
 from refshard.fakecuda.build import NAME
 
 

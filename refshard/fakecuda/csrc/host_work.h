@@ -1,4 +1,4 @@
-// What the host does between two events, in counts that are the same in every run. refshard/dryrun/host_time.py makes
+// What the host does between two events, in counts that are the same in every run. refshard/dryrun/price.py makes
 // seconds of them.
 #pragma once
 

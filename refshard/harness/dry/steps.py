@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.fx.experimental._config as symbolic
 
-from refshard.dryrun.collect import collect, load, save
 from refshard.dryrun.held_back import holds_back
-from refshard.dryrun.observe import Observer
-from refshard.dryrun.peaks import pool
+from refshard.dryrun.observe import Observer, pool
+from refshard.dryrun.recording import collect, load, save
 from refshard.errors import UnsupportedError
 from refshard.harness.dry.ranks import BUILT, GPU, asked_for, read_ranks, steps_for
 from refshard.harness.dry.reading import remarks

@@ -8,7 +8,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from refshard.dryrun.analyse import Analysis
-from refshard.dryrun.memory_course import MemoryCourse, call_clock, gpu_clock, memory_course
+from refshard.dryrun.memory import MemoryCourse, call_clock, gpu_clock, memory_course
 from refshard.dryrun.recording import Category, Kind, Phase, Recording
 from refshard.dryrun.steps import steps_of
 from refshard.quantities import axis_unit, format_bytes

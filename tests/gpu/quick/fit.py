@@ -22,8 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import least_squares
 
-from refshard.dryrun.host_time import HostCosts, host_work
-from refshard.dryrun.price import price
+from refshard.dryrun.price import HostCosts, host_work, price
 from refshard.dryrun.recording import Flag, Kind, Phase, Recording
 from refshard.dryrun.request import Request
 from refshard.dryrun.run import dry_run
