@@ -2,7 +2,7 @@
 
 A comment before the block names the command, and which paragraphs of its output the block shows (by default all)::
 
-    <!-- prints 1,3-4: refshard show profiles/recorded/xeon-2-cores/engine -->
+    <!-- prints 1,3-4,last: refshard show profiles/recorded/xeon-2-cores/engine -->
 
 ``python -m tests.printed`` runs the commands and rewrites the blocks that have changed. Commands that take long are
 marked ``slow``, as in ``prints 2 slow:``; ``--slow`` rewrites these too. ``--list 'refshard ...'`` numbers a command's
@@ -26,7 +26,7 @@ from refshard.cli import app
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _BLOCK = re.compile(
-    r"<!-- prints(?P<parts> [\d,-]+)?(?P<slow> slow)?: refshard (?P<command>.+?) -->\n+```text\n(?P<shown>.*?)\n```",
+    r"<!-- prints(?P<parts> (?:[\d,-]|last)+)?(?P<slow> slow)?: refshard (?P<command>.+?) -->\n+```text\n(?P<shown>.*?)\n```",
     re.S,
 )
 
@@ -82,7 +82,7 @@ def _numbers(parts: str, count: int) -> list[int]:
     if not parts:
         return list(range(1, count + 1))
     found: list[int] = []
-    for part in parts.split(","):
+    for part in parts.replace("last", str(count)).split(","):
         first, _, last = part.partition("-")
         found += range(int(first), int(last or first) + 1)
     return found

@@ -215,7 +215,7 @@ def _memory(found: Analysis) -> Iterator[Block]:
 
     peak = f"{format_bytes(memory.peak_bytes)} allocated"
     yield Section(
-        title="Memory", id="memory", nav="Memory", blocks=[
+        title="Memory", id="memory", nav="Memory", heading=False, blocks=[
             Charts(draw=charts),
             table(by_category, caption=f"{peak}, by category"),
             table(largest, left=3, title="Largest entries at the peak", shown=_LISTED, where="detail",
