@@ -39,9 +39,9 @@ from refshard import resources
 from refshard.dryrun.collect import load, save
 from refshard.dryrun.request import Answer
 from refshard.dryrun.run import DryRun, dry_run
-from refshard.estimate import exchange, kernels, layers
-from refshard.estimate.spread import kind_of
 from refshard.folders import replace_file
+from refshard.plan import exchange, kernels, layers
+from refshard.plan.spread import kind_of
 from refshard.specs.cluster import ClusterSpec, load_cluster
 from validation.closed_form import Published, load_runs, predicted
 from validation.dry_runs import request_of, speed_of, why_not

@@ -19,12 +19,12 @@ from refshard.emit.job import Emitted
 from refshard.emit.job import Job as EmitJob
 from refshard.emit.table import POLICIES, RUNS, TOOLS, emit
 from refshard.errors import SpecError, nearest
-from refshard.estimate.limits import usable
-from refshard.estimate.plan import Failures, Plan, Reader, Row, Size, listed, with_dry_rows
-from refshard.estimate.search import search
-from refshard.estimate.space import configurations
-from refshard.estimate.spread import load_spread
 from refshard.folders import replace_file
+from refshard.plan.limits import usable
+from refshard.plan.plan import Failures, Plan, Reader, Row, Size, listed, with_dry_rows
+from refshard.plan.search import search
+from refshard.plan.space import configurations
+from refshard.plan.spread import load_spread
 from refshard.report.blocks import Answer, Text
 from refshard.report.plan.table import plan_answer
 from refshard.report.plan.words import short_words

@@ -7,10 +7,10 @@ import msgspec
 
 from refshard.engine.placement import MODES
 from refshard.errors import SpecError
-from refshard.estimate.plan import VARIANTS, Failures
-from refshard.estimate.search import AUTO
-from refshard.estimate.space import ALL, Space
-from refshard.estimate.ways import WAYS, find_way
+from refshard.plan.plan import VARIANTS, Failures
+from refshard.plan.search import AUTO
+from refshard.plan.space import ALL, Space
+from refshard.plan.ways import WAYS, find_way
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.configuration import Precision, Schedule
 from refshard.specs.hardware import ELEMENT_BYTES

@@ -20,7 +20,7 @@ from refshard.commands.plan import plan
 from refshard.commands.plan_asked import PLANNED, SEARCHED, Asked, tokens_of
 from refshard.emit.table import POLICIES, RUNS, TOOLS
 from refshard.errors import SpecError
-from refshard.estimate.ways import WAYS
+from refshard.plan.ways import WAYS
 from refshard.specs.suite import parse_suite
 from refshard.strategies import check_case
 from tests.emit.megatron_flags import FLAGS

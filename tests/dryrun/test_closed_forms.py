@@ -13,12 +13,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from refshard.estimate.candidates import Candidates
-from refshard.estimate.estimate import estimate
-from refshard.estimate.issued import issued_by_rank
-from refshard.estimate.ways import WAYS
 from refshard.harness.dry.many import dry_run_many
 from refshard.harness.dry.result import DryResult
+from refshard.plan.candidates import Candidates
+from refshard.plan.estimate import estimate
+from refshard.plan.issued import issued_by_rank
+from refshard.plan.ways import WAYS
 from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import load_cluster
 from refshard.specs.configuration import Configuration, Schedule

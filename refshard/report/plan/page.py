@@ -6,8 +6,8 @@ from typing import Literal
 import pandas as pd
 import plotly.graph_objects as go
 
-from refshard.estimate.plan import Plan, Row, Size
-from refshard.estimate.spread import Spread
+from refshard.plan.plan import Plan, Row, Size
+from refshard.plan.spread import Spread
 from refshard.quantities import axis_unit, format_bytes, format_percent, format_seconds
 from refshard.report.draw.charts import THEME, Bar, Chart, chart, label_text, stacked, theme
 from refshard.report.draw.charts import Row as Line

@@ -5,9 +5,9 @@ from typing import Any
 
 import msgspec
 
-from refshard.estimate.memory import PARTS
-from refshard.estimate.plan import TIME_PARTS, Plan, Row, Size
-from refshard.estimate.spread import Spread
+from refshard.plan.memory import PARTS
+from refshard.plan.plan import TIME_PARTS, Plan, Row, Size
+from refshard.plan.spread import Spread
 from refshard.quantities import format_bytes, format_percent, format_rate, format_seconds
 from refshard.report.blocks import Answer, Notes, Verdict, table
 from refshard.report.plan import words

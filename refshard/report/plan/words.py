@@ -4,10 +4,10 @@ fit.
 
 from collections.abc import Sequence
 
-from refshard.estimate.plan import Plan, Row, cheapest, fastest, ranked
-from refshard.estimate.space import OWN_KERNELS
-from refshard.estimate.spread import Spread
-from refshard.estimate.ways import find_way
+from refshard.plan.plan import Plan, Row, cheapest, fastest, ranked
+from refshard.plan.space import OWN_KERNELS
+from refshard.plan.spread import Spread
+from refshard.plan.ways import find_way
 from refshard.quantities import format_bytes, format_percent, format_seconds
 from refshard.specs.configuration import Configuration
 

@@ -6,11 +6,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from refshard.estimate.limits import usable
-from refshard.estimate.plan import TIME_PARTS, Failures, Plan, Reader, Row, Size
-from refshard.estimate.search import search
-from refshard.estimate.space import Space, configurations
-from refshard.estimate.spread import KindSpread, Spread
+from refshard.plan.limits import usable
+from refshard.plan.plan import TIME_PARTS, Failures, Plan, Reader, Row, Size
+from refshard.plan.search import search
+from refshard.plan.space import Space, configurations
+from refshard.plan.spread import KindSpread, Spread
 from refshard.quantities import GIB, format_bytes, format_seconds
 from refshard.report.blocks import Answer
 from refshard.report.plan import page as plan_page
@@ -19,7 +19,7 @@ from refshard.report.plan import words
 from refshard.specs.cluster import LinkSpec
 from refshard.specs.configuration import Configuration
 from refshard.specs.model import load_model
-from tests.estimate.made import cluster, hardware
+from tests.plan.made import cluster, hardware
 from tests.report.pages import Page, numbers
 from tests.report.printed import as_csv, as_json, notes, rows, tables, text, verdict
 

@@ -11,8 +11,8 @@ from itertools import product
 
 import numpy as np
 
-from refshard.estimate.candidates import FIELDS, Candidates, Integers
-from refshard.estimate.ways import WAYS, find_way
+from refshard.plan.candidates import FIELDS, Candidates, Integers
+from refshard.plan.ways import WAYS, find_way
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.configuration import Configuration, Precision, Schedule
 from refshard.specs.hardware import AttentionKernel

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from refshard import resources
 from refshard.costs import collective_cost
-from refshard.estimate.estimate import routed_layers
-from refshard.estimate.groups import group_of
-from refshard.estimate.kernels import (
+from refshard.flops import attention_flops_per_token, flops_per_token
+from refshard.plan.estimate import routed_layers
+from refshard.plan.groups import group_of
+from refshard.plan.kernels import (
     Share,
     attention_linears,
     backward_moves,
@@ -20,12 +21,11 @@ from refshard.estimate.kernels import (
     forward_moves,
     product_of,
 )
-from refshard.estimate.layers import LayerCosts, Within, seen_part
-from refshard.flops import attention_flops_per_token, flops_per_token
+from refshard.plan.layers import LayerCosts, Within, seen_part
 from refshard.specs.cluster import ClusterSpec, load_cluster
 from refshard.specs.hardware import Rate
 from refshard.specs.model import ModelSpec, load_model
-from tests.estimate.made import cluster, hardware
+from tests.plan.made import cluster, hardware
 
 MODELS = sorted(resources.model_profiles())
 SEQ_LEN = 8192

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refshard.estimate.candidates import Candidates
-from refshard.estimate.search import AUTO, MODEL_PARALLEL_PART, Found, search
-from refshard.estimate.space import ALL, Space, configurations
+from refshard.plan.candidates import Candidates
+from refshard.plan.search import AUTO, MODEL_PARALLEL_PART, Found, search
+from refshard.plan.space import ALL, Space, configurations
 from refshard.quantities import GIB
 from refshard.specs.cluster import load_cluster
 from refshard.specs.configuration import Configuration
 from refshard.specs.model import load_model
-from tests.estimate.made import columns, configuration, estimated
+from tests.plan.made import columns, configuration, estimated
 
 SEQ_LEN = 8192
 SPACE = Space(

@@ -3,8 +3,8 @@
 import pytest
 
 from refshard import resources
-from refshard.estimate.estimate import routed_layers
-from refshard.estimate.sizes import sizes_of
+from refshard.plan.estimate import routed_layers
+from refshard.plan.sizes import sizes_of
 from refshard.specs.model import ModelSpec, load_model, parameter_count
 
 MODELS = sorted(resources.model_profiles())

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refshard.estimate.plan import (
+from refshard.flops import flops_per_token
+from refshard.plan.plan import (
     HOUR,
     LESS,
     SLOW,
@@ -26,14 +27,13 @@ from refshard.estimate.plan import (
     listed,
     ranked,
 )
-from refshard.estimate.search import AUTO, Found, search
-from refshard.estimate.space import ALL, Space, configurations
-from refshard.estimate.spread import KindSpread, Spread, load_spread
-from refshard.flops import flops_per_token
+from refshard.plan.search import AUTO, Found, search
+from refshard.plan.space import ALL, Space, configurations
+from refshard.plan.spread import KindSpread, Spread, load_spread
 from refshard.quantities import GIB
 from refshard.specs.cluster import load_cluster
 from refshard.specs.model import load_model
-from tests.estimate.made import columns, configuration
+from tests.plan.made import columns, configuration
 
 MODEL, CLUSTER, SEQ_LEN = load_model("llama3-8b"), load_cluster("dgx-h100x2"), 8192
 READER = Reader(model=MODEL, cluster=CLUSTER, seq_len=SEQ_LEN, price_usd=2.0, failures=Failures(), spread=load_spread())

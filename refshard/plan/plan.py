@@ -7,12 +7,12 @@ from math import sqrt
 import msgspec
 import numpy as np
 
-from refshard.estimate.candidates import Candidates
-from refshard.estimate.estimate import checkpointed_layers
-from refshard.estimate.memory import PARTS
-from refshard.estimate.search import Found
-from refshard.estimate.spread import Spread, kind_of
 from refshard.flops import Convention, flops_per_token
+from refshard.plan.candidates import Candidates
+from refshard.plan.estimate import checkpointed_layers
+from refshard.plan.memory import PARTS
+from refshard.plan.search import Found
+from refshard.plan.spread import Spread, kind_of
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.configuration import Configuration
 from refshard.specs.model import ModelSpec

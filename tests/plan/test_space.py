@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refshard.estimate.candidates import Candidates
-from refshard.estimate.space import ALL, LEAST_TOKENS, Space, configurations
-from refshard.estimate.ways import WAYS
+from refshard.plan.candidates import Candidates
+from refshard.plan.space import ALL, LEAST_TOKENS, Space, configurations
+from refshard.plan.ways import WAYS
 from refshard.specs.cluster import load_cluster
 from refshard.specs.configuration import Configuration
 from refshard.specs.model import load_model

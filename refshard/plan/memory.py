@@ -10,8 +10,8 @@ from functools import partial
 
 import numpy as np
 
-from refshard.estimate.candidates import Candidates, Floats, Mask
-from refshard.estimate.ways import ADAM_BYTES, MASTER_BYTES, fact
+from refshard.plan.candidates import Candidates, Floats, Mask
+from refshard.plan.ways import ADAM_BYTES, MASTER_BYTES, fact
 
 PARTS = ("masters", "optimizer", "gradients", "unsharded", "activations", "workspace")
 MOST_GATHERED = 3
@@ -55,7 +55,7 @@ class Held:
     - ``first``: what the first layer keeps, which is checkpointed if any layer is; ``last``: what the last layer keeps,
       which is checkpointed only if all are.
     - ``recomputed``: activations that a checkpointed layer recomputes; ``workspace``: a layer's workspace.
-    - ``began``, ``halfway``, ``ended``, ``puts_off``: as in :class:`~refshard.estimate.activations.Kept`.
+    - ``began``, ``halfway``, ``ended``, ``puts_off``: as in :class:`~refshard.plan.activations.Kept`.
     - ``loss``: all that the loss needs; ``logits``: the logits alone.
     - ``scattering``: workspace of the embedding's gradient.
     - ``outputs``: pipeline outputs that the rank still holds; ``messages``: receive buffers.

@@ -11,10 +11,10 @@ from functools import partial
 
 import numpy as np
 
-from refshard.estimate.candidates import Candidates, Floats, Mask
-from refshard.estimate.groups import Groups
-from refshard.estimate.overlap import hidden
-from refshard.estimate.ways import MASTER_BYTES, fact
+from refshard.plan.candidates import Candidates, Floats, Mask
+from refshard.plan.groups import Groups
+from refshard.plan.overlap import hidden
+from refshard.plan.ways import MASTER_BYTES, fact
 from refshard.specs.cluster import ClusterSpec, CollectiveOp
 
 SKEW = 0.87

@@ -7,7 +7,7 @@ Megatron and torchtitan do; so groups that communicate most lie within a node.
 import numpy as np
 
 from refshard.costs import GroupShape, collective_cost
-from refshard.estimate.candidates import Candidates, Floats, Integers, by_distinct
+from refshard.plan.candidates import Candidates, Floats, Integers, by_distinct
 from refshard.specs.cluster import ClusterSpec, CollectiveOp
 
 

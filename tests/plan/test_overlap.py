@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refshard import resources
-from refshard.estimate.overlap import hidden
+from refshard.plan.overlap import hidden
 from refshard.specs.cluster import load_cluster
-from tests.estimate.made import cluster
+from tests.plan.made import cluster
 
 RATE = st.floats(0.05, 1.0)
 SECONDS = st.floats(0.0, 100.0)

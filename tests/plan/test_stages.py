@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refshard.estimate.stages import deal, held_by_first_backward, in_flight, put_off, step_seconds
+from refshard.plan.stages import deal, held_by_first_backward, in_flight, put_off, step_seconds
 from refshard.specs.configuration import Configuration
-from tests.estimate.made import columns, configuration
+from tests.plan.made import columns, configuration
 
 
 @dataclass(frozen=True, slots=True)

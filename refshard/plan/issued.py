@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from refshard.estimate.activations import hidden_bytes
-from refshard.estimate.kernels import Share, projected_width
-from refshard.estimate.sizes import sizes_of
-from refshard.estimate.ways import MASTER_BYTES, Way, find_way
+from refshard.plan.activations import hidden_bytes
+from refshard.plan.kernels import Share, projected_width
+from refshard.plan.sizes import sizes_of
+from refshard.plan.ways import MASTER_BYTES, Way, find_way
 from refshard.specs.cluster import CollectiveOp
 from refshard.specs.configuration import Configuration
 from refshard.specs.layers import layers_of_stages, stages_of_rank

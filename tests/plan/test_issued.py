@@ -2,10 +2,10 @@
 
 import pytest
 
-from refshard.estimate.issued import around_products, issued_by_rank
-from refshard.estimate.kernels import Share
+from refshard.plan.issued import around_products, issued_by_rank
+from refshard.plan.kernels import Share
 from refshard.specs.model import load_model
-from tests.estimate.made import configuration
+from tests.plan.made import configuration
 
 MODEL, SEQ_LEN = load_model("llama3-8b"), 8192
 HIDDEN = 2 * SEQ_LEN * MODEL.dim

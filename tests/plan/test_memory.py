@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from refshard.estimate.memory import PARTS
-from refshard.estimate.ways import WAYS
 from refshard.harness.store import read_run
+from refshard.plan.memory import PARTS
+from refshard.plan.ways import WAYS
 from refshard.quantities import GIB, MIB
 from refshard.specs.model import load_model
-from tests.estimate.made import configuration, estimated
+from tests.plan.made import configuration, estimated
 
 RECORDED = Path(__file__).parents[2] / "profiles" / "recorded" / "dryrun" / "llama3_8b_h100"
 POLICIES = ("none", "selective", "full")

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refshard.costs import collective_cost, group_shape
-from refshard.estimate.groups import Groups, group_of
+from refshard.plan.groups import Groups, group_of
 from refshard.specs.cluster import CollectiveOp, load_cluster
-from tests.estimate.made import cluster, columns, configuration
+from tests.plan.made import cluster, columns, configuration
 
 POWERS = st.sampled_from([1, 2, 4, 8, 16])
 

@@ -16,7 +16,7 @@ from refshard.costs import (
     move_seconds,
     product_seconds,
 )
-from refshard.estimate.issued import (
+from refshard.plan.issued import (
     Issued,
     Pass,
     around_attention,
@@ -24,7 +24,7 @@ from refshard.estimate.issued import (
     around_head,
     around_products,
 )
-from refshard.estimate.kernels import (
+from refshard.plan.kernels import (
     Move,
     Product,
     Share,
@@ -37,7 +37,7 @@ from refshard.estimate.kernels import (
     projected_width,
     quantising_moves,
 )
-from refshard.estimate.overlap import hidden
+from refshard.plan.overlap import hidden
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.hardware import HardwareSpec
 from refshard.specs.model import ModelSpec

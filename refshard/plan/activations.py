@@ -8,8 +8,8 @@ product, Megatron its part, and gathers again.
 
 from dataclasses import dataclass
 
-from refshard.estimate.kernels import Share, attention_width, inner_tokens_width, projected_width
-from refshard.estimate.ways import MASTER_BYTES
+from refshard.plan.kernels import Share, attention_width, inner_tokens_width, projected_width
+from refshard.plan.ways import MASTER_BYTES
 from refshard.specs.model import ModelSpec
 
 SCORE_BYTES = 4

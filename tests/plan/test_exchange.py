@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refshard.costs import collective_cost
-from refshard.estimate.groups import group_of
-from refshard.estimate.sizes import sizes_of
-from refshard.estimate.ways import WAYS
+from refshard.plan.groups import group_of
+from refshard.plan.sizes import sizes_of
+from refshard.plan.ways import WAYS
 from refshard.specs.cluster import ClusterSpec, LinkSpec, MeasuredCollective
 from refshard.specs.hardware import Rate
 from refshard.specs.model import load_model
-from tests.estimate.made import cluster, configuration, estimated, hardware
+from tests.plan.made import cluster, configuration, estimated, hardware
 
 MODEL = load_model("llama3-8b")
 SIZES = sizes_of(MODEL, 1, 1)

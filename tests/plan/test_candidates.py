@@ -4,14 +4,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refshard.estimate.candidates import Candidates, by_distinct
-from refshard.estimate.estimate import estimate
-from refshard.estimate.memory import PARTS
-from refshard.estimate.ways import WAYS
+from refshard.plan.candidates import Candidates, by_distinct
+from refshard.plan.estimate import estimate
+from refshard.plan.memory import PARTS
+from refshard.plan.ways import WAYS
 from refshard.specs.cluster import load_cluster
 from refshard.specs.configuration import Configuration
 from refshard.specs.model import load_model
-from tests.estimate.made import columns, configuration
+from tests.plan.made import columns, configuration
 
 SMALL = st.integers(1, 4)
 

@@ -4,10 +4,10 @@ import pytest
 
 from refshard.engine.placement import MODES
 from refshard.errors import SpecError
-from refshard.estimate.limits import usable
-from refshard.estimate.ways import WAYS, find_way
+from refshard.plan.limits import usable
+from refshard.plan.ways import WAYS, find_way
 from refshard.quantities import GIB
-from tests.estimate.made import hardware
+from tests.plan.made import hardware
 
 
 @pytest.mark.parametrize("name", MODES)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from refshard.estimate.kernels import Linear, attention_linears, feed_forward_linears
+from refshard.plan.kernels import Linear, attention_linears, feed_forward_linears
 from refshard.specs.model import ModelSpec
 
 

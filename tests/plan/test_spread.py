@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from refshard.estimate.spread import KindSpread, Spread, kind_of, load_spread
-from tests.estimate.made import configuration
+from refshard.plan.spread import KindSpread, Spread, kind_of, load_spread
+from tests.plan.made import configuration
 
 
 def spread(**kinds: tuple[float, float]) -> Spread:

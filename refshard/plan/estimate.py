@@ -8,16 +8,16 @@ import numpy as np
 
 from refshard.costs import ADAMW_BYTES
 from refshard.errors import SpecError
-from refshard.estimate.activations import hidden_bytes, kept_by_layer, loss_bytes
-from refshard.estimate.candidates import Candidates, Floats, Integers, Mask, by_distinct
-from refshard.estimate.exchange import Exchanges
-from refshard.estimate.groups import group_of
-from refshard.estimate.kernels import Share
-from refshard.estimate.layers import LayerCosts, LayerTimes, Within
-from refshard.estimate.memory import Held, Memory, memory_of
-from refshard.estimate.sizes import sizes_of
-from refshard.estimate.stages import deal, held_by_first_backward, in_flight, put_off, step_seconds
-from refshard.estimate.ways import MASTER_BYTES, fact
+from refshard.plan.activations import hidden_bytes, kept_by_layer, loss_bytes
+from refshard.plan.candidates import Candidates, Floats, Integers, Mask, by_distinct
+from refshard.plan.exchange import Exchanges
+from refshard.plan.groups import group_of
+from refshard.plan.kernels import Share
+from refshard.plan.layers import LayerCosts, LayerTimes, Within
+from refshard.plan.memory import Held, Memory, memory_of
+from refshard.plan.sizes import sizes_of
+from refshard.plan.stages import deal, held_by_first_backward, in_flight, put_off, step_seconds
+from refshard.plan.ways import MASTER_BYTES, fact
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.hardware import ELEMENT_BYTES
 from refshard.specs.layers import checkpointing_of

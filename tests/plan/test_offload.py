@@ -6,7 +6,7 @@ import pytest
 from refshard.errors import SpecError
 from refshard.specs.cluster import ClusterSpec, load_cluster
 from refshard.specs.model import load_model
-from tests.estimate.made import configuration, estimated
+from tests.plan.made import configuration, estimated
 
 MODEL = load_model("llama3-8b")
 LINK = 1e9
