@@ -1,8 +1,6 @@
 """``refshard plan``: the best ways to train a model on a cluster, found by closed forms."""
 
 import re
-import shlex
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +12,7 @@ import msgspec
 
 from refshard import resources
 from refshard.commands.plan_asked import Asked, global_batch_of, sized, space_of, strategies_of, varied_fields
-from refshard.commands.printing import tell
+from refshard.commands.printing import tell, write_page
 from refshard.emit.job import Emitted
 from refshard.emit.job import Job as EmitJob
 from refshard.emit.table import POLICIES, RUNS, TOOLS, emit
@@ -26,8 +24,8 @@ from refshard.plan.search import search
 from refshard.plan.space import configurations
 from refshard.plan.spread import load_spread
 from refshard.report.blocks import Answer, Text
-from refshard.report.plan.table import plan_answer
-from refshard.report.plan.words import short_words
+from refshard.report.plan.answer import plan_answer
+from refshard.report.plan.text import short_text
 from refshard.specs.cluster import ClusterSpec, load_cluster
 from refshard.specs.model import ModelSpec, is_factory, load_model
 
@@ -66,9 +64,9 @@ def plan(asked: Asked, *, page: Path | None = None, tool: str | None = None, out
         price_usd=asked.price_usd, failures=failures, varied=varied,
     )  # fmt: skip
     title = _title(asked, found)
-    if page is not None:
-        _write_page(found, title, page)
     answer = plan_answer(found, spread, title, model=asked.model, cluster=asked.cluster)
+    if page is not None:
+        write_page(answer, page, "plan")
     if tool is not None:
         rows = [row for size in reversed(made) for row in size.rows]
         text = _emitted(tool, asked, model, cluster, rows, out or Path("runs") / "emitted" / tool)
@@ -185,9 +183,7 @@ def _emitted(tool: str, asked: Asked, model: ModelSpec, cluster: ClusterSpec, ro
             cluster_name=asked.cluster, seq_len=asked.seq_len,
         )  # fmt: skip
         try:
-            return _written(
-                tool, emit(tool, job), short_words(row.configuration, varied_fields(asked, cluster)), folder
-            )
+            return _written(tool, emit(tool, job), short_text(row.configuration, varied_fields(asked, cluster)), folder)
         except SpecError as error:
             refused = refused or error
     raise refused or SpecError(f"emit: no configuration fits, so there is nothing to write for {tool}; change the plan")
@@ -204,14 +200,3 @@ def _written(tool: str, emitted: Emitted, what: str, folder: Path) -> str:
     files = ", ".join(str(folder / name) for name in emitted.files)
     notes = "".join(f"\n* {note}" for note in emitted.notes)
     return f"Written for {tool} {emitted.version}: {files} ({what}). Start it with:\n{emitted.command}{notes}"
-
-
-def _write_page(found: Plan, title: str, path: Path) -> None:
-    from refshard.report.plan.page import page  # pandas takes longer to import than a plan takes
-
-    try:
-        replace_file(path, page(found, load_spread(), title, shlex.join(["refshard", *sys.argv[1:]])))
-    except OSError as error:
-        raise SpecError(
-            f"html: {path} cannot be written ({error.strerror}); name a file in a folder that exists"
-        ) from None
