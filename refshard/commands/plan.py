@@ -18,11 +18,10 @@ from refshard.emit.job import Job as EmitJob
 from refshard.emit.table import POLICIES, RUNS, TOOLS, emit
 from refshard.errors import SpecError, nearest
 from refshard.folders import replace_file
-from refshard.plan.limits import usable
-from refshard.plan.plan import Failures, Plan, Reader, Row, Size, listed, with_dry_rows
+from refshard.plan.memory import usable
+from refshard.plan.plan import Failures, Plan, Reader, Row, Size, listed, load_spread, with_dry_rows
 from refshard.plan.search import search
 from refshard.plan.space import configurations
-from refshard.plan.spread import load_spread
 from refshard.report.blocks import Answer, Text
 from refshard.report.plan.answer import plan_answer
 from refshard.report.plan.text import short_text

@@ -7,10 +7,10 @@ import msgspec
 
 from refshard.engine.placement import MODES
 from refshard.errors import SpecError
+from refshard.plan.cost_models import COST_MODELS, find_cost_model
 from refshard.plan.plan import VARIANTS, Failures
 from refshard.plan.search import AUTO
 from refshard.plan.space import ALL, Space
-from refshard.plan.ways import WAYS, find_way
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.configuration import Precision, Schedule
 from refshard.specs.hardware import ELEMENT_BYTES
@@ -202,16 +202,16 @@ def strategies_of(asked: Asked) -> tuple[str, ...]:
     if not names:
         raise SpecError(f"strategy: no name in {asked.strategies!r}; separate names by commas, or leave the option out")
     for name in names:
-        if name in ROWS and name not in WAYS:
+        if name in ROWS and name not in COST_MODELS:
             raise SpecError(f"strategy: {_without_form(name, asked)}")
-        find_way(name)
+        find_cost_model(name)
     return names
 
 
 def _without_form(name: str, asked: Asked) -> str:
     """What a strategy is that refshard runs and has no closed form of, and what to do instead."""
     plain = name.removesuffix("-compiled")
-    if plain in WAYS:
+    if plain in COST_MODELS:
         return f"'{name}' has no closed form of its own; plan {plain} with --compile yes"
     if ROWS[name].compiles:
         return f"'{name}' has no closed form and cannot be dry-run; measure it on GPUs: refshard run --strategy {name}"

@@ -8,16 +8,13 @@ import numpy as np
 
 from refshard.costs import ADAMW_BYTES
 from refshard.errors import SpecError
-from refshard.plan.activations import hidden_bytes, kept_by_layer, loss_bytes
-from refshard.plan.candidates import Candidates, Floats, Integers, Mask, by_distinct
-from refshard.plan.exchange import Exchanges
-from refshard.plan.groups import group_of
-from refshard.plan.kernels import Share
+from refshard.plan.collectives import Exchanges, group_of
+from refshard.plan.cost_models import MASTER_BYTES, fact
+from refshard.plan.kernels import Share, hidden_bytes, sizes_of
 from refshard.plan.layers import LayerCosts, LayerTimes, Within
-from refshard.plan.memory import Held, Memory, memory_of
-from refshard.plan.sizes import sizes_of
+from refshard.plan.memory import Held, Memory, kept_by_layer, loss_bytes, memory_of
+from refshard.plan.space import Candidates, Floats, Integers, Mask, by_distinct
 from refshard.plan.stages import deal, held_by_first_backward, in_flight, put_off, step_seconds
-from refshard.plan.ways import MASTER_BYTES, fact
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.hardware import ELEMENT_BYTES
 from refshard.specs.layers import checkpointing_of

@@ -1,4 +1,4 @@
-"""What one rank computes of one layer for one microbatch, kernel by kernel.
+"""What one rank computes of one layer for one microbatch, kernel by kernel, and what parameters it has.
 
 Kernels follow a decoder block as torch runs it eagerly, or with its elementwise kernels fused (by ``torch.compile``, or
 in Transformer Engine). Suffixes: n tokens of the rank's part of the sequences, m those of its part of the residual
@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from refshard.plan.cost_models import MASTER_BYTES
 from refshard.specs.configuration import Precision
 from refshard.specs.hardware import AttentionKernel, Dtype
 from refshard.specs.model import ModelSpec
 
 Split = Literal["columns", "rows", "whole"]
 """How tensor-parallel ranks divide a matrix; one that is whole is on each of them."""
-_WIDE = 4
-"""Bytes of an fp32 element."""
 QUANTISED_BYTES = 7.1
 """Bytes that turning an operand's element into fp8 moves: two are read, and one is written twice."""
 
@@ -97,7 +96,7 @@ class Share:
     @property
     def element(self) -> int:
         """Bytes of an activation's element."""
-        return _WIDE if self.precision == "fp32" else 2
+        return MASTER_BYTES if self.precision == "fp32" else 2
 
     @property
     def dtype(self) -> Dtype:
@@ -258,7 +257,7 @@ def _norm_forward(share: Share, elements: float) -> list[Move]:
     """One kernel; or, in fp32, square, mean, its root's inverse, and scaling, and then the gain."""
     if share.fused_norms or share.fused:
         return [Move(2 * share.element * elements)]
-    inner = [Move(_WIDE * numbers * elements) for numbers in (2, 1, 0, 0, 2)]
+    inner = [Move(MASTER_BYTES * numbers * elements) for numbers in (2, 1, 0, 0, 2)]
     return [*_casts(share, elements), *inner, *_casts(share, elements), Move(2 * share.element * elements)]
 
 
@@ -266,9 +265,58 @@ def _norm_backward(share: Share, elements: float) -> list[Move]:
     """One kernel; or, in fp32, the gradients of the gain, its input, the scaling, the mean and the square, and sums."""
     if share.fused_norms or share.fused:
         return [Move(4 * share.element * elements)]
-    inner = [Move(_WIDE * numbers * elements) for numbers in (3, 3, 3, 1, 1, 1, 2, 2, 2, 2, 3, 0, 0, 0)]
+    inner = [Move(MASTER_BYTES * numbers * elements) for numbers in (3, 3, 3, 1, 1, 1, 2, 2, 2, 2, 3, 0, 0, 0)]
     return [*_casts(share, elements), *inner, *_casts(share, elements)]
 
 
 def _casts(share: Share, elements: float) -> list[Move]:
-    return [] if share.precision == "fp32" else [Move((share.element + _WIDE) * elements)]
+    return [] if share.precision == "fp32" else [Move((share.element + MASTER_BYTES) * elements)]
+
+
+def hidden_bytes(model: ModelSpec, share: Share, *, casts: bool = False) -> float:
+    """Bytes of the residual stream on one rank, which a pipeline's messages are, too."""
+    return (MASTER_BYTES if casts else share.element) * share.tokens / share.tensor * model.dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Elements on one rank: of a dense layer and of a mixture's, without and with its experts, and of both ends; and of
+    the feed-forward of the larger kind of layer.
+    """
+
+    dense: float
+    routed: float
+    experts: float
+    embedding: float
+    head: float
+    feed_forward: float
+
+
+def sizes_of(model: ModelSpec, tensor: int, expert: int) -> Sizes:
+    """The parts on a rank of ``tensor`` ranks that divide each matrix, and ``expert`` that divide the experts."""
+    norm = model.dim * (2 if model.biased or model.norm_biases else 1)
+    norms = (4 if model.extra_norms else 2) * norm + (2 * model.head_dim if model.query_norm else 0)
+    norms += model.latent.query_rank + model.latent.kv_rank if model.latent else 0
+    attention = [*attention_linears(model)]
+    dense = _numel([*attention, *feed_forward_linears(model)], tensor, 1, biased=model.biased) + norms
+    mixture = feed_forward_linears(model, dense=False) if model.experts else ()
+    routed = _numel([*attention, *(one for one in mixture if one.count == 1)], tensor, 1, biased=model.biased) + norms
+    experts = _numel([one for one in mixture if one.count > 1], tensor, expert, biased=False)
+    inner = _numel([*feed_forward_linears(model)], tensor, 1, biased=model.biased)
+    mixed = _numel([one for one in mixture if one.count == 1], tensor, 1, biased=model.biased) + experts
+    ends = model.vocab * model.dim / tensor
+    positions = model.positions * model.dim
+    return Sizes(
+        dense=dense, routed=routed if model.experts else 0.0, experts=experts, embedding=ends + positions,
+        head=norm + (0.0 if model.tied else ends), feed_forward=mixed if routed + experts > dense else inner,
+    )  # fmt: skip
+
+
+def _numel(linears: list[Linear], tensor: int, expert: int, *, biased: bool) -> float:
+    total = 0.0
+    for one in linears:
+        part = tensor if one.split != "whole" else 1
+        total += one.numel / part / (expert if one.count > 1 else 1)
+        if biased:
+            total += one.n / (tensor if one.split == "columns" else 1)
+    return total

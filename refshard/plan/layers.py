@@ -1,12 +1,19 @@
 """What one layer takes for one microbatch on one rank: its kernels, and the communication within the layer.
 
 Tensor parallelism gathers a sublayer's input and scatters its sum, twice a layer; backward the other way round. Ranks
-that share sequences pass keys and values round a ring beside attention, or exchange heads for tokens before and after
+that share sequences pass keys and values round a ring during attention, or exchange heads for tokens before and after
 it. Masks are causal, and halves of sequences are dealt so that all ranks have as much to do.
+
+Sizes of collectives are bytes of the whole tensor, as records count them: the result of an all-gather, the input of a
+reduction. A test holds them to dry runs of the real code.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from refshard.costs import (
     GroupShape,
@@ -16,14 +23,7 @@ from refshard.costs import (
     move_seconds,
     product_seconds,
 )
-from refshard.plan.issued import (
-    Issued,
-    Pass,
-    around_attention,
-    around_embedding,
-    around_head,
-    around_products,
-)
+from refshard.plan.cost_models import MASTER_BYTES
 from refshard.plan.kernels import (
     Move,
     Product,
@@ -37,10 +37,87 @@ from refshard.plan.kernels import (
     projected_width,
     quantising_moves,
 )
-from refshard.plan.overlap import hidden
-from refshard.specs.cluster import ClusterSpec
-from refshard.specs.hardware import HardwareSpec
+from refshard.specs.cluster import ClusterSpec, CollectiveOp
 from refshard.specs.model import ModelSpec
+
+Seconds = TypeVar("Seconds", float, npt.NDArray[np.float64])
+
+
+def hidden(cluster: ClusterSpec, compute_s: Seconds, comm_s: Seconds) -> Seconds:
+    """Seconds that ``comm_s`` of communication, begun at once, adds to ``compute_s`` of compute."""
+    slowed, slower = cluster.compute_beside_communication, cluster.communication_beside_compute
+    beside = comm_s / slower
+    enough = compute_s >= slowed * beside
+    rest = compute_s * (1 / slowed - 1) + comm_s - slower * compute_s / slowed
+    return np.where(enough, (1 - slowed) * beside, rest)  # type: ignore[return-value]
+
+
+Pass = Literal["forward", "backward", "again"]
+"""Passes through a layer; what is checkpointed is computed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """As many collectives of one kind and size."""
+
+    op: CollectiveOp
+    nbytes: float
+    count: float = 1
+
+    def times(self, number: float) -> "Issued":
+        """So many times as often."""
+        return Issued(self.op, self.nbytes, self.count * number)
+
+
+def around_products(model: ModelSpec, share: Share, which: Pass) -> tuple[Issued, ...]:
+    """Within one layer over tensor-parallel ranks: a sublayer's input is gathered and its sum scattered, twice; the
+    last sum is not computed again.
+    """
+    if share.tensor == 1:
+        return ()
+    nbytes = _stream(model, share)
+    return Issued("all_gather", nbytes, 2), Issued("reduce_scatter", nbytes, 1 if which == "again" else 2)
+
+
+def around_embedding(model: ModelSpec, share: Share, which: Pass) -> tuple[Issued, ...]:
+    """Each tensor-parallel rank looks up its part of the vocabulary; the parts are summed."""
+    if share.tensor == 1:
+        return ()
+    return (Issued("reduce_scatter" if which == "forward" else "all_gather", _stream(model, share)),)
+
+
+def around_head(model: ModelSpec, share: Share, which: Pass) -> tuple[Issued, ...]:
+    """The head's input, and of each token the largest logit, the sum of the exponentials and the target's logit."""
+    if share.tensor == 1:
+        return ()
+    if which == "backward":
+        return (Issued("reduce_scatter", _stream(model, share)),)
+    return Issued("all_gather", _stream(model, share)), Issued("all_reduce", share.tokens * 4, 3)
+
+
+def norm_gradients(model: ModelSpec, share: Share, element: int, norms: int = 2) -> tuple[Issued, ...]:
+    """The gradients of a layer's norms, each of which has seen its rank's part of the sequence."""
+    return (Issued("all_reduce", model.dim * element, norms),) if share.tensor > 1 else ()
+
+
+def around_attention(model: ModelSpec, share: Share, which: Pass) -> tuple[Issued, ...]:
+    """Torch's context parallelism: keys and values are gathered, their gradients go from rank to rank in fp32."""
+    if share.context == 1:
+        return ()
+    gathered = Issued("all_gather", share.context * share.element * _key_value(model, share))
+    if which != "backward":
+        return (gathered,)
+    return gathered, Issued("all_to_all", MASTER_BYTES * _key_value(model, share), share.context)
+
+
+def _stream(model: ModelSpec, share: Share) -> float:
+    return share.tokens * model.dim * share.element
+
+
+def _key_value(model: ModelSpec, share: Share) -> float:
+    """Elements of a rank's keys and values."""
+    return share.tokens * (projected_width(model) - model.n_heads * model.head_dim) / share.tensor
+
 
 CHUNKS = 4
 """Pieces that a product and a collective beside it are cut into; the first or the last of them runs alone."""
@@ -248,7 +325,7 @@ class LayerCosts:
 
     def _at_least_launched(self, device_s: float, kernels: int) -> float:
         """The host may take longer to launch the kernels than the device to run them."""
-        hardware: HardwareSpec = self._hardware
+        hardware = self._hardware
         return max(device_s, kernels * hardware.host_s) if hardware.asynchronous else device_s
 
 

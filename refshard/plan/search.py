@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from refshard.plan.candidates import Candidates, Floats, Integers, Mask
 from refshard.plan.estimate import Estimates, estimate, memory
+from refshard.plan.space import Candidates, Floats, Integers, Mask
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.model import ModelSpec
 

@@ -1,22 +1,110 @@
-"""The configurations among which a search looks: every way to divide the ranks and the batch that can run.
+"""Configurations as columns, and those among which a search looks: every way to divide the ranks and the batch that can
+run.
 
 Rules that keep a configuration out: an axis does not divide what it splits; a group that talks within a layer would
 span nodes (tensor parallelism); a stage has no layer; an interleaved schedule's microbatches do not divide among its
 ranks; a strategy has no code for an axis.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Self
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from refshard.plan.candidates import FIELDS, Candidates, Integers
-from refshard.plan.ways import WAYS, find_way
+from refshard.plan.cost_models import COST_MODELS, find_cost_model
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.configuration import Configuration, Precision, Schedule
 from refshard.specs.hardware import AttentionKernel
 from refshard.specs.model import ModelSpec
+
+Integers = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+FIELDS = tuple(field.name for field in msgspec.structs.fields(Configuration))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidates:
+    """Configurations, one a row. Columns are int64: numbers and flags as they are, words by their place in
+    ``words``.
+    """
+
+    columns: Mapping[str, Integers]
+    words: Mapping[str, tuple[str, ...]]
+
+    @classmethod
+    def of(cls, configurations: Sequence[Configuration]) -> Self:
+        """These configurations, in their order."""
+        columns: dict[str, Integers] = {}
+        words: dict[str, tuple[str, ...]] = {}
+        for name in FIELDS:
+            given = [getattr(one, name) for one in configurations]
+            if given and isinstance(given[0], str):
+                words[name] = tuple(dict.fromkeys(given))
+                places = {word: place for place, word in enumerate(words[name])}
+                given = [places[word] for word in given]
+            columns[name] = np.array(given, np.int64)
+        return cls(columns, words)
+
+    def __len__(self) -> int:
+        return len(self.columns["shard"])
+
+    def __getitem__(self, field: str) -> Integers:
+        return self.columns[field]
+
+    def flag(self, field: str) -> Mask:
+        """A field that is true or false."""
+        return self.columns[field].astype(np.bool_)
+
+    def where(self, field: str, *chosen: str) -> Mask:
+        """Which rows have one of these words."""
+        places = [place for place, word in enumerate(self.words[field]) if word in chosen]
+        return np.isin(self.columns[field], places)
+
+    def mapped(self, field: str, number: Callable[[str], float]) -> Floats:
+        """A number for each row's word."""
+        return np.array([number(word) for word in self.words[field]], np.float64)[self.columns[field]]
+
+    def take(self, rows: Integers | Mask) -> "Candidates":
+        """Some of the rows."""
+        return Candidates({name: column[rows] for name, column in self.columns.items()}, self.words)
+
+    def configuration(self, row: int) -> Configuration:
+        """One row as a value."""
+        found = {name: int(column[row]) for name, column in self.columns.items()}
+        texts = {name: self.words[name][found[name]] for name in self.words}
+        flags = {f.name: bool(found[f.name]) for f in msgspec.structs.fields(Configuration) if f.type is bool}
+        return Configuration(**{**found, **texts, **flags})  # type: ignore[arg-type]
+
+    @property
+    def data_ranks(self) -> Integers:
+        """Ranks that divide the batch."""
+        return self["shard"] * self["replicate"]
+
+    @property
+    def shards(self) -> Integers:
+        """Ranks that a strategy which shards divides parameters over."""
+        return self["shard"] * self["context"]
+
+    @property
+    def world_size(self) -> Integers:
+        """Ranks in all."""
+        return self.data_ranks * self["context"] * self["tensor"] * self["pipeline"]
+
+
+def by_distinct(columns: Sequence[npt.NDArray[np.generic]], value: Callable[..., tuple[float, ...]]) -> Floats:
+    """``value`` of each distinct row of the columns, computed once and spread over all rows: (values, rows)."""
+    rows = list(zip(*(column.tolist() for column in columns)))
+    known: dict[Hashable, tuple[float, ...]] = {}
+    for row in rows:
+        if row not in known:
+            known[row] = value(*row)
+    return np.array([known[row] for row in rows], np.float64).reshape(len(rows), -1).T
+
 
 LEAST_TOKENS = 1024
 """Tokens that context parallelism leaves each rank of a sequence at least."""
@@ -24,7 +112,7 @@ MOST_CONTEXT = 64
 MOST_STRETCHES = 12
 _N_DIMENSIONAL = ("ddp", "fsdp2", "megatron")
 """Strategies whose code here, or in the tool of their name, composes with pipelines and context parallelism."""
-_TENSOR = ("fsdp2", "megatron", *(name for name in WAYS if name.startswith("refshard-")))
+_TENSOR = ("fsdp2", "megatron", *(name for name in COST_MODELS if name.startswith("refshard-")))
 _ZERO_BUBBLE = ("fsdp2",)
 """Zero-bubble schedules of torch split each backward, which neither DDP's hooks nor checkpointing can follow.
 Megatron-LM has none."""
@@ -116,7 +204,7 @@ def _batches(
                     shard = data // replicate
                     head = (strategy, tensor, context, pipeline, interleave, schedule, expert, shard, replicate)
                     yield (*head, microbatch, microbatches, True)
-                    if microbatches > 1 and pipeline == 1 and find_way(strategy).by_unit:
+                    if microbatches > 1 and pipeline == 1 and find_cost_model(strategy).by_unit:
                         yield (*head, microbatch, microbatches, False)
 
 
@@ -211,7 +299,7 @@ def _composes(strategy: str, tensor: int, context: int, pipeline: int, schedule:
 
 def _replicas(space: Space, strategy: str, data: int) -> list[int]:
     """Replicate axes: all of it for what shards nothing; for hybrid sharding only with parameters sharded."""
-    way = find_way(strategy)
+    way = find_cost_model(strategy)
     if not way.shards_optimizer:
         return [data]
     if not way.by_unit:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from refshard.plan.candidates import Candidates, Floats, Integers
+from refshard.plan.space import Candidates, Floats, Integers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

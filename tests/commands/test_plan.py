@@ -20,7 +20,7 @@ from refshard.commands.plan import plan
 from refshard.commands.plan_asked import PLANNED, SEARCHED, Asked, tokens_of
 from refshard.emit.table import POLICIES, RUNS, TOOLS
 from refshard.errors import SpecError
-from refshard.plan.ways import WAYS
+from refshard.plan.cost_models import COST_MODELS
 from refshard.specs.suite import parse_suite
 from refshard.strategies import check_case
 from tests.emit.megatron_flags import FLAGS
@@ -104,7 +104,7 @@ def test_without_strategies_torchs_and_the_engines_are_planned_and_a_search_take
 
     assert planned() == {*PLANNED}
     assert planned(search=True, tensor="1", pipeline="1", context="1", microbatch="1") == {*SEARCHED}
-    assert {*PLANNED, *SEARCHED} <= WAYS.keys()
+    assert {*PLANNED, *SEARCHED} <= COST_MODELS.keys()
 
 
 def test_each_strategy_comes_once() -> None:

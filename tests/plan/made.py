@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from refshard.plan.candidates import Candidates
 from refshard.plan.estimate import Estimates, estimate
+from refshard.plan.space import Candidates
 from refshard.specs.cluster import ClusterSpec, LinkSpec, load_cluster
 from refshard.specs.configuration import Configuration
 from refshard.specs.hardware import HardwareSpec, Rate

@@ -4,10 +4,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refshard.plan.candidates import Candidates, by_distinct
+from refshard.plan.cost_models import COST_MODELS
 from refshard.plan.estimate import estimate
 from refshard.plan.memory import PARTS
-from refshard.plan.ways import WAYS
+from refshard.plan.space import Candidates, by_distinct
 from refshard.specs.cluster import load_cluster
 from refshard.specs.configuration import Configuration
 from refshard.specs.model import load_model
@@ -22,7 +22,8 @@ def configurations(draw: st.DrawFn) -> Configuration:
     interleave = draw(SMALL) if pipeline > 1 else 1
     schedules = ["interleaved", "zero-bubble"] if interleave > 1 else ["1f1b", "zero-bubble"]
     return configuration(
-        strategy=draw(st.sampled_from(sorted(WAYS))), shard=draw(SMALL), replicate=draw(SMALL), tensor=draw(SMALL),
+        strategy=draw(st.sampled_from(sorted(COST_MODELS))), shard=draw(SMALL), replicate=draw(SMALL),
+        tensor=draw(SMALL),
         context=draw(SMALL), pipeline=pipeline, interleave=interleave, schedule=draw(st.sampled_from(schedules)),
         microbatch=draw(SMALL), microbatches=draw(SMALL),
         checkpointing=draw(st.sampled_from(["none", "selective", "full", "every-2", "3"])),

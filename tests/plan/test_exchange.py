@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refshard.costs import collective_cost
-from refshard.plan.groups import group_of
-from refshard.plan.sizes import sizes_of
-from refshard.plan.ways import WAYS
+from refshard.plan.collectives import group_of
+from refshard.plan.cost_models import COST_MODELS
+from refshard.plan.kernels import sizes_of
 from refshard.specs.cluster import ClusterSpec, LinkSpec, MeasuredCollective
 from refshard.specs.hardware import Rate
 from refshard.specs.model import load_model
@@ -97,7 +97,7 @@ def test_half_as_wide_reductions_take_half_as_long() -> None:
     assert wide - half == pytest.approx(reduced / 2, rel=1e-3)
 
 
-@pytest.mark.parametrize("strategy", sorted(WAYS))
+@pytest.mark.parametrize("strategy", sorted(COST_MODELS))
 def test_one_rank_exchanges_nothing(strategy: str) -> None:
     """Copies around what would be exchanged are left where the strategy makes them."""
     (found,) = exchanged(configuration(strategy=strategy), on=linked())
@@ -105,7 +105,7 @@ def test_one_rank_exchanges_nothing(strategy: str) -> None:
 
 
 @given(
-    strategy=st.sampled_from(sorted(WAYS)), shard=st.sampled_from([1, 8, 64]), replicate=st.sampled_from([1, 2]),
+    strategy=st.sampled_from(sorted(COST_MODELS)), shard=st.sampled_from([1, 8, 64]), replicate=st.sampled_from([1, 2]),
     microbatch=st.sampled_from([1, 4]), microbatches=st.sampled_from([1, 4]), flags=st.tuples(*[st.booleans()] * 3),
 )  # fmt: skip
 def test_it_is_never_negative_and_beside_compute_never_longer_than_alone(
@@ -142,7 +142,8 @@ def test_copies_around_collectives_are_kernels() -> None:
     names = ("fsdp2", "refshard-fsdp")
     fsdp2, engine = exchanged(*(configuration(strategy=name, shard=64) for name in names), on=on)
     unit, cast = SIZES.dense, 6 * SIZES.dense / 64
-    copied = {name: (WAYS[name].copies_out, WAYS[name].copies_in, WAYS[name].divides) for name in names}
+    costs = {name: COST_MODELS[name] for name in names}
+    copied = {name: (one.copies_out, one.copies_in, one.divides) for name, one in costs.items()}
     for name, found in zip(names, (fsdp2, engine)):
         out, into, divides = copied[name]
         nbytes = 2 * (cast + 4 * unit * out) + 6 * unit * into + 14 * unit * divides

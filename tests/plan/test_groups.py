@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refshard.costs import collective_cost, group_shape
-from refshard.plan.groups import Groups, group_of
+from refshard.plan.collectives import Groups, group_of
 from refshard.specs.cluster import CollectiveOp, load_cluster
 from tests.plan.made import cluster, columns, configuration
 

@@ -2,8 +2,9 @@
 
 import pytest
 
-from refshard.plan.issued import around_products, issued_by_rank
+from refshard.plan.collectives import issued_by_rank
 from refshard.plan.kernels import Share
+from refshard.plan.layers import around_products
 from refshard.specs.model import load_model
 from tests.plan.made import configuration
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from refshard import resources
 from refshard.costs import collective_cost
 from refshard.flops import attention_flops_per_token, flops_per_token
+from refshard.plan.collectives import group_of
 from refshard.plan.estimate import routed_layers
-from refshard.plan.groups import group_of
 from refshard.plan.kernels import (
     Share,
     attention_linears,

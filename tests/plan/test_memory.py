@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from refshard.harness.store import read_run
+from refshard.plan.cost_models import COST_MODELS
 from refshard.plan.memory import PARTS
-from refshard.plan.ways import WAYS
 from refshard.quantities import GIB, MIB
 from refshard.specs.model import load_model
 from tests.plan.made import configuration, estimated
@@ -17,8 +17,8 @@ RECORDED = Path(__file__).parents[2] / "profiles" / "recorded" / "dryrun" / "lla
 POLICIES = ("none", "selective", "full")
 ROWS = [
     configuration(strategy=strategy, microbatch=microbatch, microbatches=microbatches, checkpointing=policy, **axes)
-    for strategy, policy, microbatch, microbatches, ranks in product(WAYS, POLICIES, (1, 2), (1, 2), (8, 128))
-    for axes in [{"shard" if WAYS[strategy].shards_optimizer else "replicate": ranks}]
+    for strategy, policy, microbatch, microbatches, ranks in product(COST_MODELS, POLICIES, (1, 2), (1, 2), (8, 128))
+    for axes in [{"shard" if COST_MODELS[strategy].shards_optimizer else "replicate": ranks}]
 ]
 
 
@@ -27,11 +27,11 @@ def test_recorded_dry_runs_are_met() -> None:
     found = {}
     for record in read_run(RECORDED).launches:
         case, peak = record.case, record.metrics.get("peak_memory_bytes")
-        if peak is None or case.strategy not in WAYS or case.data_ranks < case.world_size:
+        if peak is None or case.strategy not in COST_MODELS or case.data_ranks < case.world_size:
             continue
         if case.strategy == "ddp":  # recorded before dry runs counted DDP's first bucket
             continue
-        replicate = case.replicas if WAYS[case.strategy].shards_optimizer else case.world_size
+        replicate = case.replicas if COST_MODELS[case.strategy].shards_optimizer else case.world_size
         row = configuration(
             strategy=case.strategy, shard=case.world_size // replicate, replicate=replicate, precision=case.precision,
             microbatch=case.global_batch // case.world_size // case.microbatches, microbatches=case.microbatches,

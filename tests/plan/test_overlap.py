@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refshard import resources
-from refshard.plan.overlap import hidden
+from refshard.plan.layers import hidden
 from refshard.specs.cluster import load_cluster
 from tests.plan.made import cluster
 

@@ -18,18 +18,20 @@ from refshard.plan.plan import (
     TIME_PARTS,
     TRILLION,
     Failures,
+    KindSpread,
     Plan,
     Reader,
     Row,
     Size,
+    Spread,
     cheapest,
     fastest,
     listed,
+    load_spread,
     ranked,
 )
 from refshard.plan.search import AUTO, Found, search
 from refshard.plan.space import ALL, Space, configurations
-from refshard.plan.spread import KindSpread, Spread, load_spread
 from refshard.quantities import GIB
 from refshard.specs.cluster import load_cluster
 from refshard.specs.model import load_model

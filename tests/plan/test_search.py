@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refshard.plan.candidates import Candidates
 from refshard.plan.search import AUTO, MODEL_PARALLEL_PART, Found, search
-from refshard.plan.space import ALL, Space, configurations
+from refshard.plan.space import ALL, Candidates, Space, configurations
 from refshard.quantities import GIB
 from refshard.specs.cluster import load_cluster
 from refshard.specs.configuration import Configuration

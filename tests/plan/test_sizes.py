@@ -4,7 +4,7 @@ import pytest
 
 from refshard import resources
 from refshard.plan.estimate import routed_layers
-from refshard.plan.sizes import sizes_of
+from refshard.plan.kernels import sizes_of
 from refshard.specs.model import ModelSpec, load_model, parameter_count
 
 MODELS = sorted(resources.model_profiles())

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from refshard.plan.spread import KindSpread, Spread, kind_of, load_spread
+from refshard.plan.plan import KindSpread, Spread, kind_of, load_spread
 from tests.plan.made import configuration
 
 

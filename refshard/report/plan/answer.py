@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from refshard.plan.memory import PARTS
-from refshard.plan.plan import TIME_PARTS, Plan, Row, Size
-from refshard.plan.spread import Spread
+from refshard.plan.plan import TIME_PARTS, Plan, Row, Size, Spread
 from refshard.quantities import format_seconds
 from refshard.report.blocks import Answer, Block, Cell, Charts, Cover, Notes, Quantity, Section, Table, Verdict, table
 from refshard.report.plan import text

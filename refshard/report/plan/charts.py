@@ -5,8 +5,7 @@ from typing import Literal
 
 import plotly.graph_objects as go
 
-from refshard.plan.plan import Plan, Row, Size
-from refshard.plan.spread import Spread
+from refshard.plan.plan import Plan, Row, Size, Spread
 from refshard.quantities import axis_unit, format_bytes, format_percent, format_seconds
 from refshard.report.draw.charts import THEME, Bar, Chart, chart, label_text, stacked
 from refshard.report.draw.charts import Row as Line

@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 
-from refshard.plan.plan import Plan, Row, cheapest, fastest, ranked
+from refshard.plan.cost_models import find_cost_model
+from refshard.plan.plan import Plan, Row, Spread, cheapest, fastest, ranked
 from refshard.plan.space import OWN_KERNELS
-from refshard.plan.spread import Spread
-from refshard.plan.ways import find_way
 from refshard.quantities import format_bytes, format_percent, format_seconds
 from refshard.specs.configuration import Configuration
 
@@ -19,7 +18,7 @@ def mesh_text(one: Configuration) -> str:
     >>> mesh_text(Configuration(strategy="fsdp2", tensor=8, pipeline=16, shard=64, replicate=2))
     'TP 8 x HSDP 2 x 64 x PP 16 (1F1B)'
     """
-    way = find_way(one.strategy)
+    way = find_cost_model(one.strategy)
     if not way.shards_optimizer:
         data = f"DP {one.data_ranks}"
     elif not way.by_unit:

@@ -6,11 +6,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from refshard.plan.limits import usable
-from refshard.plan.plan import TIME_PARTS, Failures, Plan, Reader, Row, Size
+from refshard.plan.memory import usable
+from refshard.plan.plan import TIME_PARTS, Failures, KindSpread, Plan, Reader, Row, Size, Spread
 from refshard.plan.search import search
 from refshard.plan.space import Space, configurations
-from refshard.plan.spread import KindSpread, Spread
 from refshard.quantities import GIB, format_bytes, format_seconds
 from refshard.report.blocks import Answer
 from refshard.report.page import as_page

@@ -15,7 +15,7 @@ ADAM_BYTES = 2 * MASTER_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class CostModel:
     """One strategy. Bytes are per element.
 
     - ``shards_parameters``, ``shards_gradients``, ``shards_optimizer``: whether each is sharded over the shard axis.
@@ -57,10 +57,10 @@ class Way:
         return self.shards_parameters
 
 
-def _of_mode(mode: Mode) -> Way:
+def _of_mode(mode: Mode) -> CostModel:
     """The row of one of the engine's modes."""
     replicated, summed = mode.parameters == "replicate", mode.gradients == "replicate"
-    return Way(
+    return CostModel(
         name=f"refshard-{mode.name}", shards_parameters=not replicated, shards_gradients=not summed,
         shards_optimizer=mode.optimizer == "shard", kept_bytes=2 if replicated else 0, summed_bytes=4 if summed else 0,
         keeps=not replicated and mode.storage == "persistent", holds_last=mode.storage != "persistent",
@@ -68,41 +68,41 @@ def _of_mode(mode: Mode) -> Way:
     )  # fmt: skip
 
 
-WAYS: dict[str, Way] = {
+COST_MODELS: dict[str, CostModel] = {
     way.name: way
     for way in (
         # What rows say of FSDP1, FSDP2 and DDP was read in torch 2.13 (distributed/fsdp/_flat_param.py,
         # _runtime_utils.py, _fully_shard/_fsdp_collectives.py and _fsdp_param_group.py, nn/parallel/distributed.py).
         # DDP has its buckets beside the gradients.
-        Way(
+        CostModel(
             name="ddp", shards_parameters=False, shards_gradients=False, shards_optimizer=False, summed_bytes=8,
             copies_in=False, casts=True,
         ),
         # Units as YaFSDP's migration guide wraps them.
-        Way(name="fsdp1", shards_parameters=True, shards_gradients=True, shards_optimizer=True, divides=True),
-        Way(
+        CostModel(name="fsdp1", shards_parameters=True, shards_gradients=True, shards_optimizer=True, divides=True),
+        CostModel(
             name="fsdp2", shards_parameters=True, shards_gradients=True, shards_optimizer=True, around=True,
             copies_out=True,
         ),
-        Way(
+        CostModel(
             name="fsdp2-tuned", shards_parameters=True, shards_gradients=True, shards_optimizer=True, copies_out=True,
             exchanges_reductions=True,
         ),
         *map(_of_mode, MODES.values()),
         # Megatron-LM's distributed optimizer: bf16 parameters and fp32 gradients whole, all else divided.
-        Way(
+        CostModel(
             name="megatron", shards_parameters=False, shards_gradients=False, shards_optimizer=True, kept_bytes=2,
             summed_bytes=4, copies_in=False, adds=False,
         ),
-        Way(
+        CostModel(
             name="fsdp1-grad-op", shards_parameters=True, shards_gradients=True, shards_optimizer=True,
             divides=True, keeps=True,
         ),
-        Way(name="simplefsdp", shards_parameters=True, shards_gradients=True, shards_optimizer=True),
+        CostModel(name="simplefsdp", shards_parameters=True, shards_gradients=True, shards_optimizer=True),
         # SimpleFSDP whose collectives are merged by block and issued a block early (torch 2.13,
         # _inductor/fx_passes/bucketing.py and overlap_manual_scheduling.py): a block's parameters are copies, and
         # only the next block lies in the buffer that it was gathered into.
-        Way(
+        CostModel(
             name="simplefsdp-by-block", shards_parameters=True, shards_gradients=True, shards_optimizer=True,
             parameter_slots=1, copies_out=True,
         ),
@@ -111,15 +111,15 @@ WAYS: dict[str, Way] = {
 """Rows by name."""
 
 
-def find_way(name: str) -> Way:
+def find_cost_model(name: str) -> CostModel:
     """The row of a strategy.
 
     Raises:
         SpecError: it has none.
     """
-    if name not in WAYS:
-        raise SpecError(f"strategy: no strategy '{name}' has a closed form; {nearest(name, list(WAYS))}")
-    return WAYS[name]
+    if name not in COST_MODELS:
+        raise SpecError(f"strategy: no strategy '{name}' has a closed form; {nearest(name, list(COST_MODELS))}")
+    return COST_MODELS[name]
 
 
 def fact(strategy: str, *, name: str) -> float:
@@ -128,4 +128,4 @@ def fact(strategy: str, *, name: str) -> float:
     Raises:
         SpecError: it has no row.
     """
-    return float(getattr(find_way(strategy), name))
+    return float(getattr(find_cost_model(strategy), name))

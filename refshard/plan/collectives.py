@@ -1,25 +1,92 @@
-"""What data parallelism adds to a step: gathers, reductions, and the copies around them; one entry a row.
+"""Collectives of data parallelism: where the groups of ranks lie, what their collectives take, and what they add to a
+step; one entry a row. And all that one rank issues in a step.
+
+Ranks are numbered with tensor parallelism innermost, then context, shard and replicate, and the pipeline outermost, as
+Megatron and torchtitan do; so groups that communicate most lie within a node.
 
 A strategy that shards parameters gathers each unit before its forward and its backward, and reduces its gradients after
-that, beside the compute of its neighbours; what comes before the first and after the last unit has nothing beside it.
-Others reduce once a step, beside the last microbatch's backward, and gather what the optimizer changed beside the next
-forward.
+that, while its neighbours compute; before the first and after the last unit nothing computes. Others reduce once a
+step, during the last microbatch's backward, and gather what the optimizer changed during the next forward.
 """
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from refshard.plan.candidates import Candidates, Floats, Mask
-from refshard.plan.groups import Groups
-from refshard.plan.overlap import hidden
-from refshard.plan.ways import MASTER_BYTES, fact
+from refshard.costs import GroupShape, collective_cost
+from refshard.plan.cost_models import MASTER_BYTES, CostModel, fact, find_cost_model
+from refshard.plan.kernels import Share, hidden_bytes, sizes_of
+from refshard.plan.layers import (
+    Issued,
+    around_attention,
+    around_embedding,
+    around_head,
+    around_products,
+    hidden,
+    norm_gradients,
+)
+from refshard.plan.space import Candidates, Floats, Integers, Mask, by_distinct
 from refshard.specs.cluster import ClusterSpec, CollectiveOp
+from refshard.specs.configuration import Configuration
+from refshard.specs.layers import layers_of_stages, stages_of_rank
+from refshard.specs.model import ModelSpec
 
 SKEW = 0.87
-"""Of a collective's latency, what compute waits for though it runs beside it: all ranks must reach each unit's
-collectives before it goes on, and the more there are, the later the last of them does."""
+"""The part of a collective's latency that compute waits for although both overlap: all ranks must reach a unit's
+collectives before any goes on, and the more ranks, the later the last one."""
+
+
+def group_of(cluster: ClusterSpec, size: int, stride: int) -> GroupShape:
+    """The shape of a group of ``size`` ranks, each ``stride`` after the other.
+
+    Where a node's end cuts it unevenly, it counts as lying on as many nodes as it takes with the same number on each.
+    """
+    on_node = max(1, min(size, cluster.ranks_per_node // stride)) if stride < cluster.ranks_per_node else 1
+    while size % on_node:
+        on_node -= 1
+    return GroupShape(ranks=size, nodes=size // on_node)
+
+
+class Groups:
+    """Collectives of the data-parallel axes of many configurations; all arguments and results have one entry a row."""
+
+    def __init__(self, cluster: ClusterSpec, candidates: Candidates) -> None:
+        self._cluster, self._inner = cluster, candidates["tensor"]
+        self._shards, self._replicas = candidates.shards, candidates["replicate"]
+
+    def over_shards(self, op: CollectiveOp, nbytes: Floats) -> Floats:
+        """Seconds of a collective over the ranks that parameters are sharded over."""
+        return self._seconds(op, nbytes, self._shards, self._inner)
+
+    def over_replicas(self, op: CollectiveOp, nbytes: Floats) -> Floats:
+        """... over those that hold the same part."""
+        return self._seconds(op, nbytes, self._replicas, self._inner * self._shards)
+
+    def latency_over_shards(self, op: CollectiveOp, nbytes: Floats) -> Floats:
+        """The latency in the seconds of :meth:`over_shards`."""
+        latency: Floats = self._costs(op, nbytes, self._shards, self._inner)[1]
+        return latency
+
+    def over_all(self, op: CollectiveOp, nbytes: Floats) -> Floats:
+        """... over all that hold the same layers."""
+        return self._seconds(op, nbytes, self._replicas * self._shards, self._inner)
+
+    def _seconds(self, op: CollectiveOp, nbytes: Floats, size: Integers, stride: Integers) -> Floats:
+        seconds: Floats = self._costs(op, nbytes, size, stride)[0]
+        return seconds
+
+    def _costs(self, op: CollectiveOp, nbytes: Floats, size: Integers, stride: Integers) -> Floats:
+        """Seconds, and the latency in them."""
+
+        def cost(count: int, ranks: int, step: int) -> tuple[float, float]:
+            found = collective_cost(self._cluster, op, count, group_of(self._cluster, ranks, step))
+            return found.seconds, found.latency_s
+
+        found: Floats = by_distinct([np.rint(nbytes).astype(np.int64), size, stride], cost)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -155,3 +222,74 @@ class Exchanges:
     def _move(self, nbytes: Floats) -> Floats:
         hardware = self._cluster.accelerator
         return hardware.kernel_s + nbytes / hardware.memory_bytes_per_s
+
+
+def issued_by_rank(model: ModelSpec, one: Configuration, seq_len: int, rank: int = 0) -> dict[str, tuple[float, float]]:
+    """How many of each kind the pipeline's ``rank`` issues in a step, and their bytes together.
+
+    DDP counts as reducing once a step, whatever its buckets. The mean loss, which a pipeline's last rank tells the
+    others, is left out.
+    """
+    share = Share(
+        sequences=one.microbatch, seq_len=seq_len, tensor=one.tensor, context=one.context, precision=one.precision
+    )
+    stages = layers_of_stages(model.n_layers, one.pipeline * one.interleave)
+    found: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    hidden = hidden_bytes(model, share, casts=find_cost_model(one.strategy).casts)
+    for stage in stages_of_rank(rank, one.pipeline, one.interleave):
+        first, last = stage == 0, stage == len(stages) - 1
+        for issued in _of_stage(model, one, share, len(stages[stage]), first=first, last=last):
+            found[issued.op] += issued.count  # type: ignore[assignment]
+            sizes[issued.op] += issued.count * issued.nbytes  # type: ignore[assignment]
+        # Hidden states go on and their gradients back, so that a stage gets as many as it sends.
+        neighbours = one.microbatches * ((not first) + (not last))
+        for message in ("send", "recv"):
+            found[message] += neighbours
+            sizes[message] += neighbours * hidden  # type: ignore[assignment]
+    return {op: (count, sizes[op]) for op, count in found.items() if count}
+
+
+def _of_stage(
+    model: ModelSpec, one: Configuration, share: Share, layers: int, *, first: bool, last: bool
+) -> Iterator[Issued]:
+    way, several = find_cost_model(one.strategy), one.microbatches
+    inside: list[Issued] = []
+    for which in ("forward", "backward", "again"):
+        again = layers if one.checkpointing == "full" else 0
+        computed = again if which == "again" else layers
+        products = layers if which == "again" and one.checkpointing == "selective" else computed
+        inside += [found.times(products) for found in around_products(model, share, which)]
+        inside += [found.times(computed) for found in around_attention(model, share, which)]
+        if which != "again":
+            inside += around_embedding(model, share, which) if first else ()
+            inside += around_head(model, share, which) if last else ()
+    norms = 2 * layers + last
+    if one.pipeline == 1:
+        inside += norm_gradients(model, share, share.element, norms)
+    else:
+        yield from norm_gradients(model, share, MASTER_BYTES, norms)
+    yield from (found.times(several) for found in inside)
+    yield from _over_data(model, one, share, way, layers, first=first, last=last)
+
+
+def _over_data(
+    model: ModelSpec, one: Configuration, share: Share, way: CostModel, layers: int, *, first: bool, last: bool
+) -> Iterator[Issued]:
+    """Gathers and reductions of the units of a stage: each layer, and what lies around them."""
+    sizes, shards = sizes_of(model, one.tensor, 1), one.shard * one.context
+    around = (sizes.embedding if first else 0.0) + (sizes.head if last else 0.0)
+    if not way.shards_optimizer:
+        if one.replicate * shards > 1:
+            yield Issued("all_reduce", MASTER_BYTES * (layers * sizes.dense + around))
+        return
+    staged = one.pipeline > 1
+    passes = 1 if staged or way.keeps or not one.reshard else 2
+    times = 1 if staged or not way.shards_parameters else one.microbatches
+    reduction = MASTER_BYTES if one.reduction == "fp32" else 2
+    for numel, units, gathers in ((sizes.dense, layers, passes), (around, int(around > 0), 1)):
+        if shards > 1:
+            yield Issued("all_gather", share.element * numel, units * gathers * times)
+            yield Issued("reduce_scatter", reduction * numel, units * times)
+        if one.replicate > 1:
+            yield Issued("all_reduce", reduction * numel / shards, units * times)
