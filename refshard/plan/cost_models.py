@@ -120,12 +120,3 @@ def find_cost_model(name: str) -> CostModel:
     if name not in COST_MODELS:
         raise SpecError(f"strategy: no strategy '{name}' has a closed form; {nearest(name, list(COST_MODELS))}")
     return COST_MODELS[name]
-
-
-def fact(strategy: str, *, name: str) -> float:
-    """One field of a strategy's row as a number.
-
-    Raises:
-        SpecError: it has no row.
-    """
-    return float(getattr(find_cost_model(strategy), name))

@@ -31,7 +31,8 @@ class Found:
 
 def search(model: ModelSpec, cluster: ClusterSpec, seq_len: int, candidates: Candidates, usable_bytes: int) -> Found:
     """Estimate and rank all. Where checkpointing is :data:`AUTO` it is replaced by the fewest layers that fit."""
-    limits = _limits(candidates, usable_bytes)
+    divided = candidates["tensor"] * candidates["context"] * candidates["pipeline"] > 1
+    limits = np.where(divided, MODEL_PARALLEL_PART * usable_bytes, float(usable_bytes))
     resolved = _fewest(model, cluster, seq_len, candidates, limits)
     found = estimate(model, cluster, seq_len, resolved)
     fits = found.memory.peak <= limits
@@ -43,45 +44,36 @@ def search(model: ModelSpec, cluster: ClusterSpec, seq_len: int, candidates: Can
     return Found(estimates=found, usable_bytes=usable_bytes, fits=fits, tokens_per_s_gpu=speed, order=order)
 
 
-def _limits(rows: Candidates, usable_bytes: int) -> Floats:
-    divided = rows["tensor"] * rows["context"] * rows["pipeline"] > 1
-    found: Floats = np.where(divided, MODEL_PARALLEL_PART * usable_bytes, float(usable_bytes))
-    return found
-
-
 def _fewest(model: ModelSpec, cluster: ClusterSpec, seq_len: int, rows: Candidates, limits: Floats) -> Candidates:
-    """As few checkpointed layers as fit, else all. A step's peak is the highest of several moments, at each of which
-    memory falls by as much for each layer more; so by what it falls at some number, it takes no fewer than that tells.
+    """As few checkpointed layers as fit, else all.
+
+    A step's peak is the highest of several moments, and each layer more lowers each of them by a constant. So the slope
+    of the peak at some number of layers tells how many more it takes at least, and no solution is skipped.
     """
     automatic = rows.where("checkpointing", AUTO)
     if not automatic.any():
         return rows
-    words = tuple(dict.fromkeys(word for word in rows.words["checkpointing"] if word != AUTO))
-    counts = ("none", *map(str, range(1, model.n_layers + 2)))
-    words = (*counts, *(word for word in words if word not in counts))
-    place = {word: index for index, word in enumerate(words)}
-    old = rows.words["checkpointing"]
-    codes = np.array([place.get(word, 0) for word in old], np.int64)[rows["checkpointing"]]
+    old = rows.labels["checkpointing"]
+    labels = tuple(dict.fromkeys(("none", *map(str, range(1, model.n_layers + 2)), *old)))
+    codes = np.array([labels.index(label) for label in old], np.int64)[rows["checkpointing"]]
     chosen, limit = rows.take(automatic), limits[automatic]
     most = -(-model.n_layers // chosen["pipeline"])
 
     def peak(some: Integers, count: Integers) -> Floats:
         of = chosen.take(some)
-        fixed = Candidates({**of.columns, "checkpointing": count}, {**of.words, "checkpointing": words})
+        fixed = Candidates({**of.columns, "checkpointing": count}, {**of.labels, "checkpointing": labels})
         return memory(model, cluster, seq_len, fixed).peak
 
-    fewest = np.zeros(len(chosen), np.int64)
-    some = np.arange(len(chosen))
+    fewest, some = np.zeros(len(chosen), np.int64), np.arange(len(chosen))
     while len(some):
         here = peak(some, fewest[some])
         over = (here > limit[some]) & (fewest[some] < most[some])
         some, here = some[over], here[over]
         if not len(some):
             break
-        first = fewest[some] == 0
         each = np.maximum(here - peak(some, fewest[some] + 1), 1.0)
-        # The first checkpointed layer makes room for what it recomputes, so it tells nothing of the others.
-        more = np.where(first, 1, np.ceil((here - limit[some]) / each))
+        # The first checkpointed layer makes room for what it recomputes, so it says nothing about the others.
+        more = np.where(fewest[some] == 0, 1, np.ceil((here - limit[some]) / each))
         fewest[some] = np.minimum(fewest[some] + more, most[some]).astype(np.int64)
     codes[automatic] = fewest
-    return Candidates({**rows.columns, "checkpointing": codes}, {**rows.words, "checkpointing": words})
+    return Candidates({**rows.columns, "checkpointing": codes}, {**rows.labels, "checkpointing": labels})

@@ -16,8 +16,8 @@ from refshard.plan.space import Candidates, Floats, Integers
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Stages:
-    """Layers of a rank: of one in the middle of the pipeline, of the first, which also embeds, and of the last, which
-    also has the head. One entry a row.
+    """Layers of a rank in the middle of the pipeline, of the first, which also embeds, and of the last, which also has
+    the head; one entry a row.
     """
 
     middle: Integers
@@ -42,12 +42,13 @@ def deal(n_layers: int, candidates: Candidates) -> Stages:
 def step_seconds(candidates: Candidates, slowest_s: Floats, all_s: Floats, weight_s: Floats) -> tuple[Floats, Floats]:
     """A step's time, and how much of it the slowest rank waits for the others.
 
-    ``slowest_s`` is its time of a microbatch, ``all_s`` that of all ranks, ``weight_s`` what of the slowest rank's is
-    gradients of weights.
+    ``slowest_s`` is its time of a microbatch, ``weight_s`` the part of it for gradients of weights, ``all_s`` the time
+    of all ranks.
     """
     waiting = (all_s - slowest_s) / candidates["interleave"]
     filled = candidates.where("schedule", "zero-bubble")
-    # Of three like parts (forward, gradients of inputs and of weights) the last fills the wait of the first two.
+    # A microbatch has three similar parts (forward, gradients of inputs and of weights); the third fills the wait of the
+    # others.
     waiting = np.where(filled, waiting * np.maximum(0.0, 1 - 2 * weight_s / slowest_s), waiting)
     return candidates["microbatches"] * slowest_s + waiting, waiting
 
@@ -56,33 +57,33 @@ def in_flight(candidates: Candidates, rank: Integers | int = 0) -> Floats:
     """Microbatches whose activations the pipeline's ``rank`` holds at once, in parts of its layers.
 
     1F1B: one for each rank from this one on. Interleaved: the warm-up's stretches and the one that computes
-    (:func:`_warm_up`). With a zero-bubble schedule a rank puts off as many gradients of weights as ranks come before
-    it, and keeps what those need.
+    (:func:`_warm_up`). With a zero-bubble schedule a rank delays the gradients of weights of as many microbatches as
+    ranks come before it, and keeps what those need.
     """
     parts = candidates["interleave"]
-    put_off = np.where(candidates.where("schedule", "zero-bubble"), rank, 0)
-    held = (_warm_up(candidates, rank) + 1 + put_off) / parts
+    delayed = np.where(candidates.where("schedule", "zero-bubble"), rank, 0)
+    held = (_warm_up(candidates, rank) + 1 + delayed) / parts
     return np.minimum(held, candidates["microbatches"])
 
 
 def held_by_first_backward(candidates: Candidates) -> Floats:
-    """Of :func:`in_flight` of the first rank, what is left when the model's first layers end their first backward: of
-    its other stretches a round of microbatches has gone.
+    """Microbatches in flight on the first rank when the model's first layers end their first backward: a round of
+    microbatches has left its other stretches.
     """
     parts = candidates["interleave"]
     left = candidates["microbatches"] * parts - (parts - 1) * _round(candidates)
     return (np.minimum(_warm_up(candidates, 0) + 1, left) - 1) / parts
 
 
-def put_off(candidates: Candidates, rank: Integers | int) -> Floats:
-    """Microbatches, in parts of the rank's layers, whose gradients of weights wait, and the one that computes."""
+def delayed_weights(candidates: Candidates, rank: Integers | int) -> Floats:
+    """Microbatches, in parts of the rank's layers, with delayed gradients of weights, and the one that computes."""
     waiting = candidates.where("schedule", "zero-bubble") & (candidates["pipeline"] > 1)
     return np.where(waiting, (rank + 1) / candidates["interleave"], 0.0)
 
 
 def _warm_up(candidates: Candidates, rank: Integers | int) -> Integers:
-    """Forwards of stretches before the first backward: of all others of the rank's v a round of microbatches, and twice
-    as many as ranks follow, so that messages have time (Megatron's and torch's); once for 1F1B and zero bubble.
+    """Forwards of stretches before the first backward: a round of microbatches for each stretch but one, and two for
+    each rank that follows, so that messages have time (Megatron's and torch's); one for 1F1B and zero bubble.
     """
     parts = candidates["interleave"]
     times = np.where((parts > 1) & ~candidates.where("schedule", "zero-bubble"), 2, 1)
@@ -92,7 +93,7 @@ def _warm_up(candidates: Candidates, rank: Integers | int) -> Integers:
 
 def _round(candidates: Candidates) -> Integers:
     """Microbatches that pass through one stretch before the first of them enters the next: as many as there are ranks,
-    or a few more where that does not divide them.
+    or a few more if that does not divide them.
     """
     microbatches = candidates["microbatches"]
     found: Integers = microbatches // np.maximum(1, microbatches // candidates["pipeline"])

@@ -54,14 +54,15 @@ def test_collectives_take_what_they_take_over_their_ranks(op: CollectiveOp) -> N
     nbytes = 123_456_789.0
     groups, rows = Groups(on, columns(*MESHES)), np.full(len(MESHES), nbytes)
     found = {
-        (1, 2): groups.over_shards(op, rows), (3,): groups.over_replicas(op, rows), (1, 2, 3): groups.over_all(op, rows)
+        (1, 2): groups.seconds("shards", op, rows), (3,): groups.seconds("replicas", op, rows),
+        (1, 2, 3): groups.seconds("all", op, rows),
     }  # fmt: skip
     for axes, seconds in found.items():
         for one, taken in zip(MESHES, seconds):
             ranks = groups_of([one.tensor, one.context, one.shard, one.replicate, one.pipeline], axes)
             expected = collective_cost(on, op, round(nbytes), group_shape(on, ranks))
             assert taken == pytest.approx(expected.seconds), (one, axes)
-    latency = groups.latency_over_shards(op, rows)
+    latency = groups.latency("shards", op, rows)
     assert (latency <= found[1, 2]).all()
     assert latency[0] > 0
     assert latency[-1] == found[1, 2][-1] == 0

@@ -28,7 +28,7 @@ ON = load_cluster("dgx-h100x2")
 def automatic(*rows: Configuration) -> Candidates:
     """These rows, with as few layers checkpointed as fit."""
     made = columns(*(msgspec.structs.replace(row, checkpointing="none") for row in rows))
-    return Candidates(made.columns, {**made.words, "checkpointing": (AUTO,)})
+    return Candidates(made.columns, {**made.labels, "checkpointing": (AUTO,)})
 
 
 def found(rows: Candidates, usable: float, model: str = "llama3-8b") -> Found:
@@ -70,7 +70,7 @@ def test_as_few_layers_are_checkpointed_as_fit(model: str, usable_gib: float, ch
 def test_policies_that_are_named_stay() -> None:
     rows = [configuration(shard=8, checkpointing=word) for word in ("full", "none", "7")]
     made = columns(*rows)
-    mixed = Candidates(made.columns, {**made.words, "checkpointing": ("full", AUTO, "7")})
+    mixed = Candidates(made.columns, {**made.labels, "checkpointing": ("full", AUTO, "7")})
     resolved = found(mixed, 1000 * GIB).estimates.candidates
     assert [resolved.configuration(place).checkpointing for place in range(3)] == ["full", "none", "7"]
 

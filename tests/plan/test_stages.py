@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refshard.plan.stages import deal, held_by_first_backward, in_flight, put_off, step_seconds
+from refshard.plan.stages import deal, delayed_weights, held_by_first_backward, in_flight, step_seconds
 from refshard.specs.configuration import Configuration
 from tests.plan.made import columns, configuration
 
@@ -127,8 +127,8 @@ def test_a_zero_bubble_schedule_holds_as_much_on_every_rank() -> None:
     """Later ranks have fewer microbatches before their first backward, and put off as many more gradients."""
     rows = columns(pipelined(4, 2, 8, schedule="zero-bubble"))
     assert [float(in_flight(rows, rank)[0]) for rank in range(4)] == [4.0] * 4
-    assert [float(put_off(rows, rank)[0]) for rank in range(4)] == [0.5, 1.0, 1.5, 2.0]
-    assert float(put_off(columns(pipelined(4, 2, 8)), 3)[0]) == 0.0
+    assert [float(delayed_weights(rows, rank)[0]) for rank in range(4)] == [0.5, 1.0, 1.5, 2.0]
+    assert float(delayed_weights(columns(pipelined(4, 2, 8)), 3)[0]) == 0.0
 
 
 def test_interleaving_divides_the_wait() -> None:
