@@ -47,8 +47,7 @@ def step_seconds(candidates: Candidates, slowest_s: Floats, all_s: Floats, weigh
     """
     waiting = (all_s - slowest_s) / candidates["interleave"]
     filled = candidates.where("schedule", "zero-bubble")
-    # A microbatch has three similar parts (forward, gradients of inputs and of weights); the third fills the wait of the
-    # others.
+    # A microbatch has three similar parts: forward, gradients of inputs and of weights. The third fills the wait.
     waiting = np.where(filled, waiting * np.maximum(0.0, 1 - 2 * weight_s / slowest_s), waiting)
     return candidates["microbatches"] * slowest_s + waiting, waiting
 
