@@ -32,7 +32,10 @@ def report(facts: Facts) -> Answer:
         columns=("severity", "says", "remedy"),
         blocks=[
             Text(text=f"refshard {facts.refshard}, torch {facts.torch.version}, Python {facts.python}"),
-            _table("this machine", [(label, value) for label, value in machine(facts) if value]),
+            Table(
+                columns=[Column("this machine", "left"), Column("", "left", wraps=True)],
+                rows=[(label, value) for label, value in machine(facts) if value],
+            ),
             _can(can),
             _found(found),
             _verdict(found, errors),
@@ -103,7 +106,3 @@ def _found(found: Sequence[Finding]) -> Table:
         for one in found
     ]
     return Table(columns=columns, rows=rows)
-
-
-def _table(head: str, rows: Sequence[tuple[str, str]]) -> Table:
-    return Table(columns=[Column(head, "left"), Column("", "left", wraps=True)], rows=rows)

@@ -119,7 +119,7 @@ class _Estimate:
         pipelined, waiting = step_seconds(rows, slowest, np.maximum(everyone, slowest), weight)
         filling = (rows["pipeline"] - 1) * exchanges.first_gathers(self._unit, layer_forward_s, self._layers)
         messages = self._messages(exposed=False)
-        compute = rows["microbatches"] * np.where(
+        compute: Floats = rows["microbatches"] * np.where(
             self._alone, model.n_layers * (layer_forward_s + layer_backward_s) + ends,
             slowest - self._layers * (exchange.layer_forward_s + exchange.layer_backward_s),
         )  # fmt: skip
