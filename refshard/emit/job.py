@@ -98,8 +98,8 @@ def refuse(tool: str, *rules: Rule) -> None:
 
 
 def refuse_job(tool: str, job: Job, *, strategies: tuple[str, ...] = (), llama: tuple[str, ...] | None = None) -> None:
-    """Refuse strategies that the tool does not have, divided experts, which no tool is told about, and, with
-    ``llama``, models that differ from a Llama in other fields than these.
+    """Refuse strategies that the tool does not have, divided experts, which no template writes, and, with ``llama``,
+    models that differ from a Llama in other fields than these.
 
     Raises:
         SpecError: it is such a job.

@@ -119,10 +119,11 @@ class _Estimate:
         pipelined, waiting = step_seconds(rows, slowest, np.maximum(everyone, slowest), weight)
         filling = (rows["pipeline"] - 1) * exchanges.first_gathers(self._unit, layer_forward_s, self._layers)
         messages = self._messages(exposed=False)
-        compute: Floats = rows["microbatches"] * np.where(
+        kernels: Floats = np.where(
             self._alone, model.n_layers * (layer_forward_s + layer_backward_s) + ends,
             slowest - self._layers * (exchange.layer_forward_s + exchange.layer_backward_s),
         )  # fmt: skip
+        compute = rows["microbatches"] * kernels
         # AdamW over the rank's part, and the clipping of its gradients; with offloading, the host does that.
         hardware = self._cluster.accelerator
         reached = hardware.optimizer_bytes_per_s or hardware.memory_bytes_per_s

@@ -208,19 +208,6 @@ def test_numbers_of_nodes_are_a_list_or_a_range_that_doubles(nodes: str | None, 
             assert one.get("shard", 1) * one.get("replicate", 1) == size["world_size"]
 
 
-def test_several_sizes_are_compared_and_the_cheapest_is_told() -> None:
-    found = plan(options(nodes="1..8", strategies="refshard-yafsdp", tokens_per_step="4M"))
-    told = verdict(found)
-    assert told[0].startswith("Use refshard-yafsdp on 64 ranks with FSDP 64")
-    best = [size["rows"][0] for size in as_json(found)["sizes"]]
-    least = min(best, key=lambda row: row["gpu_hours"])
-    ranks = least["configuration"]["shard"]
-    assert ranks < 64
-    assert any(sentence.startswith(f"Cheapest: {ranks} ranks, {least['cost_usd']:,.0f} USD") for sentence in told)
-    (scaled,) = [table for table in tables(found) if table.columns[0].head == "ranks"]
-    assert [row["ranks"] for row in rows(scaled)] == ["8", "16", "32", "64"]
-
-
 def test_the_price_and_failures_reach_the_costs() -> None:
     def best(**changes: Any) -> dict[str, Any]:
         found: dict[str, Any] = sizes(strategies="refshard-yafsdp", **changes)[0]["rows"][0]

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,7 @@ def plan_answer(plan: Plan, spread: Spread, title: str, *, model: str, cluster: 
 
     def section(title: str, identity: str, inside: Table, chart: str = "", *, heading: bool = True) -> None:
         charts = [Charts(draw=partial(_charts, chart, shown, plan, spread))] if chart else []
-        nav = re.split(r",| \(", title)[0]
+        nav, inside = re.split(r",| \(", title)[0], replace(inside, caption=title)
         blocks.append(Section(title=title, id=identity, nav=nav, heading=heading, blocks=[*charts, inside]))
 
     if rows:
