@@ -87,13 +87,13 @@ def _unseen(facts: Facts) -> str:
 
 def _each(facts: Facts, setting: str, unit: str) -> str:
     """A setting of all GPUs, once if they agree."""
-    values = [_words(getattr(gpu.settings, setting), unit) for gpu in facts.gpus]
+    values = [_setting_text(getattr(gpu.settings, setting), unit) for gpu in facts.gpus]
     if len(set(values)) == 1:
         return values[0]
     return "; ".join(f"GPU {gpu}: {value}" for gpu, value in enumerate(values))
 
 
-def _words(value: object, unit: str) -> str:
+def _setting_text(value: object, unit: str) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{count} to {end}" for end, count in value.items()) or "none"
     return "unknown" if value is None else f"{value:g}{unit}"

@@ -69,11 +69,11 @@ def _of_mode(mode: Mode) -> CostModel:
 
 
 COST_MODELS: dict[str, CostModel] = {
-    way.name: way
-    for way in (
-        # What rows say of FSDP1, FSDP2 and DDP was read in torch 2.13 (distributed/fsdp/_flat_param.py,
+    one.name: one
+    for one in (
+        # The rows of FSDP1, FSDP2 and DDP follow torch 2.13 (distributed/fsdp/_flat_param.py,
         # _runtime_utils.py, _fully_shard/_fsdp_collectives.py and _fsdp_param_group.py, nn/parallel/distributed.py).
-        # DDP has its buckets beside the gradients.
+        # DDP has buckets in addition to the gradients.
         CostModel(
             name="ddp", shards_parameters=False, shards_gradients=False, shards_optimizer=False, summed_bytes=8,
             copies_in=False, casts=True,

@@ -18,12 +18,12 @@ from refshard.specs.model import ModelSpec
 Split = Literal["columns", "rows", "whole"]
 """How tensor-parallel ranks divide a matrix; one that is whole is on each of them."""
 QUANTISED_BYTES = 7.1
-"""Bytes that turning an operand's element into fp8 moves: two are read, and one is written twice."""
+"""Bytes moved to cast an element of an operand to fp8: two are read, and one is written twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """The matrices (k, n) of one linear layer; ``count`` of them where each expert has its own."""
+    """The matrices (k, n) of one linear layer; ``count`` of them if each expert has its own."""
 
     name: str
     k: int
@@ -58,9 +58,9 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """An elementwise kernel that reads and writes ``nbytes`` and evaluates so many exponentials.
+    """An elementwise kernel that reads and writes ``nbytes`` and evaluates ``transcendentals`` exponentials.
 
-    ``fresh`` bytes of what it writes are too many for an allocator to have kept, so that the system provides them anew.
+    ``fresh`` bytes of its output are too many for the allocator to keep, so that the system provides them anew.
     """
 
     nbytes: float
@@ -70,11 +70,11 @@ class Move:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What one rank has of a microbatch: ``sequences`` of ``seq_len`` tokens, which ``context`` ranks divide, and of
-    each matrix a part of ``tensor``.
+    """One rank's share of a microbatch: ``sequences`` of ``seq_len`` tokens, divided by ``context`` ranks, and each
+    matrix divided by ``tensor`` ranks.
 
-    ``expert`` ranks divide a mixture's experts. ``fused`` elementwise kernels are a compiler's; norms alone are one
-    kernel each where they are ``fused_norms``. Without ``fused_attention``, torch multiplies and makes every score.
+    ``expert`` ranks divide a mixture's experts. ``fused``: elementwise kernels are a compiler's. ``fused_norms``: each
+    norm is one kernel. Without ``fused_attention``, torch multiplies and stores every score.
     """
 
     sequences: int
@@ -100,7 +100,7 @@ class Share:
 
     @property
     def dtype(self) -> Dtype:
-        """What is computed in outside of fp8's products."""
+        """The dtype of all computation except fp8's products."""
         return "fp32" if self.precision == "fp32" else "bf16"
 
 
@@ -220,7 +220,7 @@ def backward_moves(model: ModelSpec, share: Share, *, dense: bool) -> Iterator[M
     else:
         for _ in range(norms):
             yield from _norm_backward(share, hidden)
-        yield from [Move(3 * e * hidden)] * 5  # sums of gradients of what is read more than once
+        yield from [Move(3 * e * hidden)] * 5  # gradients of tensors with several readers are summed
         yield from [Move(e * times * rotated) for times in (2, 2, 2, 3)] if rotated else ()
         yield Move(3 * e * inner, inner)
         yield from [Move(3 * e * inner)] * 2 if model.gated else ()
@@ -237,7 +237,7 @@ def quantising_moves(elements: Iterator[float] | list[float]) -> Iterator[Move]:
 
 
 def _rotated_width(model: ModelSpec) -> float:
-    """Elements of a token's queries and keys that are rotated; none where positions are learned."""
+    """Elements of a token's queries and keys that are rotated; none if positions are learned."""
     if model.positions:
         return 0.0
     if model.latent is not None:

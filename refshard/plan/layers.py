@@ -44,16 +44,18 @@ Seconds = TypeVar("Seconds", float, npt.NDArray[np.float64])
 
 
 def hidden(cluster: ClusterSpec, compute_s: Seconds, comm_s: Seconds) -> Seconds:
-    """Seconds that ``comm_s`` of communication, begun at once, adds to ``compute_s`` of compute."""
+    """Seconds that ``comm_s`` of communication, begun at once, adds to ``compute_s`` of compute; each slows down the
+    other. Takes numbers or arrays.
+    """
     slowed, slower = cluster.compute_beside_communication, cluster.communication_beside_compute
-    beside = comm_s / slower
-    enough = compute_s >= slowed * beside
+    overlapped = comm_s / slower
+    enough = compute_s >= slowed * overlapped
     rest = compute_s * (1 / slowed - 1) + comm_s - slower * compute_s / slowed
-    return np.where(enough, (1 - slowed) * beside, rest)  # type: ignore[return-value]
+    return np.where(enough, (1 - slowed) * overlapped, rest)  # type: ignore[return-value]
 
 
 Pass = Literal["forward", "backward", "again"]
-"""Passes through a layer; what is checkpointed is computed again."""
+"""Passes through a layer; ``again`` is the recomputation of checkpointed layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,21 +122,22 @@ def _key_value(model: ModelSpec, share: Share) -> float:
 
 
 CHUNKS = 4
-"""Pieces that a product and a collective beside it are cut into; the first or the last of them runs alone."""
+"""Number of pieces of overlapped products and collectives; the first or the last piece runs alone."""
 RING_PART = 0.69
-"""Of attention's rate, what its kernels reach on the pieces that a ring brings: each is short, and what they made is
+"""The part of attention's rate that its kernels reach on the pieces of a ring: each piece is short, and results are
 corrected in fp32."""
 EAGER_PART = 0.88
-"""Of the memory's rate, what torch's eager elementwise kernels reach, which also cast, broadcast and reduce."""
+"""The part of the memory's rate that torch's eager elementwise kernels reach; they also cast, broadcast and reduce."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Within:
     """How the ranks of one layer communicate.
 
-    ``tensor_shape`` and ``context_shape`` are their groups' places on nodes. ``overlaps`` cuts products so that tensor
-    parallelism's collectives run beside them; ``exchanges`` heads for tokens instead of a ring. Torch's ``dtensors``
-    make an embedding's gradient whole on each tensor-parallel rank, and its ring gathers keys and values at once.
+    ``tensor_shape``, ``context_shape`` and ``expert_shape`` say how their groups lie on nodes. ``overlaps``: products
+    are cut into pieces that overlap tensor parallelism's collectives. ``exchanges``: heads are exchanged for tokens
+    instead of a ring. With torch's ``dtensors``, the embedding's gradient is whole on each tensor-parallel rank, and
+    the ring gathers keys and values at once.
     """
 
     tensor_shape: GroupShape
@@ -147,10 +150,10 @@ class Within:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTimes:
-    """Seconds of one layer and microbatch on one rank, exposed communication within it included.
+    """Seconds of one layer and microbatch on one rank, including exposed communication within it.
 
-    Backward is what leads to the input's gradient, ``input_s``, and to the weights', ``weight_s``. ``full_s`` and
-    ``selective_s`` are what backward computes again if the layer is checkpointed, fully or by operator.
+    Backward computes the gradient of the input, ``input_s``, and those of the weights, ``weight_s``. ``full_s`` and
+    ``selective_s`` are the recomputation if the layer is checkpointed, fully or by operator.
     """
 
     forward_s: float
@@ -161,7 +164,7 @@ class LayerTimes:
 
     @property
     def backward_s(self) -> float:
-        """Without what is computed again."""
+        """Without recomputation."""
         return self.input_s + self.weight_s
 
 
@@ -235,7 +238,7 @@ class LayerCosts:
         )  # fmt: skip
 
     def _attention(self, *, backward: bool) -> float:
-        """Layers whose attention sees a window are averaged with those that see everything."""
+        """Seconds of attention, averaged over layers with a window and layers without."""
         share, model = self._share, self._model
         length = share.seq_len
         heads = share.sequences * model.n_heads / share.tensor / share.context
@@ -248,7 +251,7 @@ class LayerCosts:
         return seconds * seen_part(model, length)
 
     def _context(self, attention_s: float, *, backward: bool = False) -> float:
-        """What context parallelism adds that attention does not hide."""
+        """Exposed seconds of context parallelism."""
         share, shape = self._share, self._within.context_shape
         if share.context == 1:
             return 0.0
@@ -266,8 +269,8 @@ class LayerCosts:
         return exposed + corrected
 
     def _gathered_ring(self, attention_s: float, which: Pass) -> float:
-        """Torch's ring: keys and values are gathered beside the first piece of attention, and the gradients of each
-        piece pass on beside the next one; those of the last piece have nothing beside them.
+        """Torch's ring: keys and values are gathered during the first piece of attention, and the gradients of each
+        piece are sent during the next one; those of the last piece overlap nothing.
         """
         share, piece_s, exposed = self._share, attention_s / self._share.context, 0.0
         for one in around_attention(self._model, share, which):
@@ -289,8 +292,7 @@ class LayerCosts:
         both = self._over_tensor(around_products(self._model, self._share, which))
         if not self._within.overlaps or not both:
             return both
-        beside = both * (1 - 1 / CHUNKS)
-        return both / CHUNKS + hidden(self._cluster, products_s, beside)
+        return both / CHUNKS + hidden(self._cluster, products_s, both * (1 - 1 / CHUNKS))
 
     def _over_tensor(self, issued: Sequence[Issued]) -> float:
         """Seconds of these one after the other, over tensor-parallel ranks."""

@@ -22,7 +22,7 @@ from refshard.specs.hardware import HardwareSpec
 from refshard.specs.model import ModelSpec
 
 OUTSIDE_BYTES = 2 * GIB
-"""What a GPU's memory holds beside torch's allocator: a CUDA context and loaded kernels, some 0.7 GiB (PyTorch forums,
+"""Memory of a GPU outside torch's allocator: a CUDA context and loaded kernels, some 0.7 GiB (PyTorch forums,
 "High gpu memory overhead"), and two communicators of 0.5 to 0.7 GiB each (NVIDIA/nccl issue 964, "Question about GPU
 memory consumption of NCCL": 544 MB for 2 A100s, 688 MB for more).
 """
@@ -33,13 +33,13 @@ than they allocate (validation/published/simumax-b200.toml).
 
 
 def usable(hardware: HardwareSpec) -> int:
-    """What of a device's memory torch's allocator can fill with tensors; a CPU has nothing beside it to allow for."""
+    """Bytes of a device's memory that tensors can fill; on a CPU, nothing lies outside torch's allocator."""
     outside = OUTSIDE_BYTES if hardware.asynchronous else 0
     return int((hardware.memory_bytes - outside) * (1 - FRAGMENTATION))
 
 
 SCORE_BYTES = 4
-"""One of attention's scores, in fp32: in bf16, a fused kernel makes none."""
+"""One of attention's scores, in fp32; a fused kernel in bf16 stores none."""
 SUMS_BYTES = 4
 """Attention's logarithm of the sum of a query's scores, in fp32, by head and token."""
 

@@ -24,7 +24,7 @@ from refshard.specs.reading import convert, read_toml
 
 
 class KindSpread(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of ``count`` held-out runs: the median absolute error, and the 10th and 90th percentile of published over
+    """The median absolute error of ``count`` held-out runs, and the 10th and 90th percentile of published over
     predicted step time.
     """
 
@@ -35,7 +35,7 @@ class KindSpread(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """By kind; ``all`` is of every held-out run, and stands for kinds with none of their own."""
+    """By kind. ``all`` holds for every held-out run, and for kinds without runs of their own."""
 
     kinds: dict[str, KindSpread]
 
@@ -44,13 +44,13 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.kinds.get(kind) or self.kinds["all"]
 
     def bounds(self, kind: str) -> tuple[float, float]:
-        """What to multiply a prediction by for its lower and upper bound, never on the same side of it."""
+        """Factors from a prediction to its lower and upper bound: at most 1, and at least 1."""
         found = self.of(kind)
         return min(found.low, 1.0), max(found.high, 1.0)
 
 
 def kind_of(configuration: Configuration) -> str:
-    """Configurations of one kind are predicted equally well, more or less: by what they divide, and their precision."""
+    """The kind of a configuration, by the axes it uses and its precision: one kind is predicted about equally well."""
     if configuration.pipeline > 1:
         divided = "pipeline"
     elif configuration.tensor > 1 or configuration.context > 1:
@@ -98,7 +98,7 @@ class Failures(msgspec.Struct, frozen=True, kw_only=True):
     def goodput(self, ranks: int) -> float:
         """The part of the time that goes into steps which count, with checkpoints as often as is best: every
         ``sqrt(2 * save * mtbf)`` seconds (Young, "A first order approximation to the optimum checkpoint interval",
-        1974). 0 where failures are too frequent for any progress.
+        1974). 0 if failures are too frequent for any progress.
         """
         between_s = self.mtbf_hours * HOUR / ranks
         interval_s = sqrt(2 * self.save_s * between_s)
@@ -165,8 +165,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 class Size(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome for one number of ranks: how many configurations were ``considered`` and how many are ``fitting``;
-    the
-    best rows, the Pareto front of step time and memory, and those that come closest to fitting.
+    the best rows, the Pareto front of step time and memory, and the rows that come closest to fitting.
     """
 
     world_size: int
@@ -178,7 +177,7 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found for each size, in ascending order; memory is in bytes of one rank, the price in USD per
+    """The outcome for each size, in ascending order; memory is in bytes of one rank, the price in USD per
     GPU-hour. ``varied`` names those of :data:`VARIANTS` of which several values were tried.
     """
 
@@ -286,14 +285,14 @@ def with_dry_rows(size: Size, rows: Sequence[Row]) -> Size:
 
 
 def ranked(rows: Sequence[Row], spread: Spread) -> tuple[list[Row], Row | None]:
-    """Of the rows after the first: those whose time is within the median error of the first's kind, and the next one.
+    """The rows that tie with the first, because their time is within the median error of its kind, and the next one.
 
     If the first was dry-run, rows in closed form only are left out.
     """
     best = rows[0]
-    beside = [row for row in rows[1:] if row.dry_step_s or not best.dry_step_s]
-    tied = [row for row in beside if row.time_s <= best.time_s * (1 + spread.of(best.kind).median)]
-    return tied, next((row for row in beside if row not in tied), None)
+    others = [row for row in rows[1:] if row.dry_step_s or not best.dry_step_s]
+    tied = [row for row in others if row.time_s <= best.time_s * (1 + spread.of(best.kind).median)]
+    return tied, next((row for row in others if row not in tied), None)
 
 
 def listed(rows: Sequence[Row], most: int, varied: Sequence[str], spread: Spread) -> list[int]:
@@ -315,6 +314,6 @@ def fastest(plan: Plan) -> Row | None:
 
 
 def cheapest(plan: Plan) -> Row | None:
-    """The row whose tokens cost least, of all sizes."""
+    """The row with the lowest cost of a token, of all sizes."""
     rows = [size.rows[0] for size in plan.sizes if size.rows]
     return min(rows, key=lambda row: row.gpu_hours) if rows else None

@@ -1,4 +1,4 @@
-"""Among many configurations, those that fit and are fastest: closed forms, with as few layers checkpointed as fit."""
+"""The fastest configurations that fit, in closed form, with as few layers checkpointed as fit."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,10 @@ from refshard.specs.cluster import ClusterSpec
 from refshard.specs.model import ModelSpec
 
 AUTO = "auto"
-"""For checkpointing: as few layers as fit."""
+"""A policy of checkpointing: as few layers as fit."""
 MODEL_PARALLEL_PART = 0.97
-"""Of the usable memory, what configurations with tensor, context or pipeline parallelism may fill: their closed form is
-up to 1.6 % low on SimuMax's published runs and up to 2.8 % low beside dry runs."""
+"""The part of the usable memory that configurations with tensor, context or pipeline parallelism may fill: their closed
+form is up to 1.6 % below SimuMax's published runs and up to 2.8 % below dry runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
