@@ -385,16 +385,15 @@ def plan(
     Exit status: 0 if a configuration fits, 1 if none does.
     """
     from refshard.commands import plan as command
-    from refshard.commands.plan_asked import Asked
 
-    asked = Asked(
+    options = command.Options(
         model=model, cluster=cluster, nodes=nodes, seq_len=seq_len, tokens_per_step=tokens_per_step, search=search,
         strategies=strategy, microbatch=microbatch, accumulate=accumulate, checkpoint=checkpoint, replicas=replicas,
         tensor=tensor, context=context, pipeline=pipeline, interleave=interleave, schedule=schedule, expert=expert,
         dtype=dtype, reduction=reduction, compiled=compile_, offload=offload, price_usd=price,
         mtbf_hours=mtbf, top=top, dry_runs=dry_runs,
     )  # fmt: skip
-    return command.plan(asked, page=html, tool=emit, out=out)
+    return command.plan(options, page=html, tool=emit, out=out)
 
 
 @app.command(context_settings={"ignore_unknown_options": True})

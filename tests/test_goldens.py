@@ -19,7 +19,13 @@ from refshard.cli import app
 from refshard.dryrun.price import Doubt
 from refshard.report import forms
 from refshard.report.blocks import Answer
+from refshard.report.calibration import profile_answer
 from refshard.report.dryrun.answer import dryrun_answer
+from refshard.report.gate.formats import GateCase, GateReport, gate_answer, noise_answer
+from refshard.specs.cluster import load_cluster
+from refshard.stats.exact import Change
+from refshard.stats.gate import Effect, TimeVerdict
+from refshard.stats.rehearsal import CaseNoise, Noise
 from tests.report.dryruns import analysed, doubtful
 
 ROOT = Path(__file__).parents[1]
@@ -49,9 +55,15 @@ COMMANDS = {
     "compare-strategies": f"compare ddp --run {RECORDED}/epyc-2-cores/quickstart",
     "plan-70b": "plan --model llama3-70b --cluster dgx-h100 --nodes 32 --tokens-per-step 4M",
     "plan-does-not-fit": "plan --model llama3.1-405b --cluster dgx-h100 --tokens-per-step 1M",
+    "plan-sizes": "plan --model llama3-8b --cluster dgx-h100 --nodes 1..4 --tokens-per-step 1M",
+    "plan-variants": "plan --model llama3-8b --cluster dgx-h100x2 --tokens-per-step 1M --strategy fsdp2,megatron "
+    "--dtype bf16,fp8 --compile no,yes --tensor 1,2",
+    "plan-experts": "plan --model qwen3-30b-a3b --cluster dgx-h100x4 --tokens-per-step 1M --search --dry-runs 0",
     "list-strategies": "list strategies",
     "list-models": "list models",
     "list-clusters": "list clusters",
+    "list-hardware": "list hardware",
+    "list-modes": "list modes",
 }
 
 
@@ -69,6 +81,30 @@ def _dry(name: str) -> Answer:
     return dryrun_answer(found)
 
 
+def _gate(name: str) -> Answer:
+    """A gate made by hand, its machine's noise, and a profile as ``refshard calibrate`` prints it."""
+    case = CaseNoise(
+        ratio=1.002, low=0.99, high=1.01, spread=0.021, smallest_visible=0.035, found=3, tried=4, planted=0.05,
+        false_alarms=2, inconclusive=10, rounds=16,
+    )  # fmt: skip
+    noise = Noise(gates=2000, launches=160, failing_gates=30, cases={"ddp-w2": case})
+    if name == "gate-noise":
+        return noise_answer(noise, Path("noise.json"))
+    if name == "calibrate":
+        return profile_answer(load_cluster(str(ROOT / RECORDED / "h200/calibration.toml")), "kept: x.toml")
+    effect = Effect(ratio=1.04, low=1.03, high=1.05, p_slower=0.001, p_faster=0.9, spread=0.02, rounds=16)
+    slower = TimeVerdict(verdict="regressed", effect=effect, smallest_visible=0.035, suspect=True)
+    even = replace(slower, verdict="pass", effect=replace(effect, ratio=1.0), suspect=False)
+    change = Change(case="fsdp2-w2", metric="all_gather bytes", before=40960, after=81920, verdict="regressed")
+    cases = (
+        GateCase(name="ddp-w2", time=slower),
+        GateCase(name="fsdp2-w2", changes=(change,), time=even, remark="its peak rose in one of two launches"),
+        GateCase(name="yafsdp-w2", trouble="the candidate ended in state oom: out of memory"),
+    )
+    return gate_answer(GateReport(baseline="v1", candidate=".", cases=cases, notes=("paired",), noise=noise))
+
+
+GATES = ("gate", "gate-noise", "calibrate")
 DRY_RUNS = ("dryrun", "dryrun-uncertain", "dryrun-does-not-fit", "dryrun-failed")
 
 
@@ -77,14 +113,21 @@ def _command(words: str, *options: str) -> str:
     return made.stdout
 
 
+def _printed(made: Callable[[str], Answer], name: str) -> str:
+    return forms.as_text(made(name), forms.Paper(), verbose=True)
+
+
 def _outputs() -> dict[str, Callable[[], str]]:
     found: dict[str, Callable[[], str]] = {}
     for name, words in COMMANDS.items():
         found[f"{name}.txt"] = partial(_command, words, "-v")
         found[f"{name}.json"] = partial(lambda words: _readable(_command(words, "--json")), words)
-    for name in DRY_RUNS:
-        found[f"{name}.txt"] = partial(lambda name: forms.as_text(_dry(name), forms.Paper(), verbose=True), name)
-        found[f"{name}.json"] = partial(lambda name: _readable(forms.as_json(_dry(name), "dryrun")), name)
+    for name in (*DRY_RUNS, *GATES):
+        made, command = (_gate, "gate") if name in GATES else (_dry, "dryrun")
+        found[f"{name}.txt"] = partial(_printed, made, name)
+        found[f"{name}.json"] = partial(
+            lambda made, name, command: _readable(forms.as_json(made(name), command)), made, name, command
+        )
     return found
 
 

@@ -121,3 +121,12 @@ def test_published_figures_are_not_in_the_wheel_and_a_run_is_validated_without_t
     assert "published results are part of a checkout, got a refshard without one; run `refshard" in done.stderr
     recorded = ROOT / "profiles" / "recorded" / "epyc-2-cores" / "validation"
     assert "median error of the step time" in run(refshard, "validate", recorded, cwd=folder)
+
+
+def test_files_of_other_tools_are_written_from_the_wheel(
+    quickstart: tuple[Path, str, dict[str, dict[str, Any]]],
+) -> None:
+    folder = quickstart[0].parent
+    plan = ("plan", "--model", "llama3-8b", "--cluster", "dgx-h100", "--emit", "torchtitan", "--out", "emitted")
+    run(folder / "venv" / "bin" / "refshard", *plan, cwd=folder)
+    assert "config.training.seq_len = 8192\n" in (folder / "emitted" / "refshard_torchtitan.py").read_text()

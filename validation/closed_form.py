@@ -9,8 +9,8 @@ from functools import cache
 import msgspec
 
 from refshard.errors import SpecError
-from refshard.estimate.candidates import Candidates
-from refshard.estimate.estimate import estimate
+from refshard.plan.estimate import estimate
+from refshard.plan.space import Candidates
 from refshard.quantities import GIB
 from refshard.specs.cluster import ClusterSpec, load_cluster
 from refshard.specs.configuration import Configuration

@@ -39,9 +39,9 @@ from refshard import resources
 from refshard.dryrun.recording import load, save
 from refshard.dryrun.request import Answer
 from refshard.dryrun.run import DryRun, dry_run
-from refshard.estimate import exchange, kernels, layers
-from refshard.estimate.spread import kind_of
 from refshard.folders import replace_file
+from refshard.plan import collectives, kernels, layers
+from refshard.plan.plan import kind_of
 from refshard.specs.cluster import ClusterSpec, load_cluster
 from validation.closed_form import Published, load_runs, predicted
 from validation.dry_runs import request_of, speed_of, why_not
@@ -103,7 +103,7 @@ EVERYWHERE = (
     Constant("straggling", 0.004, UNKNOWN),
 )
 """Constants of the closed forms, and of all clusters alike."""
-MODULES: dict[str, Any] = {"EAGER_PART": layers, "RING_PART": layers, "QUANTISED_BYTES": kernels, "SKEW": exchange}
+MODULES: dict[str, Any] = {"EAGER_PART": layers, "RING_PART": layers, "QUANTISED_BYTES": kernels, "SKEW": collectives}
 """Where the closed forms hold theirs."""
 DRY_RUNS = {
     # H100 SXM's 0.67, at 500 W in place of 700. Memory: what a copy reaches (BabelStream); torch's elementwise kernels

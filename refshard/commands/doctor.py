@@ -32,7 +32,10 @@ def report(facts: Facts) -> Answer:
         columns=("severity", "says", "remedy"),
         blocks=[
             Text(text=f"refshard {facts.refshard}, torch {facts.torch.version}, Python {facts.python}"),
-            _table("this machine", [(label, value) for label, value in machine(facts) if value]),
+            Table(
+                columns=[Column("this machine", "left"), Column("", "left", wraps=True)],
+                rows=[(label, value) for label, value in machine(facts) if value],
+            ),
             _can(can),
             _found(found),
             _verdict(found, errors),
@@ -84,13 +87,13 @@ def _unseen(facts: Facts) -> str:
 
 def _each(facts: Facts, setting: str, unit: str) -> str:
     """A setting of all GPUs, once if they agree."""
-    values = [_words(getattr(gpu.settings, setting), unit) for gpu in facts.gpus]
+    values = [_setting_text(getattr(gpu.settings, setting), unit) for gpu in facts.gpus]
     if len(set(values)) == 1:
         return values[0]
     return "; ".join(f"GPU {gpu}: {value}" for gpu, value in enumerate(values))
 
 
-def _words(value: object, unit: str) -> str:
+def _setting_text(value: object, unit: str) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{count} to {end}" for end, count in value.items()) or "none"
     return "unknown" if value is None else f"{value:g}{unit}"
@@ -103,7 +106,3 @@ def _found(found: Sequence[Finding]) -> Table:
         for one in found
     ]
     return Table(columns=columns, rows=rows)
-
-
-def _table(head: str, rows: Sequence[tuple[str, str]]) -> Table:
-    return Table(columns=[Column(head, "left"), Column("", "left", wraps=True)], rows=rows)

@@ -7,12 +7,12 @@ from refshard import resources
 from refshard.engine.placement import MODES
 from refshard.errors import SpecError, nearest
 from refshard.harness.duration import earlier_launches, expected, recorded_folders
-from refshard.quantities import format_bytes, format_duration, format_rate
-from refshard.report.blocks import Answer, Block, Cell, Column, Marked, Notes, Table
+from refshard.quantities import format_duration
+from refshard.report.blocks import Answer, Block, Cell, Column, Marked, Notes, Quantity, Row, Table, table
 from refshard.specs.cluster import load_cluster
 from refshard.specs.hardware import HardwareSpec, load_hardware
 from refshard.specs.model import active_parameter_count, load_model
-from refshard.specs.suite import SuiteSpec, load_suite
+from refshard.specs.suite import load_suite
 from refshard.strategies.table import ROWS, Axis, axes_unavailable
 
 _HEADS: dict[Axis, str] = {
@@ -93,9 +93,9 @@ def _models() -> tuple[Rows, Sequence[Block]]:
     ]  # fmt: skip
     cells = [
         [
-            str(row["model"]), _parameters(row["parameters"]),
+            row["model"], _parameters(row["parameters"]),
             _parameters(row["active_parameters"]) if row["active_parameters"] < row["parameters"] else "",
-            *(f"{row[key]:,}" for key in ("layers", "dim", "heads", "kv_heads", "ffn_dim", "vocab")),
+            *(row[key] for key in ("layers", "dim", "heads", "kv_heads", "ffn_dim", "vocab")),
             "tied" if row["tied"] else "",
         ]
         for row in rows
@@ -117,59 +117,53 @@ def _parameters(count: int) -> str:
 
 
 def _clusters() -> tuple[Rows, Sequence[Block]]:
-    rows, cells = [], []
+    rows: list[dict[str, Any]] = []
     for name in resources.cluster_profiles():
         cluster = load_cluster(name)
         hardware = cluster.accelerator
-        link = cluster.between.bytes_per_s if cluster.between else None
         rows.append(
             {
                 "cluster": name, "device": hardware.device_name or hardware.about, "nodes": cluster.nodes,
                 "ranks_per_node": cluster.ranks_per_node, "memory_bytes": hardware.memory_bytes,
-                "within_bytes_per_s": cluster.within.bytes_per_s, "between_bytes_per_s": link,
+                "within_bytes_per_s": cluster.within.bytes_per_s,
+                "between_bytes_per_s": cluster.between.bytes_per_s if cluster.between else None,
                 "library": cluster.library, "about": cluster.about,
             }
         )  # fmt: skip
-        cells.append(
-            [
-                name, f"{cluster.ranks_per_node} x {hardware.device_name or hardware.about}",
-                format_bytes(hardware.memory_bytes), _bandwidth(cluster.within.bytes_per_s), _bandwidth(link),
-                cluster.library,
-            ]
-        )  # fmt: skip
-    columns = [
-        Column("cluster", "left"), Column("GPUs per node", "left"), Column("memory"), Column("GB/s within a node"),
-        Column("GB/s between nodes"), Column("collectives", "left"),
+    cells: list[Row] = [
+        {
+            "cluster": row["cluster"], "GPUs per node": f"{row['ranks_per_node']} x {row['device']}",
+            "memory": Quantity(row["memory_bytes"], "B"), "GB/s within a node": _bandwidth(row["within_bytes_per_s"]),
+            "GB/s between nodes": _bandwidth(row["between_bytes_per_s"]), "collectives": row["library"],
+        }
+        for row in rows
     ]  # fmt: skip
     more = "For N nodes, append xN: dgx-h100x32 has 256 GPUs. `refshard calibrate` measures a cluster of your own."
-    return rows, [Table(columns=columns, rows=cells), Notes(sentences=[more])]
+    return rows, [table(cells, left=2, text=["collectives"]), Notes(sentences=[more])]
 
 
-def _bandwidth(bytes_per_s: float | None) -> str:
-    return "-" if bytes_per_s is None else format_rate(bytes_per_s / 1e9)
+def _bandwidth(bytes_per_s: float | None) -> Quantity:
+    return Quantity(None if bytes_per_s is None else bytes_per_s / 1e9, "rate")
 
 
 def _hardware() -> tuple[Rows, Sequence[Block]]:
     specs = {name: load_hardware(name) for name in resources.hardware_profiles()}
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "hardware": name, "device": spec.device_name or spec.about, "memory_bytes": spec.memory_bytes,
             "memory_bytes_per_s": spec.memory_bytes_per_s, "peak_flops_per_s": _peak(spec), "about": spec.about,
         }
         for name, spec in specs.items()
     ]  # fmt: skip
-    cells = [
-        [
-            name, spec.device_name or spec.about, format_bytes(spec.memory_bytes), _bandwidth(spec.memory_bytes_per_s),
-            format_rate(_peak(spec) / 1e12),
-        ]
-        for name, spec in specs.items()
+    cells: list[Row] = [
+        {
+            "hardware": row["hardware"], "device": row["device"], "memory": Quantity(row["memory_bytes"], "B"),
+            "memory GB/s": _bandwidth(row["memory_bytes_per_s"]),
+            "bf16 TFLOPS, dense": Quantity(row["peak_flops_per_s"] / 1e12, "rate"),
+        }
+        for row in rows
     ]  # fmt: skip
-    columns = [
-        Column("hardware", "left"), Column("device", "left"), Column("memory"), Column("memory GB/s"),
-        Column("bf16 TFLOPS, dense"),
-    ]  # fmt: skip
-    return rows, [Table(columns=columns, rows=cells)]
+    return rows, [table(cells, left=2)]
 
 
 def _peak(spec: HardwareSpec) -> float:
@@ -179,35 +173,28 @@ def _peak(spec: HardwareSpec) -> float:
 def _modes() -> tuple[Rows, Sequence[Block]]:
     heads = ("mode", "parameters", "gradients", "optimizer", "storage", "gradient_storage")
     rows = [{head: str(getattr(mode, "name" if head == "mode" else head)) for head in heads} for mode in MODES.values()]
-    columns = [Column(head.replace("_", " "), "left") for head in heads]
-    return rows, [Table(columns=columns, rows=[list(row.values()) for row in rows])]
+    cells = [{head.replace("_", " "): cell for head, cell in row.items()} for row in rows]
+    return rows, [table(cells, left=len(heads))]
 
 
 def _suites() -> tuple[Rows, Sequence[Block]]:
     earlier = earlier_launches(recorded_folders())
-    loaded = [load_suite(path) for path in resources.suites().values()]
-    rows = [_suite_row(suite, earlier) for suite in loaded]
+    rows: list[dict[str, Any]] = []
+    for path in resources.suites().values():
+        suite = load_suite(path)
+        found = expected(suite, earlier)
+        seconds = None if found.unknown else found.seconds
+        rows.append({"suite": suite.name, "launches": found.launches, "expected_s": seconds, "about": suite.about})
     columns = [
         Column("suite", "left"), Column("launches"), Column("takes"), Column("what it compares", "left", wraps=True)
     ]  # fmt: skip
-    cells = [[row["suite"], f"{row['launches']:,}", _takes(row), row["about"]] for row in rows]
+    times = [None if row["expected_s"] is None else format_duration(row["expected_s"]) for row in rows]
+    cells = [[row["suite"], row["launches"], time or "needs GPUs", row["about"]] for row, time in zip(rows, times)]
     note = (
         "Times: recorded runs on two cores, or estimated from this machine's speed. `refshard run "
         "SUITE --dry-run` lists a suite's cases."
     )
     return rows, [Table(columns=columns, rows=cells), Notes(sentences=[note])]
-
-
-def _suite_row(suite: SuiteSpec, earlier: Mapping[str, float]) -> dict[str, Any]:
-    found = expected(suite, earlier)
-    return {
-        "suite": suite.name, "launches": found.launches, "expected_s": None if found.unknown else found.seconds,
-        "about": suite.about,
-    }  # fmt: skip
-
-
-def _takes(row: Mapping[str, Any]) -> str:
-    return "needs GPUs" if row["expected_s"] is None else format_duration(row["expected_s"])
 
 
 KINDS: dict[str, Callable[[], tuple[Rows, Sequence[Block]]]] = {

@@ -1,134 +1,194 @@
 """``refshard plan``: the best ways to train a model on a cluster, found by closed forms."""
 
 import re
-import shlex
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, TypeVar, get_args
 
 import msgspec
 
 from refshard import resources
-from refshard.commands.plan_asked import Asked, global_batch_of, sized, space_of, strategies_of, varied_fields
-from refshard.commands.printing import tell
-from refshard.emit.job import Emitted
+from refshard.commands.printing import tell, write_page
 from refshard.emit.job import Job as EmitJob
 from refshard.emit.table import POLICIES, RUNS, TOOLS, emit
+from refshard.engine.placement import MODES
 from refshard.errors import SpecError, nearest
-from refshard.estimate.limits import usable
-from refshard.estimate.plan import Failures, Plan, Reader, Row, Size, listed, with_dry_rows
-from refshard.estimate.search import search
-from refshard.estimate.space import configurations
-from refshard.estimate.spread import load_spread
 from refshard.folders import replace_file
+from refshard.plan.cost_models import COST_MODELS, find_cost_model
+from refshard.plan.memory import usable
+from refshard.plan.plan import VARIANTS, Failures, Plan, Reader, Row, Size, listed, load_spread, with_dry_rows
+from refshard.plan.search import AUTO, search
+from refshard.plan.space import ALL, Space, configurations
 from refshard.report.blocks import Answer, Text
-from refshard.report.plan.table import plan_answer
-from refshard.report.plan.words import short_words
+from refshard.report.plan.answer import plan_answer
+from refshard.report.plan.text import short_text
 from refshard.specs.cluster import ClusterSpec, load_cluster
+from refshard.specs.configuration import Precision, Schedule
+from refshard.specs.hardware import ELEMENT_BYTES
 from refshard.specs.model import ModelSpec, is_factory, load_model
-
-if TYPE_CHECKING:
-    from refshard.harness.dry.proxies import Extrapolated
+from refshard.specs.reading import within
+from refshard.strategies.table import ROWS
 
 DRY_RUNS, DRY_RUN_S, DRY_RUNS_S = 4, 120.0, 60.0
-"""Configurations that ``--search`` dry-runs by default, how long each of the first may take, and for how long more of
-them are dry-run where some do not fit."""
+"""Configurations that ``--search`` dry-runs by default, the time limit of each of the first, and how long further ones
+are tried if some do not fit."""
 MOST_READ = 2000
-"""Configurations, the best first, among which those are sought that are shown, that a tool can run, or a dry run."""
+"""The best configurations, from which those to show, to emit and to dry-run are chosen."""
+PLANNED = ("ddp", "fsdp1", "fsdp2", "fsdp2-tuned", *(f"refshard-{mode}" for mode in MODES))
+SEARCHED = ("ddp", "fsdp1", "fsdp2", "megatron", "refshard-zero1", "refshard-zero2", "refshard-fsdp", "refshard-yafsdp")
+"""Strategies of a plan, and of one with ``--search``, unless some are named."""
+LARGE_MODEL, TOKENS, LARGE_TOKENS = 100 * 10**9, 4 * 2**20, 16 * 2**20
+"""Tokens of a step of ``--search`` where none are given, and those of a model of 100 B parameters and more: the batch
+that Llama 3 405B was trained with in the end (Grattafiori et al., 2024)."""
+UPSTREAM = "yafsdp"
+"""The strategy whose name is also the end of one of the engine's."""
+Name = TypeVar("Name", bound=str)
+_FACTORS = {"": 1, "K": 2**10, "M": 2**20}
 
 
-def plan(asked: Asked, *, page: Path | None = None, tool: str | None = None, out: Path | None = None) -> Answer:
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of the command line.
+
+    Lists are separated by commas; ``all`` is every size that can run. An axis that is None is 1, or ``all`` with
+    ``search``; replicas are ``all`` in any case, and so are tensor parallelism and microbatches of a given batch.
+    ``compiled`` is a list of ``no`` and ``yes``; None is ``no``.
+    """
+
+    model: str
+    cluster: str
+    nodes: str | None = None
+    seq_len: int = 8192
+    tokens_per_step: str | None = None
+    search: bool = False
+    strategies: str | None = None
+    microbatch: str | None = None
+    accumulate: int = 1
+    checkpoint: str | None = None
+    replicas: str | None = None
+    tensor: str | None = None
+    context: str | None = None
+    pipeline: str | None = None
+    interleave: str | None = None
+    schedule: str | None = None
+    expert: str | None = None
+    dtype: str | None = None
+    reduction: str = "fp32"
+    compiled: str | None = None
+    offload: bool = False
+    price_usd: float = 2.5
+    mtbf_hours: float = Failures().mtbf_hours
+    top: int = 8
+    dry_runs: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the numbers.
+
+        Raises:
+            SpecError: one is out of range.
+        """
+        try:
+            for field in ("seq_len", "accumulate", "top"):
+                within(_option(field), getattr(self, field), 1)
+            within(_option("dry_runs"), self.dry_runs or 0, 0)
+        except ValueError as error:
+            raise SpecError(f"{error}; give a number in this range") from None
+        if not 0 <= self.price_usd < float("inf"):
+            raise SpecError(
+                f"--price must be >= 0 USD per GPU-hour, and finite, got {self.price_usd}; give such a number"
+            )
+        if not 0 < self.mtbf_hours < float("inf"):
+            raise SpecError(f"--mtbf must be > 0 hours, and finite, got {self.mtbf_hours}; give such a number")
+
+
+def _option(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
+
+
+def plan(options: Options, *, page: Path | None = None, tool: str | None = None, out: Path | None = None) -> Answer:
     """Search for each size of the cluster; the status is 1 if nothing fits.
 
-    ``page`` is an HTML file to write. ``tool`` is whose configuration to write to the folder ``out`` for the first row.
+    ``page`` is an HTML file to write. For a ``tool``, its configuration files are written to the folder ``out``.
 
     Raises:
         SpecError: the model, the cluster, a strategy or another value does not exist, or they do not fit each other.
     """
     if page is not None and page.is_dir():
         raise SpecError(f"html: {page} is a folder; name the file to write")
-    model, cluster, spread = _model(asked.model), load_cluster(asked.cluster), load_spread()
-    sizes = sized(asked.nodes, cluster)
-    failures = Failures(mtbf_hours=asked.mtbf_hours)
-    asked = _for_tool(asked, tool)
-    count, varied = _dry_runs(asked, cluster), varied_fields(asked, cluster)
-    made = [_size(asked, model, on, failures) for on in sizes]
+    if is_factory(options.model):
+        from refshard.models.dimensions import read_dimensions  # torch takes seconds to import
+
+        model = read_dimensions(options.model)
+    else:
+        model = load_model(options.model)
+    cluster, spread = load_cluster(options.cluster), load_spread()
+    sizes = sized(options.nodes, cluster)
+    failures = Failures(mtbf_hours=options.mtbf_hours)
+    options = _for_tool(options, tool)
+    # By default, --search dry-runs some if the fake device can be made.
+    fakes = cluster.accelerator.device == "cuda" and bool(cluster.accelerator.device_name)
+    count = options.dry_runs if options.dry_runs is not None else DRY_RUNS if options.search and fakes else 0
+    varied = varied_fields(options, cluster)
+    made = [_size(options, model, on, failures) for on in sizes]
     if count:
-        made[-1] = _with_dry_runs(made[-1], asked, model, sizes[-1], count)
+        made[-1] = _with_dry_runs(made[-1], options, model, sizes[-1], count)
+    most, shown = options.top + count, []
+    for size in made:
+        rows = tuple(size.rows[place] for place in listed(size.rows, most, varied, spread))
+        shown.append(msgspec.structs.replace(size, rows=rows, unfit=size.unfit[:most]))
     found = Plan(
-        sizes=tuple(_shown(size, asked.top + count, varied) for size in made),
-        global_batch=global_batch_of(asked, model, sizes[-1]), seq_len=asked.seq_len,
+        sizes=tuple(shown), global_batch=global_batch_of(options, model, sizes[-1]), seq_len=options.seq_len,
         available_bytes=cluster.accelerator.memory_bytes, usable_bytes=usable(cluster.accelerator),
-        price_usd=asked.price_usd, failures=failures, varied=varied,
+        price_usd=options.price_usd, failures=failures, varied=varied,
     )  # fmt: skip
-    title = _title(asked, found)
+    title = (
+        f"{options.model} on {options.cluster}: {found.global_batch:,} sequences of {found.seq_len:,} tokens a step "
+        f"({found.global_batch * found.seq_len:,} tokens)"
+    )
+    answer = plan_answer(found, spread, title, model=options.model, cluster=options.cluster)
     if page is not None:
-        _write_page(found, title, page)
-    answer = plan_answer(found, spread, title, model=asked.model, cluster=asked.cluster)
+        write_page(answer, page, "plan")
     if tool is not None:
-        rows = [row for size in reversed(made) for row in size.rows]
-        text = _emitted(tool, asked, model, cluster, rows, out or Path("runs") / "emitted" / tool)
+        best = [row for size in reversed(made) for row in size.rows]
+        text = _emitted(tool, options, model, cluster, best, out or Path("runs") / "emitted" / tool)
         answer = replace(answer, blocks=[*answer.blocks, Text(text=text)])
     return answer
 
 
-def _model(name: str) -> ModelSpec:
-    if not is_factory(name):
-        return load_model(name)
-    from refshard.models.dimensions import read_dimensions  # torch takes seconds to import
-
-    return read_dimensions(name)
-
-
-def _for_tool(asked: Asked, tool: str | None) -> Asked:
-    """What is asked for, with the tool's strategies and checkpointing policies unless some are named.
+def _for_tool(options: Options, tool: str | None) -> Options:
+    """The options with the tool's strategies and checkpointing policies, unless some are named.
 
     Raises:
         SpecError: there is no such tool.
     """
     if tool is None:
-        return asked
+        return options
     if tool not in TOOLS:
         raise SpecError(f"emit: no tool '{tool}'; {nearest(tool, list(TOOLS))}")
-    if asked.strategies is None:
-        runs = [name for name in strategies_of(asked) if name in RUNS.get(tool, (name,))]
-        asked = msgspec.structs.replace(asked, strategies=",".join(runs) or None)
-    if asked.checkpoint is None and tool in POLICIES:
-        asked = msgspec.structs.replace(asked, checkpoint=",".join(POLICIES[tool]))
-    return asked
+    if options.strategies is None:
+        runs = [name for name in strategies_of(options) if name in RUNS.get(tool, (name,))]
+        options = msgspec.structs.replace(options, strategies=",".join(runs) or None)
+    if options.checkpoint is None and tool in POLICIES:
+        options = msgspec.structs.replace(options, checkpoint=",".join(POLICIES[tool]))
+    return options
 
 
-def _size(asked: Asked, model: ModelSpec, cluster: ClusterSpec, failures: Failures) -> Size:
-    space = space_of(asked, model, cluster)
-    candidates = configurations(space, model, cluster, asked.seq_len)
+def _size(options: Options, model: ModelSpec, cluster: ClusterSpec, failures: Failures) -> Size:
+    space = space_of(options, model, cluster)
+    candidates = configurations(space, model, cluster, options.seq_len)
     if not len(candidates):
         return Size(world_size=cluster.world_size, considered=0, fitting=0, rows=(), front=(), unfit=())
-    found = search(model, cluster, asked.seq_len, candidates, usable(cluster.accelerator))
+    found = search(model, cluster, options.seq_len, candidates, usable(cluster.accelerator))
     reader = Reader(
-        model=model, cluster=cluster, seq_len=asked.seq_len, price_usd=asked.price_usd, failures=failures,
+        model=model, cluster=cluster, seq_len=options.seq_len, price_usd=options.price_usd, failures=failures,
         spread=load_spread(),
     )  # fmt: skip
     return reader.size(found, MOST_READ)
 
 
-def _shown(size: Size, most: int, varied: Sequence[str]) -> Size:
-    rows = tuple(size.rows[place] for place in listed(size.rows, most, varied, load_spread()))
-    return msgspec.structs.replace(size, rows=rows, unfit=size.unfit[:most])
-
-
-def _dry_runs(asked: Asked, cluster: ClusterSpec) -> int:
-    """How many configurations to dry-run: with ``search`` some by default, where the fake device can be made."""
-    hardware = cluster.accelerator
-    if asked.dry_runs is not None:
-        return asked.dry_runs
-    return DRY_RUNS if asked.search and hardware.device == "cuda" and hardware.device_name else 0
-
-
-def _with_dry_runs(size: Size, asked: Asked, model: ModelSpec, cluster: ClusterSpec, count: int) -> Size:
+def _with_dry_runs(size: Size, options: Options, model: ModelSpec, cluster: ClusterSpec, count: int) -> Size:
     """The size with its first ``count`` rows that can be dry-run and fit, and how their closed forms compare."""
     from refshard.fakecuda.build import extension
     from refshard.harness.dry.many import dry_run_many
@@ -136,8 +196,11 @@ def _with_dry_runs(size: Size, asked: Asked, model: ModelSpec, cluster: ClusterS
     from refshard.harness.dry.rounds import Rounds, dry_run_rounds
 
     extension()  # builds the fake device if there is none
-    name = asked.cluster if cluster == load_cluster(asked.cluster) else f"{_profile(asked.cluster)}x{cluster.nodes}"
-    setting = Setting(model=model, cluster=cluster, cluster_name=name, seq_len=asked.seq_len)
+    name = options.cluster
+    if cluster != load_cluster(name):
+        profile = name if name in resources.cluster_profiles() else re.sub(r"x\d{1,7}$", "", name)
+        name = f"{profile}x{cluster.nodes}"
+    setting = Setting(model=model, cluster=cluster, cluster_name=name, seq_len=options.seq_len)
     rounds = Rounds(
         count=count, usable_bytes=usable(cluster.accelerator), each_s=DRY_RUN_S, all_s=DRY_RUNS_S
     )  # fmt: skip
@@ -145,35 +208,20 @@ def _with_dry_runs(size: Size, asked: Asked, model: ModelSpec, cluster: ClusterS
         run = partial(dry_run_many, on_progress=tell)
         configurations, step_s = [row.configuration for row in size.rows], [row.step_s for row in size.rows]
         found = dry_run_rounds(configurations, step_s, setting, Path(made), rounds, run)
-    ran = [place for place, one in found.items() if isinstance(one, Extrapolated)]
-    kept = sorted({*range(min(asked.top, len(size.rows))), *ran})
-    return with_dry_rows(size, [_dried(size.rows[place], found.get(place), rounds.usable_bytes) for place in kept])
+    rows = []
+    for place, row in enumerate(size.rows):
+        dry = found.get(place, "not among the first; raise --dry-runs")
+        if isinstance(dry, Extrapolated):
+            rows.append(row.dried(dry.step_s, dry.allocated_bytes, dry.reserved_bytes, rounds.usable_bytes))
+        elif place < options.top:
+            rows.append(msgspec.structs.replace(row, not_dry=dry))
+    return with_dry_rows(size, rows)
 
 
-def _profile(cluster: str) -> str:
-    """A cluster's name without its number of nodes."""
-    return cluster if cluster in resources.cluster_profiles() else re.sub(r"x\d{1,7}$", "", cluster)
-
-
-def _dried(row: Row, found: "Extrapolated | str | None", usable_bytes: int) -> Row:
-    """The row by its dry run, or with the reason why it has none."""
-    if found is None:
-        return msgspec.structs.replace(row, not_dry="not among the first; raise --dry-runs")
-    if isinstance(found, str):
-        return msgspec.structs.replace(row, not_dry=found)
-    return row.dried(found.step_s, found.allocated_bytes, found.reserved_bytes, usable_bytes)
-
-
-def _title(asked: Asked, found: Plan) -> str:
-    tokens = found.global_batch * found.seq_len
-    return (
-        f"{asked.model} on {asked.cluster}: {found.global_batch:,} sequences of {found.seq_len:,} tokens a step "
-        f"({tokens:,} tokens)"
-    )
-
-
-def _emitted(tool: str, asked: Asked, model: ModelSpec, cluster: ClusterSpec, rows: Sequence[Row], folder: Path) -> str:
-    """Write the first configuration that the tool can run; returns what to do with it, in words.
+def _emitted(
+    tool: str, options: Options, model: ModelSpec, cluster: ClusterSpec, rows: Sequence[Row], folder: Path
+) -> str:
+    """Write the first configuration that the tool can run; returns what to do with it, as text.
 
     Raises:
         SpecError: the tool can run none of them; the message is about the first.
@@ -181,20 +229,17 @@ def _emitted(tool: str, asked: Asked, model: ModelSpec, cluster: ClusterSpec, ro
     refused: SpecError | None = None
     for row in rows:
         job = EmitJob(
-            configuration=row.configuration, model=model, model_name=asked.model, cluster=cluster,
-            cluster_name=asked.cluster, seq_len=asked.seq_len,
+            configuration=row.configuration, model=model, model_name=options.model, cluster=cluster,
+            cluster_name=options.cluster, seq_len=options.seq_len,
         )  # fmt: skip
         try:
-            return _written(
-                tool, emit(tool, job), short_words(row.configuration, varied_fields(asked, cluster)), folder
-            )
+            emitted = emit(tool, job)
+            break
         except SpecError as error:
             refused = refused or error
-    raise refused or SpecError(f"emit: no configuration fits, so there is nothing to write for {tool}; change the plan")
-
-
-def _written(tool: str, emitted: Emitted, what: str, folder: Path) -> str:
-    """Write the tool's files of ``what``; returns what to do with them, in words."""
+    else:
+        nothing = f"emit: no configuration fits, so there is nothing to write for {tool}; change the plan"
+        raise refused or SpecError(nothing)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in emitted.files.items():
@@ -202,16 +247,214 @@ def _written(tool: str, emitted: Emitted, what: str, folder: Path) -> str:
     except OSError as error:
         raise SpecError(f"out: {folder} cannot be written ({error.strerror}); name a writable folder") from None
     files = ", ".join(str(folder / name) for name in emitted.files)
+    what = short_text(row.configuration, varied_fields(options, cluster))
     notes = "".join(f"\n* {note}" for note in emitted.notes)
     return f"Written for {tool} {emitted.version}: {files} ({what}). Start it with:\n{emitted.command}{notes}"
 
 
-def _write_page(found: Plan, title: str, path: Path) -> None:
-    from refshard.report.plan.page import page  # pandas takes longer to import than a plan takes
+def varied_fields(options: Options, cluster: ClusterSpec) -> tuple[str, ...]:
+    """The fields of :data:`VARIANTS` with several values."""
+    values = (_precisions(options, cluster), _compiled(options))
+    return tuple(field for field, of_field in zip(VARIANTS, values) if len(of_field) > 1)
 
-    try:
-        replace_file(path, page(found, load_spread(), title, shlex.join(["refshard", *sys.argv[1:]])))
-    except OSError as error:
+
+def space_of(options: Options, model: ModelSpec, cluster: ClusterSpec) -> Space:
+    """What to search on the cluster.
+
+    Raises:
+        SpecError: a value is not known, or they do not fit each other.
+    """
+    axes: dict[str, Any] = {
+        name: _axis(name, getattr(options, name), searched=_searched(name, options))
+        for name in ("tensor", "context", "pipeline", "interleave", "expert", "replicas", "microbatch")
+    }
+    return Space(
+        strategies=strategies_of(options), world_sizes=(cluster.world_size,),
+        global_batch=global_batch_of(options, model, cluster),
+        schedules=_schedules(options), checkpointing=_checkpointing(options), precisions=_precisions(options, cluster),
+        compiled=_compiled(options), reduction=_known("reduction", options.reduction, tuple(ELEMENT_BYTES)),
+        offload=options.offload, **axes,
+    )  # fmt: skip
+
+
+def sized(nodes: str | None, cluster: ClusterSpec) -> list[ClusterSpec]:
+    """The cluster with each number of nodes, ascending: ``"1,2,4"``, or ``"64..2048"``, doubling.
+
+    Raises:
+        SpecError: it is neither.
+    """
+    if nodes is None:
+        return [cluster]
+    if doubled := re.fullmatch(r"(\d{1,7})\.\.(\d{1,7})", nodes.strip()):
+        count, most = int(doubled[1]), int(doubled[2])
+        if not 1 <= count <= most:
+            raise SpecError(f"nodes must ascend from 1 or more, got {nodes!r}; write, for example, 64..2048")
+        counts = []
+        while count <= most:
+            counts.append(count)
+            count *= 2
+    else:
+        counts = sorted(set(_numbers("nodes", nodes)))
+    return [cluster.of_nodes(count) for count in counts]
+
+
+def _numbers(name: str, given: str) -> list[int]:
+    numbers = [number.strip() for number in given.split(",") if number.strip()]
+    if not numbers or any(not re.fullmatch(r"[1-9]\d{0,6}", number) for number in numbers):
+        raise SpecError(f"{name} must be numbers from 1, separated by commas, got {given!r}; write, for example, 1,2,4")
+    return [int(number) for number in numbers]
+
+
+def _searched(name: str, options: Options) -> bool:
+    """Whether an axis that is not given takes all sizes."""
+    if options.search or name == "replicas":
+        return True
+    return options.tokens_per_step is not None and name in ("tensor", "microbatch")
+
+
+def _axis(name: str, given: str | None, *, searched: bool) -> tuple[int, ...]:
+    if given is None:
+        return ALL if searched else (1,)
+    return ALL if given.strip() == "all" else tuple(dict.fromkeys(_numbers(name, given)))
+
+
+def global_batch_of(options: Options, model: ModelSpec, cluster: ClusterSpec) -> int:
+    """Sequences of a step.
+
+    Raises:
+        SpecError: the tokens are no whole number of sequences.
+    """
+    if options.tokens_per_step is None and not options.search:
+        microbatch = max(_axis("microbatch", options.microbatch, searched=False))
+        return cluster.world_size * max(microbatch, 1) * options.accumulate
+    if options.tokens_per_step is None:
+        tokens = LARGE_TOKENS if model.params >= LARGE_MODEL else TOKENS
+    else:
+        tokens = tokens_of(options.tokens_per_step)
+    sequences, rest = divmod(tokens, options.seq_len)
+    if rest or not sequences:
         raise SpecError(
-            f"html: {path} cannot be written ({error.strerror}); name a file in a folder that exists"
-        ) from None
+            f"tokens-per-step must be a multiple of seq-len = {options.seq_len:,}, got {tokens:,}; change either"
+        )
+    return sequences
+
+
+def tokens_of(given: str) -> int:
+    """A number of tokens, with K for 2^10 and M for 2^20.
+
+    >>> tokens_of("4M"), tokens_of("512k"), tokens_of("1000")
+    (4194304, 524288, 1000)
+
+    Raises:
+        SpecError: it is no such number.
+    """
+    found = re.fullmatch(r"([1-9]\d{0,11})([KM]?)", given.strip().upper())
+    if not found:
+        raise SpecError(f"tokens-per-step must be a number, with K for 2^10 or M for 2^20, got {given!r}; write 4M")
+    return int(found[1]) * _FACTORS[found[2]]
+
+
+def strategies_of(options: Options) -> tuple[str, ...]:
+    """The strategies to plan.
+
+    Raises:
+        SpecError: one has no closed form, or does not exist.
+    """
+    if options.strategies is None:
+        return SEARCHED if options.search else PLANNED
+    names = _names(options.strategies)
+    if not names:
+        raise SpecError(
+            f"strategy: no name in {options.strategies!r}; separate names by commas, or leave the option out"
+        )
+    for name in names:
+        if name in ROWS and name not in COST_MODELS:
+            raise SpecError(f"strategy: {_without_form(name, options)}")
+        find_cost_model(name)
+    return names
+
+
+def _without_form(name: str, options: Options) -> str:
+    """Why a strategy that refshard can run has no closed form, and what to do instead."""
+    plain = name.removesuffix("-compiled")
+    if plain in COST_MODELS:
+        return f"'{name}' has no closed form of its own; plan {plain} with --compile yes"
+    if ROWS[name].compiles:
+        return f"'{name}' has no closed form and cannot be dry-run; measure it on GPUs: refshard run --strategy {name}"
+    dry = f"refshard dryrun --cluster {options.cluster} --model {options.model} --strategy {name}"
+    if name == UPSTREAM:
+        return (
+            f"'{name}' is upstream's package, which has no closed form; plan the engine's mode refshard-yafsdp, or, "
+            f"where the package is installed, dry-run it: {dry}"
+        )
+    return f"'{name}' has no closed form; dry-run it: {dry}"
+
+
+def _schedules(options: Options) -> tuple[Schedule, ...]:
+    known: tuple[Schedule, ...] = get_args(Schedule)
+    if options.schedule is None:
+        return known
+    return tuple(_known("schedule", name, known) for name in _names(options.schedule))
+
+
+def _checkpointing(options: Options) -> tuple[str, ...]:
+    if options.checkpoint is None:
+        return (AUTO, "selective") if options.search else (AUTO,)
+    names = _names(options.checkpoint)
+    for name in names:
+        if not re.fullmatch(r"auto|none|selective|full|every-[1-9]\d{0,5}|[1-9]\d{0,5}", name):
+            raise SpecError(
+                "checkpoint must be auto, none, selective, full, every-K or a number of layers, separated by commas, "
+                f"got '{name}'; choose one of them"
+            )
+    return names
+
+
+def _precisions(options: Options, cluster: ClusterSpec) -> tuple[Precision, ...]:
+    """The precisions to plan; by default bf16 on an accelerator, fp32 on a CPU.
+
+    Raises:
+        SpecError: one does not exist, or the hardware's profile has no rate for it.
+    """
+    hardware, known = cluster.accelerator, get_args(Precision)
+    given = options.dtype if options.dtype is not None else "bf16" if hardware.device == "cuda" else "fp32"
+    chosen: tuple[Precision, ...] = tuple(_known("dtype", name, known) for name in _named("dtype", given))
+    if unknown := next((name for name in chosen if name not in hardware.matmul), None):
+        raise SpecError(
+            f"dtype: the hardware profile has rates for {', '.join(hardware.matmul)}, got {unknown}; choose one of "
+            "these, or add the rate"
+        )
+    return chosen
+
+
+def _compiled(options: Options) -> tuple[bool, ...]:
+    """Whether blocks are compiled, each value to plan; by default not.
+
+    Raises:
+        SpecError: a word is neither no nor yes.
+    """
+    given = ("no",) if options.compiled is None else _named("compile", options.compiled)
+    return tuple(_known("compile", word, ("no", "yes")) == "yes" for word in given)
+
+
+def _names(given: str) -> tuple[str, ...]:
+    """Names separated by commas, each once."""
+    return tuple(dict.fromkeys(name.strip() for name in given.split(",") if name.strip()))
+
+
+def _named(field: str, given: str) -> tuple[str, ...]:
+    """The names of a list.
+
+    Raises:
+        SpecError: there are none.
+    """
+    if not (names := _names(given)):
+        raise SpecError(f"{field}: no word in {given!r}; separate words by commas, or leave the option out")
+    return names
+
+
+def _known(field: str, given: str, known: tuple[Name, ...]) -> Name:
+    for name in known:
+        if name == given:
+            return name
+    raise SpecError(f"{field} must be {', '.join(known[:-1])} or {known[-1]}, got '{given}'; choose one of them")

@@ -1,1 +1,1 @@
-"""A configuration in the words of the tool that trains with it: files, a command, and what the tool cannot express."""
+"""A configuration as another tool reads it: files, a command, and notes on what the tool cannot express."""

@@ -3,16 +3,7 @@
 import json
 from typing import Any
 
-from refshard.emit.job import (
-    Emitted,
-    Job,
-    reduces_each,
-    reduces_once,
-    refuse_above_one,
-    refuse_experts,
-    refuse_strategy,
-)
-from refshard.errors import SpecError
+from refshard.emit.job import Emitted, Job, above_one, applying, reduces, refuse, refuse_job
 
 VERSION = "0.19.8"
 FILE = "ds_config.json"
@@ -31,82 +22,72 @@ def emit(job: Job) -> Emitted:
     Raises:
         SpecError: DeepSpeed cannot train so.
     """
-    _check(job)
-    text = json.dumps(_settings(job), indent=2) + "\n"
-    used = job.used
+    one, used = job.configuration, job.used
+    refuse_job("deepspeed", job, strategies=tuple(STAGES))
+    stage = STAGES[one.strategy]
+    refuse(
+        "deepspeed",
+        *above_one(job, "pipeline", "tensor", "context", remedy="emit for torchtitan or megatron"),
+        (one.precision == "fp8", "precision must be 'bf16' or 'fp32', got 'fp8'; plan with --dtype bf16"),
+        (
+            one.replicate > 1 and stage in (1, 2),
+            f"replicate must be 1 for ZeRO-{stage}, which shards over all ranks, got {one.replicate}; plan with "
+            "--replicas 1",
+        ),
+        (one.offload and stage == 0, f"offload needs ZeRO, got {one.strategy}; plan with --strategy fsdp2"),
+    )
     hosts = f"--hostfile {HOSTS} --num_nodes {used.nodes} " if used.nodes > 1 else ""
-    command = f"deepspeed {hosts}--num_gpus {used.ranks_per_node} {SCRIPT} --deepspeed --deepspeed_config {FILE}"
-    return Emitted(files={FILE: text}, command=command, version=VERSION, notes=_notes(job))
+    what = f"ZeRO-{stage} shards what {one.strategy} shards" if stage else "Stage 0 replicates as ddp does"
+    return Emitted(
+        files={FILE: json.dumps(_settings(job, stage), indent=2) + "\n"},
+        command=f"deepspeed {hosts}--num_gpus {used.ranks_per_node} {SCRIPT} --deepspeed --deepspeed_config {FILE}",
+        version=VERSION,
+        notes=applying(
+            (
+                True,
+                f"Model, optimizer and data come from your {SCRIPT}: give it batches of {one.microbatch} x "
+                f"{job.seq_len} tokens.",
+            ),
+            (used.nodes > 1, f"List the nodes in {HOSTS}, one a line: HOST slots={used.ranks_per_node}."),
+            (
+                not one.strategy.startswith("deepspeed"),
+                f"{what}, with DeepSpeed's own code: the plan's time and memory are those of {one.strategy}.",
+            ),
+            (
+                one.checkpointing != "none",
+                f"Your script must checkpoint, with the policy '{one.checkpointing}': the file does not.",
+            ),
+            (
+                stage == 3 and one.replicate > 1,
+                "hpZ gathers parameters within a node, but shards gradients and optimizer state over all ranks.",
+            ),
+            (stage == 3 and not one.reshard, "ZeRO-3 frees gathered parameters after forward; the plan keeps them."),
+            (one.compiled, "The file does not compile blocks: call engine.compile() in your script."),
+            reduces(job, "DeepSpeed", each=stage >= 2),
+        ),
+    )
 
 
-def _check(job: Job) -> None:
-    asked = job.configuration
-    refuse_strategy("deepspeed", job, tuple(STAGES))
-    refuse_experts("deepspeed", job)
-    refuse_above_one("deepspeed", job, "pipeline", "tensor", "context", remedy="emit for torchtitan or megatron")
-    if asked.precision == "fp8":
-        raise SpecError("deepspeed: precision must be 'bf16' or 'fp32', got 'fp8'; plan with --dtype bf16")
-    stage = STAGES[asked.strategy]
-    if asked.replicate > 1 and stage in (1, 2):
-        raise SpecError(
-            f"deepspeed: replicate must be 1 for ZeRO-{stage}, which shards over all ranks, got {asked.replicate}; "
-            "plan with --replicas 1"
-        )
-    if asked.offload and stage == 0:
-        raise SpecError(f"deepspeed: offload needs ZeRO, got {asked.strategy}; plan with --strategy fsdp2")
-
-
-def _settings(job: Job) -> dict[str, Any]:
-    asked = job.configuration
-    bf16 = asked.precision == "bf16"
+def _settings(job: Job, stage: int) -> dict[str, Any]:
+    one, on_host = job.configuration, {"device": "cpu", "pin_memory": True}
+    zero: dict[str, Any] = {"stage": stage}
+    if stage:
+        zero |= {"overlap_comm": True, "contiguous_gradients": True}
+    if stage == 3 and one.replicate > 1:
+        zero["zero_hpz_partition_size"] = one.shard
+    if one.offload:
+        zero |= {"offload_optimizer": on_host} | ({"offload_param": on_host} if stage == 3 else {})
     settings: dict[str, Any] = {
-        "train_batch_size": asked.global_batch,
-        "train_micro_batch_size_per_gpu": asked.microbatch,
-        "gradient_accumulation_steps": asked.microbatches,
-        "bf16": {"enabled": bf16},
-        "communication_data_type": asked.reduction,
+        "train_batch_size": one.global_batch,
+        "train_micro_batch_size_per_gpu": one.microbatch,
+        "gradient_accumulation_steps": one.microbatches,
+        "bf16": {"enabled": one.precision == "bf16"},
+        "communication_data_type": one.reduction,
         "data_types": {"grad_accum_dtype": "fp32"},
-        "zero_optimization": _zero(job),
+        "zero_optimization": zero,
     }
-    if asked.offload:
+    if one.offload:
         settings["zero_force_ds_cpu_optimizer"] = False
-    if asked.checkpointing != "none":
+    if one.checkpointing != "none":
         settings["activation_checkpointing"] = {"partition_activations": False, "cpu_checkpointing": False}
     return settings
-
-
-def _zero(job: Job) -> dict[str, Any]:
-    asked, stage = job.configuration, STAGES[job.configuration.strategy]
-    zero: dict[str, Any] = {"stage": stage}
-    if stage == 0:
-        return zero
-    zero |= {"overlap_comm": True, "contiguous_gradients": True}
-    if stage == 3 and asked.replicate > 1:
-        zero["zero_hpz_partition_size"] = asked.shard
-    if asked.offload:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-    if asked.offload and stage == 3:
-        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
-    return zero
-
-
-def _notes(job: Job) -> tuple[str, ...]:
-    asked, stage = job.configuration, STAGES[job.configuration.strategy]
-    notes = [
-        f"Model, optimizer and data come from your {SCRIPT}: give it batches of {asked.microbatch} x {job.seq_len} "
-        "tokens."
-    ]
-    if job.used.nodes > 1:
-        notes.append(f"List the nodes in {HOSTS}, one a line: HOST slots={job.used.ranks_per_node}.")
-    if not asked.strategy.startswith("deepspeed"):
-        what = f"ZeRO-{stage} shards what {asked.strategy} shards" if stage else "Stage 0 replicates as ddp does"
-        notes.append(f"{what}, with DeepSpeed's own code: the plan's time and memory are those of {asked.strategy}.")
-    if asked.checkpointing != "none":
-        notes.append(f"Your script must checkpoint, with the policy '{asked.checkpointing}': the file does not.")
-    if stage == 3 and asked.replicate > 1:
-        notes.append("hpZ gathers parameters within a node, but shards gradients and optimizer state over all ranks.")
-    if stage == 3 and not asked.reshard:
-        notes.append("ZeRO-3 frees gathered parameters after forward; the plan keeps them.")
-    if asked.compiled:
-        notes.append("The file does not compile blocks: call engine.compile() in your script.")
-    return (*notes, *(reduces_each if stage >= 2 else reduces_once)(job, "DeepSpeed"))

@@ -1,4 +1,6 @@
-"""What is emitted, and what it is emitted from."""
+"""What is emitted, what it is emitted from, and how the tools refuse a configuration and fill their templates."""
+
+from pathlib import Path
 
 import msgspec
 
@@ -10,13 +12,16 @@ from refshard.specs.model import ModelSpec, check_llama
 HEAD = "$HEAD_HOST"
 """Stands in commands for the first node's name, which no plan knows; the shell fills it in."""
 PORT = 29500
+TEMPLATES = Path(__file__).parent / "templates"
+Rule = tuple[bool, str]
+"""A condition, and the sentence that holds if it is true."""
 
 
 class Emitted(msgspec.Struct, frozen=True, kw_only=True):
     """Files by name, to be written to one folder, and the command that starts the training from there.
 
-    ``version`` is the version of the tool that reads the files. ``notes`` say what the tool cannot express, or does in
-    another way, a sentence each.
+    ``version`` is the version of the tool that reads the files. ``notes`` are sentences on what the tool cannot
+    express, or does in another way.
     """
 
     files: dict[str, str]
@@ -66,97 +71,91 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.model_name}, {self.configuration.strategy} on {nodes} of {used.ranks_per_node} ranks"
 
 
-def refuse_experts(tool: str, job: Job) -> None:
-    """Check that no experts are divided: what is written says nothing of any.
+def filled(template: str, job: Job, **more: object) -> str:
+    """A template's text for a job. Templates call the configuration ``one``, and the model ``model``."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # only --emit needs it
+
+    templates = Environment(
+        loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        keep_trailing_newline=True, autoescape=False,
+    )  # fmt: skip
+    return templates.get_template(template).render(job=job, one=job.configuration, model=job.model, **more)
+
+
+def applying(*rules: Rule) -> tuple[str, ...]:
+    """The sentences whose condition is true."""
+    return tuple(sentence for holds, sentence in rules if holds)
+
+
+def refuse(tool: str, *rules: Rule) -> None:
+    """Refuse the job if a condition is true.
 
     Raises:
-        SpecError: they are.
+        SpecError: the sentence of the first one that is.
     """
-    if (expert := job.configuration.expert) > 1:
-        experts = f"{job.model.experts.count} experts" if job.model.experts else "no experts"
-        raise SpecError(
-            f"{tool}: expert must be 1 for {job.model_name}, which has {experts}, got {expert}; plan with --expert 1"
+    for sentence in applying(*rules):
+        raise SpecError(f"{tool}: {sentence}")
+
+
+def refuse_job(tool: str, job: Job, *, strategies: tuple[str, ...] = (), llama: tuple[str, ...] | None = None) -> None:
+    """Refuse strategies that the tool does not have, divided experts, which no template writes, and, with ``llama``,
+    models that differ from a Llama in other fields than these.
+
+    Raises:
+        SpecError: it is such a job.
+    """
+    one, experts = job.configuration, f"{job.model.experts.count} experts" if job.model.experts else "no experts"
+    refuse(
+        tool,
+        (
+            bool(strategies) and one.strategy not in strategies,
+            f"strategy must be one that it runs ({', '.join(strategies)}), got '{one.strategy}'; name one of these "
+            "with --strategy, or emit for another tool",
+        ),
+        (
+            one.expert > 1,
+            f"expert must be 1 for {job.model_name}, which has {experts}, got {one.expert}; plan with --expert 1",
+        ),
+    )
+    if llama is not None:
+        remedy = "emit for accelerate or deepspeed, which take the model from your script"
+        try:
+            check_llama(job.model, f"what is written for {tool}", llama, remedy=remedy)
+        except SpecError as error:
+            raise SpecError(f"{tool}: {error}") from None
+
+
+def above_one(job: Job, *fields: str, remedy: str) -> list[Rule]:
+    """Rules against sizes above 1."""
+    sizes = {field: getattr(job.configuration, field) for field in fields}
+    return [(size > 1, f"{field} must be 1, got {size}; {remedy}") for field, size in sizes.items()]
+
+
+def unknown_checkpointing(job: Job, known: tuple[str, ...]) -> Rule:
+    """The rule against policies that a tool does not have."""
+    policy, allowed = job.configuration.checkpointing, ", ".join(f"'{name}'" for name in known)
+    remedy = f"plan with --checkpoint {','.join(known)}"
+    return policy not in known, f"checkpointing must be one of {allowed}, got '{policy}'; {remedy}"
+
+
+def uneven(job: Job) -> list[Rule]:
+    """Rules against heads, layers and tokens that the axes do not divide."""
+    one, model = job.configuration, job.model
+    parts = one.tensor * (2 * one.context if one.context > 1 else 1)
+    split = ("tensor * 2 * context", "--tensor or --context") if one.context > 1 else ("tensor", "--tensor")
+    stages = ("pipeline * interleave", "--pipeline or --interleave")
+    return [
+        (value % divisor > 0, f"{sizes} must divide the {value} {whole}, got {divisor}; change {options}")
+        for divisor, (sizes, options), value, whole in (
+            (one.tensor, ("tensor", "--tensor"), model.n_kv_heads, "key-value heads"),
+            (one.pipeline * one.interleave, stages, model.n_layers, "layers"),
+            (parts, split, job.seq_len, "tokens of a sequence"),
         )
+    ]
 
 
-def refuse_beyond_llama(tool: str, job: Job, allowed: tuple[str, ...] = ()) -> None:
-    """Check that the model is a Llama, except in fields that are ``allowed``: no other is written.
-
-    Raises:
-        SpecError: it is not, for example a mixture of experts.
-    """
-    remedy = "emit for accelerate or deepspeed, which take the model from your script"
-    try:
-        check_llama(job.model, f"what is written for {tool}", allowed, remedy=remedy)
-    except SpecError as error:
-        raise SpecError(f"{tool}: {error}") from None
-
-
-def refuse_strategy(tool: str, job: Job, runs: tuple[str, ...]) -> None:
-    """Check that ``tool`` has the strategy.
-
-    Raises:
-        SpecError: it does not.
-    """
-    if (strategy := job.configuration.strategy) not in runs:
-        raise SpecError(
-            f"{tool}: strategy must be one that it runs ({', '.join(runs)}), got '{strategy}'; name one "
-            "of these with --strategy, or emit for another tool"
-        )
-
-
-def refuse_above_one(tool: str, job: Job, *fields: str, remedy: str) -> None:
-    """Check that the named sizes are 1.
-
-    Raises:
-        SpecError: one is not.
-    """
-    for field in fields:
-        if (size := getattr(job.configuration, field)) > 1:
-            raise SpecError(f"{tool}: {field} must be 1, got {size}; {remedy}")
-
-
-def refuse_checkpointing(tool: str, job: Job, can: tuple[str, ...]) -> None:
-    """Check that ``tool`` has the policy.
-
-    Raises:
-        SpecError: it does not.
-    """
-    if (policy := job.configuration.checkpointing) not in can:
-        allowed = ", ".join(f"'{name}'" for name in can)
-        raise SpecError(
-            f"{tool}: checkpointing must be one of {allowed}, got '{policy}'; plan with --checkpoint {','.join(can)}"
-        )
-
-
-def refuse_uneven(tool: str, job: Job) -> None:
-    """Check that heads, layers and tokens can be divided as asked.
-
-    Raises:
-        SpecError: they cannot.
-    """
-    asked, model = job.configuration, job.model
-    stages = asked.pipeline * asked.interleave
-    parts = asked.tensor * (2 * asked.context if asked.context > 1 else 1)
-    split = ("tensor * 2 * context", "--tensor or --context") if asked.context > 1 else ("tensor", "--tensor")
-    for divisor, (sizes, options), value, whole in (
-        (asked.tensor, ("tensor", "--tensor"), model.n_kv_heads, "key-value heads"),
-        (stages, ("pipeline * interleave", "--pipeline or --interleave"), model.n_layers, "layers"),
-        (parts, split, job.seq_len, "tokens of a sequence"),
-    ):
-        if value % divisor:
-            raise SpecError(f"{tool}: {sizes} must divide the {value} {whole}, got {divisor}; change {options}")
-
-
-def reduces_once(job: Job, tool: str) -> tuple[str, ...]:
-    """The note for a tool that reduces gradients once a step."""
-    if job.configuration.reduce_each and job.configuration.microbatches > 1:
-        return (f"{tool} reduces gradients once a step; the plan reduces them after each microbatch.",)
-    return ()
-
-
-def reduces_each(job: Job, tool: str) -> tuple[str, ...]:
-    """The note for a tool that reduces gradients after each microbatch."""
-    if not job.configuration.reduce_each and job.configuration.microbatches > 1:
-        return (f"{tool} reduces gradients after each microbatch; the plan reduces them once a step.",)
-    return ()
+def reduces(job: Job, tool: str, *, each: bool) -> Rule:
+    """The note for a tool that reduces gradients after each microbatch, or once a step, where the plan does not."""
+    one, times = job.configuration, ("once a step", "after each microbatch")
+    differs = one.microbatches > 1 and one.reduce_each != each
+    return differs, f"{tool} reduces gradients {times[each]}; the plan reduces them {times[not each]}."

@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 
 from refshard.costs import bus_bandwidth
-from refshard.quantities import format_bytes, format_seconds
-from refshard.report.blocks import Answer, Notes, Table, Text, table
+from refshard.quantities import format_seconds
+from refshard.report.blocks import Answer, Notes, Quantity, Row, Table, Text, table
 from refshard.specs.cluster import ClusterSpec
-from refshard.specs.hardware import ProductDtype, Rate
+from refshard.specs.hardware import Rate
 
 
 def profile_answer(cluster: ClusterSpec, more: str, status: int = 0) -> Answer:
@@ -32,25 +32,17 @@ def _rates(cluster: ClusterSpec) -> Table:
         ("matrix products", hardware.matmul, hardware.matmul_burst),
         ("attention, the longest", hardware.attention, hardware.attention_burst),
     )
-    rows = [
-        {
-            "TFLOPS": f"{dtype} {kind}",
-            "sustained": _tflops(sustained.get(dtype)),
-            "in bursts": _tflops(burst.get(dtype)),
-            "sustained / bursts": _part(dtype, sustained, burst),
-        }
-        for kind, sustained, burst in kinds
-        for dtype in sustained
-    ]
+    rows: list[Row] = []
+    for kind, sustained, bursts in kinds:
+        for dtype, rate in sustained.items():
+            burst = bursts.get(dtype)
+            rows.append({
+                "TFLOPS": f"{dtype} {kind}",
+                "sustained": f"{rate.flops_per_s / 1e12:.4g}",
+                "in bursts": None if burst is None else f"{burst.flops_per_s / 1e12:.4g}",
+                "sustained / bursts": None if burst is None else f"{rate.flops_per_s / burst.flops_per_s:.0%}",
+            })  # fmt: skip
     return table(rows)
-
-
-def _tflops(rate: Rate | None) -> str:
-    return "-" if rate is None else f"{rate.flops_per_s / 1e12:.4g}"
-
-
-def _part(dtype: ProductDtype, sustained: Mapping[ProductDtype, Rate], burst: Mapping[ProductDtype, Rate]) -> str:
-    return f"{sustained[dtype].flops_per_s / burst[dtype].flops_per_s:.0%}" if dtype in burst else "-"
 
 
 def _others(cluster: ClusterSpec) -> Table:
@@ -88,10 +80,10 @@ def _collective_rows(cluster: ClusterSpec) -> list[dict[str, Any]]:
 
 
 def _collectives(cluster: ClusterSpec) -> Table:
-    rows = [
+    rows: list[Row] = [
         {
-            "collective": row["collective"], "ranks": str(row["ranks"]), "nodes": str(row["nodes"]),
-            "size": format_bytes(row["bytes"]), "time": format_seconds(row["seconds"]),
+            "collective": row["collective"], "ranks": row["ranks"], "nodes": row["nodes"],
+            "size": Quantity(row["bytes"], "B"), "time": Quantity(row["seconds"], "s"),
             "algbw (GB/s)": f"{row['algbw_bytes_per_s'] / 1e9:.3f}",
             "busbw (GB/s)": f"{row['busbw_bytes_per_s'] / 1e9:.3f}",
         }

@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from refshard.cli import app, main
-from refshard.commands.plan import plan
-from refshard.commands.plan_asked import PLANNED, SEARCHED, Asked, tokens_of
+from refshard.commands.plan import PLANNED, SEARCHED, Options, plan, tokens_of
 from refshard.emit.table import POLICIES, RUNS, TOOLS
 from refshard.errors import SpecError
-from refshard.estimate.ways import WAYS
+from refshard.plan.cost_models import COST_MODELS
 from refshard.specs.suite import parse_suite
 from refshard.strategies import check_case
 from tests.emit.megatron_flags import FLAGS
@@ -31,17 +30,17 @@ from tests.report.printed import as_csv, as_json, notes, rows, tables, text, ver
 SHORT = ["plan", "--model", "llama3-8b", "--cluster", "dgx-h100x2", "--seq-len", "4096"]
 
 
-def asked(**changes: Any) -> Asked:
+def options(**changes: Any) -> Options:
     """8B on 16 GPUs, with two strategies."""
     fields = {
         "model": "llama3-8b", "cluster": "dgx-h100x2", "seq_len": 4096, "strategies": "refshard-yafsdp,ddp",
         "dry_runs": 0,
     }  # fmt: skip
-    return Asked(**{**fields, **changes})
+    return Options(**{**fields, **changes})
 
 
 def sizes(**changes: Any) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = as_json(plan(asked(**changes)))["sizes"]
+    found: list[dict[str, Any]] = as_json(plan(options(**changes)))["sizes"]
     return found
 
 
@@ -84,7 +83,7 @@ def test_405b_on_16384_gpus_in_n_dimensions_takes_seconds_and_no_torch() -> None
 
 
 def test_the_answer_comes_first_then_ties_or_what_is_next_and_status_0() -> None:
-    found = plan(asked(strategies="refshard-yafsdp,fsdp2,fsdp1"))
+    found = plan(options(strategies="refshard-yafsdp,fsdp2,fsdp1"))
     assert found.status == 0
     first, second, *_ = verdict(found)
     assert first.startswith("Use ")
@@ -104,7 +103,7 @@ def test_without_strategies_torchs_and_the_engines_are_planned_and_a_search_take
 
     assert planned() == {*PLANNED}
     assert planned(search=True, tensor="1", pipeline="1", context="1", microbatch="1") == {*SEARCHED}
-    assert {*PLANNED, *SEARCHED} <= WAYS.keys()
+    assert {*PLANNED, *SEARCHED} <= COST_MODELS.keys()
 
 
 def test_each_strategy_comes_once() -> None:
@@ -147,7 +146,7 @@ def test_precisions_and_compilation_are_lists_and_a_search_takes_neither_unless_
 
 
 def test_the_best_of_each_precision_is_listed_and_the_answer_says_which_is_which() -> None:
-    found = plan(asked(strategies="fsdp2,refshard-yafsdp", dtype="bf16,fp8", compiled="no,yes", top=1))
+    found = plan(options(strategies="fsdp2,refshard-yafsdp", dtype="bf16,fp8", compiled="no,yes", top=1))
     listed_rows = [(row["precision"], row["compiled"]) for row in as_csv(found)]
     slower = [("fp8", "true")]
     assert listed_rows == [("fp8", "true"), *slower, ("fp8", "false"), ("bf16", "true"), ("bf16", "false")]
@@ -164,16 +163,16 @@ def test_the_best_of_each_precision_is_listed_and_the_answer_says_which_is_which
 
 def test_one_precision_is_not_told() -> None:
     for changes in ({}, {"dtype": "fp8"}, {"compiled": "yes"}):
-        found = plan(asked(**changes))
+        found = plan(options(**changes))
         assert not {"precision", "compiled"} & {*rows(tables(found, detail=False)[0])[0]}
         assert verdict(found)[0].startswith("Use refshard-yafsdp with FSDP 16")
 
 
 def test_a_tool_without_fp8_gets_the_best_row_in_bf16(tmp_path: Path) -> None:
-    found = plan(asked(strategies="fsdp2", dtype="bf16,fp8"), tool="deepspeed", out=tmp_path)
+    found = plan(options(strategies="fsdp2", dtype="bf16,fp8"), tool="deepspeed", out=tmp_path)
     assert json.loads((tmp_path / "ds_config.json").read_text())["bf16"] == {"enabled": True}
     assert "(fsdp2 in bf16 with FSDP 16)" in " ".join(text(found).split())
-    plan(asked(strategies="fsdp2", dtype="bf16,fp8", compiled="no,yes"), tool="torchtitan", out=tmp_path)
+    plan(options(strategies="fsdp2", dtype="bf16,fp8", compiled="no,yes"), tool="torchtitan", out=tmp_path)
     module = (tmp_path / "refshard_torchtitan.py").read_text()
     assert "Float8LinearConverter.Config(" in module
     assert "CompileConfig(enable=True" in module
@@ -209,19 +208,6 @@ def test_numbers_of_nodes_are_a_list_or_a_range_that_doubles(nodes: str | None, 
             assert one.get("shard", 1) * one.get("replicate", 1) == size["world_size"]
 
 
-def test_several_sizes_are_compared_and_the_cheapest_is_told() -> None:
-    found = plan(asked(nodes="1..8", strategies="refshard-yafsdp", tokens_per_step="4M"))
-    told = verdict(found)
-    assert told[0].startswith("Use refshard-yafsdp on 64 ranks with FSDP 64")
-    best = [size["rows"][0] for size in as_json(found)["sizes"]]
-    least = min(best, key=lambda row: row["gpu_hours"])
-    ranks = least["configuration"]["shard"]
-    assert ranks < 64
-    assert any(sentence.startswith(f"Cheapest: {ranks} ranks, {least['cost_usd']:,.0f} USD") for sentence in told)
-    (scaled,) = [table for table in tables(found) if table.title == "By number of ranks"]
-    assert [row["ranks"] for row in rows(scaled)] == ["8", "16", "32", "64"]
-
-
 def test_the_price_and_failures_reach_the_costs() -> None:
     def best(**changes: Any) -> dict[str, Any]:
         found: dict[str, Any] = sizes(strategies="refshard-yafsdp", **changes)[0]["rows"][0]
@@ -239,7 +225,7 @@ def test_tokens_are_a_number_with_a_factor_of_two_to_the_tenth(count: int, facto
 
 
 def test_tokens_of_a_step_set_the_batch_of_every_size() -> None:
-    found = plan(asked(nodes="1,2", tokens_per_step="512k", microbatch="all", strategies="fsdp2"))
+    found = plan(options(nodes="1,2", tokens_per_step="512k", microbatch="all", strategies="fsdp2"))
     assert as_json(found)["global_batch"] == 128
     for line in as_csv(found):
         assert int(line["global_batch"]) == 128
@@ -251,7 +237,7 @@ def test_axes_that_are_not_given_take_what_costs_little_to_look_at() -> None:
     """Replicas in any case; tensor parallelism and microbatches where the batch is given; all others if searched."""
 
     def sizes(**fields: Any) -> dict[str, set[int]]:
-        rows = as_csv(plan(asked(strategies="fsdp2", cluster="h100-eth100", nodes="4", top=500, **fields)))
+        rows = as_csv(plan(options(strategies="fsdp2", cluster="h100-eth100", nodes="4", top=500, **fields)))
         axes = ("replicate", "tensor", "microbatch", "pipeline", "context")
         return {axis: {int(row[axis]) for row in rows} for axis in axes}
 
@@ -266,7 +252,7 @@ def test_axes_that_are_not_given_take_what_costs_little_to_look_at() -> None:
 
 @pytest.mark.parametrize(("model", "tokens"), [("llama3-8b", 4 * 2**20), ("llama3.1-405b", 16 * 2**20)])
 def test_a_search_takes_the_batch_that_such_models_are_trained_with(model: str, tokens: int) -> None:
-    found = as_json(plan(asked(model=model, search=True, strategies="megatron", microbatch="1", nodes="32")))
+    found = as_json(plan(options(model=model, search=True, strategies="megatron", microbatch="1", nodes="32")))
     assert found["tokens_per_step"] == tokens
 
 
@@ -275,20 +261,18 @@ def test_a_model_may_be_a_file_of_ones_own(tmp_path: Path) -> None:
     mine.write_text((Path(__file__).parents[2] / "profiles/models/llama3-8b.toml").read_text())
     assert sizes(model=str(mine)) == sizes()
     with pytest.raises(SpecError, match=r"none\.toml: cannot be read"):
-        plan(asked(model=str(tmp_path / "none.toml")))
+        plan(options(model=str(tmp_path / "none.toml")))
 
 
 def test_a_page_can_be_written_and_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    found = plan(asked(), page=tmp_path / "plan.html")
+    found = plan(options(), page=tmp_path / "plan.html")
     seen = Page((tmp_path / "plan.html").read_text())
     assert "llama3-8b on dgx-h100x2" in seen.text
     assert verdict(found)[0].split(":")[0] in " ".join(seen.text.split())
-    with pytest.raises(
-        SpecError, match=r"cannot be written \(No such file or directory\); name a file in a folder that"
-    ):
-        plan(asked(), page=tmp_path / "none" / "plan.html")
+    with pytest.raises(SpecError, match=r"cannot be written \(No such file or directory\); name a writable file"):
+        plan(options(), page=tmp_path / "none" / "plan.html")
     with pytest.raises(SpecError, match=r"html: .* is a folder; name the file to write"):
-        plan(asked(), page=tmp_path)
+        plan(options(), page=tmp_path)
 
 
 def test_the_status_says_whether_anything_fits(capsys: pytest.CaptureFixture[str]) -> None:
@@ -321,7 +305,7 @@ def test_options_of_the_command_line_are_those_that_are_asked_with() -> None:
 
 
 def test_all_fields_of_json_and_csv_are_there_whatever_fits() -> None:
-    some, none = plan(asked()), plan(asked(model="llama3.1-405b"))
+    some, none = plan(options()), plan(options(model="llama3.1-405b"))
     assert as_json(some).keys() == as_json(none).keys()
     assert not as_csv(none)
     assert {"world_size", "strategy", "step_s", "peak_bytes", "compute_s", "cost_usd"} <= as_csv(some)[0].keys()
@@ -329,7 +313,7 @@ def test_all_fields_of_json_and_csv_are_there_whatever_fits() -> None:
 
 def test_more_or_fewer_rows_are_listed() -> None:
     assert len(sizes(strategies=None, top=2)[0]["rows"]) == 2
-    whole, cut = (plan(asked(strategies=None, top=top)) for top in (100, 2))
+    whole, cut = (plan(options(strategies=None, top=top)) for top in (100, 2))
     assert verdict(whole)[0] == verdict(cut)[0]
 
 
@@ -351,7 +335,7 @@ def read(tool: str, files: dict[str, Path]) -> Any:
 @pytest.mark.parametrize("tool", sorted(TOOLS))
 def test_the_first_configuration_that_a_tool_runs_is_written_for_it(tool: str, tmp_path: Path) -> None:
     found = plan(
-        asked(strategies=None, checkpoint="none,full", seq_len=2048), tool=tool, out=tmp_path / "new" / "folder"
+        options(strategies=None, checkpoint="none,full", seq_len=2048), tool=tool, out=tmp_path / "new" / "folder"
     )
     assert found.status == 0
     files = {path.name: path for path in (tmp_path / "new" / "folder").iterdir()}
@@ -372,14 +356,14 @@ def test_a_plan_for_a_tool_goes_on_to_the_first_row_that_it_can_run(tmp_path: Pa
     best, next_ = (row["configuration"] for row in sizes(**changes)[0]["rows"])
     assert (best["tensor"], best.get("checkpointing", "none")) == (2, "none")
     assert (next_.get("tensor", 1), next_["checkpointing"]) == (1, "full")
-    found = plan(asked(**changes), tool="deepspeed", out=tmp_path)
+    found = plan(options(**changes), tool="deepspeed", out=tmp_path)
     (path,) = tmp_path.iterdir()
     assert json.loads(path.read_text())["train_batch_size"] == 16
     assert "(fsdp2 with FSDP 16)" in " ".join(text(found).split())
 
 
 def test_a_search_for_megatron_gives_it_the_batch_that_was_asked_for(tmp_path: Path) -> None:
-    found = plan(asked(search=True, strategies="megatron", tokens_per_step="1M"), tool="megatron", out=tmp_path)
+    found = plan(options(search=True, strategies="megatron", tokens_per_step="1M"), tool="megatron", out=tmp_path)
     (script,) = tmp_path.iterdir()
     given = megatron_words(script.read_text())
     sizes_of = {flag: int(given[given.index(flag) + 1]) for flag in ("--global-batch-size", "--seq-length")}
@@ -398,7 +382,7 @@ def test_a_search_for_megatron_gives_it_the_batch_that_was_asked_for(tmp_path: P
     ],
 )
 def test_a_suite_for_refshard_has_every_axis_and_can_be_dry_run(axes: dict[str, Any], tmp_path: Path) -> None:
-    found = plan(asked(strategies="fsdp2", accumulate=8, **axes), tool="refshard", out=tmp_path)
+    found = plan(options(strategies="fsdp2", accumulate=8, **axes), tool="refshard", out=tmp_path)
     one = as_json(found)["sizes"][-1]["rows"][0]["configuration"]
     (case,) = parse_suite((tmp_path / "refshard.toml").read_text(), "emitted").cases()
     for field, of_case in (("tensor", case.tensor_parallel), ("context", case.context_parallel),
@@ -412,7 +396,7 @@ def test_a_suite_for_refshard_has_every_axis_and_can_be_dry_run(axes: dict[str, 
 
 def test_megatron_gets_a_pipeline_in_a_schedule_that_it_has(tmp_path: Path) -> None:
     """Megatron-LM has no zero bubble."""
-    found = plan(asked(strategies="megatron", pipeline="4", accumulate=8), tool="megatron", out=tmp_path)
+    found = plan(options(strategies="megatron", pipeline="4", accumulate=8), tool="megatron", out=tmp_path)
     best = as_json(found)["sizes"][-1]["rows"][0]["configuration"]
     words = megatron_words((tmp_path / "pretrain.sh").read_text())
     assert words[words.index("--pipeline-model-parallel-size") + 1] == "4" == str(best["pipeline"])
@@ -430,24 +414,24 @@ def test_a_factory_is_planned_by_its_dimensions_and_refused_if_it_has_none(
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    found = plan(asked(model="planned_models:build", strategies="fsdp2"), tool="refshard", out=tmp_path / "out")
+    found = plan(options(model="planned_models:build", strategies="fsdp2"), tool="refshard", out=tmp_path / "out")
     assert as_json(found)["sizes"] == sizes(strategies="fsdp2")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"refshard.toml", "model.toml"}
     with pytest.raises(SpecError, match=r"for the factory 'planned_models:other', its blocks must be .*; give the dim"):
-        plan(asked(model="planned_models:other"))
+        plan(options(model="planned_models:other"))
 
 
 @pytest.mark.parametrize(("tool", "policies"), sorted(POLICIES.items()))
 def test_a_tool_that_cannot_checkpoint_some_layers_gets_a_plan_without_them(
     tool: str, policies: tuple[str, ...], tmp_path: Path
 ) -> None:
-    found = plan(asked(model="llama3-70b", cluster="dgx-h100x4", strategies="fsdp2"), tool=tool, out=tmp_path)
+    found = plan(options(model="llama3-70b", cluster="dgx-h100x4", strategies="fsdp2"), tool=tool, out=tmp_path)
     chosen = {row["configuration"].get("checkpointing", "none") for row in as_json(found)["sizes"][0]["rows"]}
     assert chosen <= {*policies}
     assert "full" in chosen
     with pytest.raises(SpecError, match=r"got '\d+'; plan with --checkpoint none,"):
         plan(
-            asked(model="llama3-70b", cluster="dgx-h100x4", strategies="fsdp2", checkpoint="auto"),
+            options(model="llama3-70b", cluster="dgx-h100x4", strategies="fsdp2", checkpoint="auto"),
             tool=tool, out=tmp_path,
         )  # fmt: skip
 
@@ -462,13 +446,13 @@ def test_what_is_emitted_goes_to_runs_unless_a_folder_is_named(tmp_path: Path, m
 
 def test_a_tool_that_runs_nothing_of_the_plan_says_why(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"megatron: strategy must be one that it runs .*, got 'fsdp2'; name one"):
-        plan(asked(strategies="fsdp2"), tool="megatron", out=tmp_path / "a")
+        plan(options(strategies="fsdp2"), tool="megatron", out=tmp_path / "a")
     with pytest.raises(SpecError, match="emit: no configuration fits, so there is nothing to write for torchtitan"):
-        plan(asked(model="llama3.1-405b", strategies="fsdp2"), tool="torchtitan", out=tmp_path / "a")
+        plan(options(model="llama3.1-405b", strategies="fsdp2"), tool="torchtitan", out=tmp_path / "a")
     assert not (tmp_path / "a").exists()
     (tmp_path / "file").write_text("")
     with pytest.raises(SpecError, match=r"out: .*file cannot be written \(.*\); name a writable folder"):
-        plan(asked(strategies="fsdp2"), tool="refshard", out=tmp_path / "file")
+        plan(options(strategies="fsdp2"), tool="refshard", out=tmp_path / "file")
 
 
 @pytest.mark.parametrize(
@@ -514,22 +498,22 @@ def test_a_tool_that_runs_nothing_of_the_plan_says_why(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_mistakes_are_refused_in_one_line(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError, match=message) as refused:
-        plan(asked(**changes))
+        plan(options(**changes))
     assert "\n" not in str(refused.value)
 
 
 def test_a_tool_that_does_not_exist_is_refused_before_the_search() -> None:
     with pytest.raises(SpecError, match="emit: no tool 'megatrom'; did you mean 'megatron'"):
-        plan(asked(), tool="megatrom")
+        plan(options(), tool="megatrom")
 
 
 def test_notes_say_what_offload_leaves_out() -> None:
-    assert any("With --offload the host runs AdamW" in sentence for sentence in notes(plan(asked(offload=True))))
-    assert not any("With --offload" in sentence for sentence in notes(plan(asked())))
+    assert any("With --offload the host runs AdamW" in sentence for sentence in notes(plan(options(offload=True))))
+    assert not any("With --offload" in sentence for sentence in notes(plan(options())))
 
 
 def test_notes_name_the_error_and_what_was_considered() -> None:
-    told = notes(plan(asked()))
+    told = notes(plan(options()))
     assert any(sentence.endswith("configurations considered for 16 ranks; 4 fit.") for sentence in told)
     assert any("median error" in sentence and "were held out of the fit" in sentence for sentence in told)
     assert any(sentence.startswith("Closed form only: nothing was run.") for sentence in told)

@@ -13,12 +13,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from refshard.estimate.candidates import Candidates
-from refshard.estimate.estimate import estimate
-from refshard.estimate.issued import issued_by_rank
-from refshard.estimate.ways import WAYS
 from refshard.harness.dry.many import dry_run_many
 from refshard.harness.dry.result import DryResult
+from refshard.plan.collectives import issued_by_rank
+from refshard.plan.cost_models import COST_MODELS
+from refshard.plan.estimate import estimate
+from refshard.plan.space import Candidates
 from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import load_cluster
 from refshard.specs.configuration import Configuration, Schedule
@@ -151,7 +151,7 @@ def spec_of(cell: Cell, folder: Path) -> CaseSpec:
 
 def configuration_of(cell: Cell) -> Configuration:
     """The cell as a configuration of the closed forms."""
-    replicate = cell.replicas if WAYS[cell.strategy].shards_optimizer else cell.data_ranks
+    replicate = cell.replicas if COST_MODELS[cell.strategy].shards_optimizer else cell.data_ranks
     return Configuration(
         strategy=cell.strategy, shard=cell.data_ranks // replicate, replicate=replicate, tensor=cell.tensor,
         context=cell.context, pipeline=cell.pipeline, interleave=cell.interleave, schedule=_schedule(cell),

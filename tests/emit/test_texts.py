@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from refshard.commands.plan_asked import PLANNED
+from refshard.commands.plan import PLANNED
 from refshard.emit.job import Emitted, Job
 from refshard.emit.suite import COMPILED, MODEL, PLANNED_ONLY, SPLIT, SPLIT_BY_SEQUENCE, STAGED
 from refshard.emit.table import TOOLS, emit

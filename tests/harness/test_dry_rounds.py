@@ -17,7 +17,7 @@ from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import load_cluster
 from refshard.specs.configuration import Configuration
 from refshard.specs.model import load_model
-from tests.estimate.made import configuration
+from tests.plan.made import configuration
 
 USABLE_BYTES = 70 * GIB
 SETTING = Setting(

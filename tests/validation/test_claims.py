@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from refshard.errors import SpecError
-from refshard.estimate.candidates import Candidates
-from refshard.estimate.estimate import estimate
+from refshard.plan.estimate import estimate
+from refshard.plan.space import Candidates
 from refshard.quantities import GIB
 from refshard.specs.cluster import load_cluster
 from refshard.specs.configuration import Configuration

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from refshard import resources
-from refshard.estimate.spread import kind_of
+from refshard.plan.plan import kind_of
 from refshard.specs.cluster import load_cluster
 from validation import fit
 from validation.closed_form import Published, load_runs, predicted, published_of

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import msgspec
 
 from refshard.errors import SpecError, UnsupportedError
-from refshard.estimate.candidates import Candidates
-from refshard.estimate.estimate import checkpointed_layers, estimate
 from refshard.harness.dry.result import DryResult
+from refshard.plan.estimate import checkpointed_layers, estimate
+from refshard.plan.space import Candidates
 from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.configuration import Configuration

@@ -11,8 +11,8 @@ import msgspec
 from refshard.plain import plain
 from refshard.quantities import format_percent
 from refshard.report import blocks as printed
-from refshard.report.blocks import Answer, Notes, Style, Text, table
-from refshard.stats.exact import Change
+from refshard.report.blocks import Answer, Cell, Notes, Quantity, Row, Style, Text, cell_text, table
+from refshard.stats.exact import Change, Value
 from refshard.stats.gate import TimeVerdict, Verdict
 from refshard.stats.rehearsal import CaseNoise, Noise
 
@@ -84,19 +84,20 @@ class GateReport:
 
 def gate_answer(report: GateReport) -> Answer:
     """Tables of the cases and of what changed, and the verdict in a sentence."""
-    cases = _without_empty([_row(case, report.noise) for case in report.cases])
-    changed = [
+    cases = [_row(case, report.noise) for case in report.cases]
+    # Columns that say nothing about any case are left out: times, if none were compared.
+    shown = [key for key in (cases[0] if cases else ()) if any(cell_text(row[key]) != "-" for row in cases)]
+    cases = [{key: row[key] for key in shown} for row in cases]
+    changed: list[Row] = [
         {
-            "case": plain(c.case), "metric": c.metric or "the case", f"before: {report.baseline}": _value(c.before),
+            "case": c.case, "metric": c.metric or "the case", f"before: {report.baseline}": _value(c.before),
             f"after: {report.candidate}": _value(c.after), "verdict": c.verdict,
         }
         for case in report.cases
         for c in case.changes
     ]  # fmt: skip
-    notes = [
-        f"{plain(case.name)}: {plain(told)}" for case in report.cases for told in (case.trouble, case.remark) if told
-    ]
-    notes += [noise_words(report.noise)] if report.noise is not None else []
+    notes = [f"{case.name}: {note}" for case in report.cases for note in (case.trouble, case.remark) if note]
+    notes += [noise_text(report.noise)] if report.noise is not None else []
     style: Style = "good" if report.status == PASS else "doubtful" if report.status == INCONCLUSIVE else "bad"
     return Answer(
         data=as_object(report),
@@ -105,17 +106,11 @@ def gate_answer(report: GateReport) -> Answer:
         blocks=[
             table(cases, left=2),
             table(changed, left=5),
-            Notes(sentences=[*notes, *map(plain, report.notes)]),
-            printed.Verdict(sentences=[f"{_words(report.status).upper()}: {_sentence(report)}"], style=style),
+            Notes(sentences=[*notes, *report.notes]),
+            printed.Verdict(sentences=[f"{_STATUS[report.status].upper()}: {_sentence(report)}"], style=style),
         ],
         status=report.status,
     )
-
-
-def _without_empty(rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Without the columns that say nothing of any case: times, where none were compared."""
-    shown = [key for key in (rows[0] if rows else ()) if any(row[key] != "-" for row in rows)]
-    return [{key: row[key] for key in shown} for row in rows]
 
 
 _COLUMNS = ("case", "verdict", "exact_changes", "trouble", "time_ratio", "time_ratio_low", "time_ratio_high", "rounds")
@@ -130,8 +125,8 @@ def _flat(case: GateCase) -> dict[str, Any]:
     return dict(zip(_COLUMNS, values))
 
 
-def noise_words(noise: Noise) -> str:
-    """What a machine's own noise does to gates, in a sentence."""
+def noise_text(noise: Noise) -> str:
+    """How a machine's own noise affects gates, in a sentence."""
     judged = noise.gates * len(noise.cases)
     alarms = sum(case.false_alarms for case in noise.cases.values())
     return (
@@ -142,15 +137,15 @@ def noise_words(noise: Noise) -> str:
 
 def noise_answer(noise: Noise, path: Path) -> Answer:
     """A row a case: how gates would judge it."""
-    rows = [
+    rows: list[Row] = [
         {
-            "case": plain(name),
+            "case": name,
             "B / A (95 % interval)": f"{case.ratio:.3f} ({case.low:.3f} to {case.high:.3f})",
-            "spread of a round": format_percent(case.spread),
-            "smallest visible change": format_percent(case.smallest_visible),
-            "inconclusive": format_percent(case.inconclusive / noise.gates),
-            **_of_noise(case, noise),
-            "rounds": str(case.rounds),
+            "spread of a round": Quantity(case.spread, "share"),
+            "smallest visible change": Quantity(case.smallest_visible, "share"),
+            "inconclusive": Quantity(case.inconclusive / noise.gates, "share"),
+            **_noise_cells(case, noise),
+            "rounds": case.rounds,
         }
         for name, case in noise.cases.items()
     ]
@@ -158,58 +153,51 @@ def noise_answer(noise: Noise, path: Path) -> Answer:
     return Answer(
         data={"file": str(path), **data},
         rows=[{"case": name, **case} for name, case in data["cases"].items()],
-        blocks=[table(rows), Text(text=f"kept: {path}"), printed.Verdict(sentences=[noise_words(noise)])],
+        blocks=[table(rows), Text(text=f"kept: {path}"), printed.Verdict(sentences=[noise_text(noise)])],
     )
 
 
-def _of_noise(case: CaseNoise | None, noise: Noise) -> dict[str, str]:
-    """How gates judged one case; a case whose times are not compared was in none. All have had the same planted."""
+def _noise_cells(case: CaseNoise | None, noise: Noise) -> dict[str, Cell]:
+    """How gates judged one case; None if its times are not compared. The planted slowdown is the same for all."""
     planted = f"+{format_percent(next(iter(noise.cases.values())).planted)} found here"
-    if case is None:
-        return {"false alarms here": "-", planted: "-"}
-    return {
-        "false alarms here": format_percent(case.false_alarms / noise.gates),
-        planted: format_percent(case.found / case.tried),
-    }
+    alarms = None if case is None else Quantity(case.false_alarms / noise.gates, "share")
+    return {"false alarms here": alarms, planted: None if case is None else Quantity(case.found / case.tried, "share")}
 
 
-def _row(case: GateCase, noise: Noise | None) -> dict[str, str]:
+def _row(case: GateCase, noise: Noise | None) -> dict[str, Cell]:
     time = case.time
-    of_noise = {} if noise is None else _of_noise(noise.cases.get(case.name), noise)
+    ratio = f"{time.effect.ratio:.3f} ({time.effect.low:.3f} to {time.effect.high:.3f})" if time else None
     return {
-        "case": plain(case.name),
+        "case": case.name,
         "verdict": case.verdict,
-        "exact changes": str(len(case.changes)),
-        "time, candidate / baseline": "-"
-        if time is None
-        else f"{time.effect.ratio:.3f} ({time.effect.low:.3f} to {time.effect.high:.3f})",
-        "rounds": "-" if time is None else str(time.effect.rounds),
-        "smallest visible": "-" if time is None else format_percent(time.smallest_visible),
-        **of_noise,
+        "exact changes": len(case.changes),
+        "time, candidate / baseline": ratio,
+        "rounds": time.effect.rounds if time else None,
+        "smallest visible": Quantity(time.smallest_visible, "share") if time else None,
+        **({} if noise is None else _noise_cells(noise.cases.get(case.name), noise)),
     }
 
 
-def _value(value: object) -> str:
-    return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+def _value(value: Value | None) -> str | int | None:
+    return value if value is None or isinstance(value, int) else str(value)
 
 
-def _words(status: int) -> str:
-    return ("pass", "regression", "harness error", "inconclusive", "not comparable")[status]
+_STATUS = ("pass", "regression", "harness error", "inconclusive", "not comparable")
 
 
 def _sentence(report: GateReport) -> str:
     if report.error or report.mismatch or not report.cases:
         return plain(report.error or report.mismatch or "there was no case to compare")
     counts = {verdict: sum(case.verdict == verdict for case in report.cases) for verdict in _WORST}
-    told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
-    return f"{told} of {len(report.cases)} case{'' if len(report.cases) == 1 else 's'}"
+    listed = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+    return f"{listed} of {len(report.cases)} case{'' if len(report.cases) == 1 else 's'}"
 
 
 def as_object(report: GateReport) -> dict[str, Any]:
     """Everything, for machines."""
     return {
         "status": report.status,
-        "verdict": _words(report.status),
+        "verdict": _STATUS[report.status],
         "baseline": report.baseline,
         "candidate": report.candidate,
         "error": report.error,
@@ -226,23 +214,20 @@ def as_object(report: GateReport) -> dict[str, Any]:
                     {"metric": c.metric, "before": c.before, "after": c.after, "verdict": c.verdict}
                     for c in case.changes
                 ],
-                "time": None
-                if case.time is None
-                else {
-                    "verdict": case.time.verdict,
-                    "ratio": case.time.effect.ratio,
-                    "low": case.time.effect.low,
-                    "high": case.time.effect.high,
-                    "p_slower": case.time.effect.p_slower,
-                    "p_faster": case.time.effect.p_faster,
-                    "rounds": case.time.effect.rounds,
-                    "smallest_visible": case.time.smallest_visible,
-                    "suspect": case.time.suspect,
-                },
+                "time": None if case.time is None else _time(case.time),
             }
             for case in report.cases
         ],
     }
+
+
+def _time(time: TimeVerdict) -> dict[str, Any]:
+    effect = time.effect
+    return {
+        "verdict": time.verdict, "ratio": effect.ratio, "low": effect.low, "high": effect.high,
+        "p_slower": effect.p_slower, "p_faster": effect.p_faster, "rounds": effect.rounds,
+        "smallest_visible": time.smallest_visible, "suspect": time.suspect,
+    }  # fmt: skip
 
 
 def junit(report: GateReport) -> str:
@@ -255,11 +240,11 @@ def junit(report: GateReport) -> str:
     )  # fmt: skip
     for case in report.cases:
         node = ElementTree.SubElement(root, "testcase", classname="refshard.gate", name=plain(case.name))
-        told = _told(case)
+        reason = _reason(case)
         if case in failing:
-            ElementTree.SubElement(node, "failure", message=told)
+            ElementTree.SubElement(node, "failure", message=reason)
         elif case.verdict in ("inconclusive", "not comparable"):
-            ElementTree.SubElement(node, "skipped", message=told)
+            ElementTree.SubElement(node, "skipped", message=reason)
     if amiss:
         node = ElementTree.SubElement(root, "testcase", classname="refshard.gate", name="gate")
         ElementTree.SubElement(node, "error", message=_sentence(report))
@@ -273,24 +258,24 @@ def annotations(report: GateReport) -> Sequence[str]:
     for case in report.cases:
         if report.fails(case) or case.verdict in ("inconclusive", "not comparable"):
             level = "error" if report.fails(case) else "warning"
-            found.append(f"::{level} title=refshard gate::{_escaped(f'{plain(case.name)}: {_told(case)}')}")
+            found.append(f"::{level} title=refshard gate::{_escaped(f'{plain(case.name)}: {_reason(case)}')}")
     if report.status in (HARNESS_ERROR, NOT_COMPARABLE):
         found.append(f"::error title=refshard gate::{_escaped(_sentence(report))}")
     return found
 
 
-def _told(case: GateCase) -> str:
+def _reason(case: GateCase) -> str:
     """Why a case has its verdict, in a line."""
-    words = [
-        f"{change.metric or 'the case'}: {_value(change.before)} -> {_value(change.after)} ({change.verdict})"
-        for change in case.changes
+    found = [
+        f"{c.metric or 'the case'}: {cell_text(_value(c.before))} -> {cell_text(_value(c.after))} ({c.verdict})"
+        for c in case.changes
     ]
     if case.time is not None and case.time.verdict != "pass":
         effect = case.time.effect
-        words.append(
+        found.append(
             f"time {case.time.verdict}: {effect.ratio:.3f} times the baseline's ({effect.low:.3f} to {effect.high:.3f})"
         )
-    return plain("; ".join([*words, *([case.trouble] if case.trouble else [])]) or case.verdict)
+    return plain("; ".join([*found, *([case.trouble] if case.trouble else [])]) or case.verdict)
 
 
 def _escaped(text: str) -> str:

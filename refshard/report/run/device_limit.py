@@ -7,7 +7,7 @@ from refshard.analysis.cases import CaseResult
 from refshard.analysis.gpu_memory import gpu_memory_of
 from refshard.dryrun.overheads import overheads
 from refshard.errors import SpecError
-from refshard.estimate.limits import usable
+from refshard.plan.memory import usable
 from refshard.quantities import GIB, format_bytes
 from refshard.specs.cluster import load_cluster
 

@@ -6,20 +6,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from refshard.estimate.limits import usable
-from refshard.estimate.plan import TIME_PARTS, Failures, Plan, Reader, Row, Size
-from refshard.estimate.search import search
-from refshard.estimate.space import Space, configurations
-from refshard.estimate.spread import KindSpread, Spread
+from refshard.plan.memory import usable
+from refshard.plan.plan import TIME_PARTS, Failures, KindSpread, Plan, Reader, Row, Size, Spread
+from refshard.plan.search import search
+from refshard.plan.space import Space, configurations
 from refshard.quantities import GIB, format_bytes, format_seconds
 from refshard.report.blocks import Answer
-from refshard.report.plan import page as plan_page
-from refshard.report.plan import table as plan_table
-from refshard.report.plan import words
+from refshard.report.page import as_page
+from refshard.report.plan import charts
+from refshard.report.plan import text as plan_text
+from refshard.report.plan.answer import COLUMNS, plan_answer
 from refshard.specs.cluster import LinkSpec
 from refshard.specs.configuration import Configuration
 from refshard.specs.model import load_model
-from tests.estimate.made import cluster, hardware
+from tests.plan.made import cluster, hardware
 from tests.report.pages import Page, numbers
 from tests.report.printed import as_csv, as_json, notes, rows, tables, text, verdict
 
@@ -59,7 +59,7 @@ def plan(*sizes: Size) -> Plan:
 
 
 def answer(*sizes: Size) -> Answer:
-    return plan_table.plan_answer(plan(*sizes), SPREAD, "llama on made", model="llama", cluster="made")
+    return plan_answer(plan(*sizes), SPREAD, "llama on made", model="llama", cluster="made")
 
 
 def searched(memory: int = 80 * GIB) -> Plan:
@@ -77,7 +77,7 @@ def searched(memory: int = 80 * GIB) -> Plan:
 
 def test_the_verdict_begins_with_what_to_use_and_what_to_expect() -> None:
     best = row(1.0, microbatch=2, microbatches=4, reduce_each=False)
-    (first,) = words.verdict(plan(size(best)), SPREAD)
+    (first,) = plan_text.verdict(plan(size(best)), SPREAD)
     assert first == (
         "Use fsdp2 with FSDP 16, 4 microbatches of 2 sequences, reduced once, no checkpointing: "
         "1.00 s (900 ms to 1.20 s) per step, 40 % MFU, 35.0 GiB of 70.0 GiB usable."
@@ -86,13 +86,13 @@ def test_the_verdict_begins_with_what_to_use_and_what_to_expect() -> None:
 
 def test_ties_are_within_the_median_error_of_the_bests_kind_and_the_next_is_not() -> None:
     best, tied, slower = row(1.0), row(1.031, strategy="ddp", shard=1, replicate=16), row(1.032, tensor=2)
-    told = words.verdict(plan(size(best, tied, slower)), SPREAD)
+    told = plan_text.verdict(plan(size(best, tied, slower)), SPREAD)
     assert told[1:] == [
         "Tied within the model's error: ddp with DP 16.", "Next: fsdp2 with TP 2 x FSDP 8, 3 % slower.",
     ]  # fmt: skip
     piped = [row(one.step_s, pipeline=2, microbatches=2, tensor=n) for n, one in zip((1, 2, 4), (best, tied, slower))]
-    assert [sentence.partition(" ")[0] for sentence in words.verdict(plan(size(*piped)), SPREAD)] == ["Use", "Tied"]
-    assert words.verdict(plan(size(best, slower)), SPREAD)[1] == "Next: fsdp2 with TP 2 x FSDP 8, 3 % slower."
+    assert [sentence.partition(" ")[0] for sentence in plan_text.verdict(plan(size(*piped)), SPREAD)] == ["Use", "Tied"]
+    assert plan_text.verdict(plan(size(best, slower)), SPREAD)[1] == "Next: fsdp2 with TP 2 x FSDP 8, 3 % slower."
 
 
 def test_values_that_are_varied_are_in_every_table_and_sentence_and_others_in_none() -> None:
@@ -102,43 +102,43 @@ def test_values_that_are_varied_are_in_every_table_and_sentence_and_others_in_no
         plan(size(best, other, eager, unfit=(row(1.0, peak_gib=90),), front=(best, other))),
         varied=("precision", "compiled"),
     )
-    assert [sentence.partition(", 1 micro")[0] for sentence in words.verdict(made, SPREAD)] == [
+    assert [sentence.partition(", 1 micro")[0] for sentence in plan_text.verdict(made, SPREAD)] == [
         "Use fsdp2 in fp8, compiled, with TP 2 x FSDP 8",
         "Next: megatron in bf16 with ZeRO-1 16, 50 % slower.",
         "Best in bf16, eager: fsdp2 with FSDP 16, 100 % slower.",
     ]
-    found = plan_table.plan_answer(made, SPREAD, "t", model="m", cluster="c")
+    found = plan_answer(made, SPREAD, "t", model="m", cluster="c")
     for table in tables(found):
         assert {"precision", "compiled"} <= {*rows(table)[0]}, table.title
     (summary, *_) = tables(found, detail=False)
     assert [(line["precision"], line["compiled"]) for line in rows(summary)] == [
         ("fp8", "yes"), ("bf16", "own kernels"), ("bf16", "no"),
     ]  # fmt: skip
-    seen = Page("".join(plan_page.page(made, SPREAD, "t", "refshard plan")))
+    seen = html(made)
     assert "megatron in bf16 with ZeRO-1 16 (1.50 s" in " ".join(seen.text.split())
-    plain = plan_table.plan_answer(plan(size(best, other, eager)), SPREAD, "t", model="m", cluster="c")
+    plain = plan_answer(plan(size(best, other, eager)), SPREAD, "t", model="m", cluster="c")
     assert not any({"precision", "compiled"} & {*rows(table)[0]} for table in tables(plain))
     assert not re.search("fp8|compiled|Best", " ".join(verdict(plain)))
 
 
 def test_more_than_three_ties_are_counted() -> None:
     found = [row(1.0 + 0.001 * n, tensor=1 if n == 0 else 2, shard=2**n) for n in range(6)]
-    told = words.verdict(plan(size(*found)), SPREAD)[1]
+    told = plan_text.verdict(plan(size(*found)), SPREAD)[1]
     assert told.count("fsdp2 with") == 3
     assert told.endswith("; and 2 more below.")
 
 
 def test_of_several_sizes_the_largest_is_used_and_the_cheapest_named() -> None:
     small, large = row(2.0, ranks=8, gpu_hours=50.0), row(1.0, gpu_hours=80.0)
-    told = words.verdict(plan(size(small, ranks=8), size(large)), SPREAD)
+    told = plan_text.verdict(plan(size(small, ranks=8), size(large)), SPREAD)
     assert told[0].startswith("Use fsdp2 on 16 ranks with FSDP 16, ")
     assert told[-1] == "Cheapest: 8 ranks, 100 USD per 10^12 tokens (here 160)."
-    cheap = words.verdict(plan(size(msgspec.structs.replace(small, gpu_hours=90.0), ranks=8), size(large)), SPREAD)
+    cheap = plan_text.verdict(plan(size(msgspec.structs.replace(small, gpu_hours=90.0), ranks=8), size(large)), SPREAD)
     assert not [sentence for sentence in cheap if sentence.startswith("Cheapest")]
 
 
 def test_a_size_on_which_nothing_fits_does_not_hide_those_on_which_something_does() -> None:
-    told = words.verdict(plan(size(row(2.0, ranks=8), ranks=8), size(unfit=(row(1.0, peak_gib=90),))), SPREAD)
+    told = plan_text.verdict(plan(size(row(2.0, ranks=8), ranks=8), size(unfit=(row(1.0, peak_gib=90),))), SPREAD)
     assert told[0].startswith("Use fsdp2 on 8 ranks with FSDP 8")
 
 
@@ -183,21 +183,21 @@ def test_where_nothing_can_run_the_rule_and_the_remedy_are_said() -> None:
     ],
 )  # fmt: skip
 def test_meshes_are_written_as_the_field_does(fields: dict[str, Any], layout: str) -> None:
-    assert words.layout_words(Configuration(**{"strategy": "fsdp2", **fields})) == layout
+    assert plan_text.mesh_text(Configuration(**{"strategy": "fsdp2", **fields})) == layout
 
 
 def test_batches_and_checkpointing_in_words() -> None:
     one = Configuration(strategy="fsdp2", reduce_each=False)
-    assert words.batch_words(one) == "1 microbatch of 1 sequence"
+    assert plan_text.batch_text(one) == "1 microbatch of 1 sequence"
     many = msgspec.structs.replace(one, microbatches=3, microbatch=2, reduce_each=True)
-    assert words.batch_words(many) == "3 microbatches of 2 sequences"
+    assert plan_text.batch_text(many) == "3 microbatches of 2 sequences"
     plain = row(1.0)
     counts = [msgspec.structs.replace(plain, checkpointed=count) for count in (0, 4, 16)]
-    assert [words.checkpoint_words(found) for found in counts] == [
+    assert [plan_text.checkpointing_text(found) for found in counts] == [
         "no checkpointing", "4 of 16 layers checkpointed", "full checkpointing",
     ]  # fmt: skip
     selective = msgspec.structs.replace(row(1.0, checkpointing="selective"), checkpointed=16)
-    assert words.checkpoint_words(selective) == "selective checkpointing"
+    assert plan_text.checkpointing_text(selective) == "selective checkpointing"
 
 
 def test_error_bars_say_on_how_many_runs_they_rest() -> None:
@@ -232,13 +232,13 @@ def test_the_answer_comes_first_and_no_line_is_too_wide() -> None:
 
 def test_a_table_of_sizes_compares_each_gpus_speed_with_the_smallest_size() -> None:
     found = answer(size(row(1.0, ranks=8), ranks=8), size(row(1.25)), size(ranks=32))
-    (scaled,) = [one for one in tables(found) if one.title == "By number of ranks"]
+    (scaled,) = [one for one in tables(found) if one.columns[0].head == "ranks"]
     lines = rows(scaled)
     assert [line["ranks"] for line in lines] == ["8", "16"]
     assert [line["scaling efficiency"] for line in lines] == ["100.0 %", "80.0 %"]
     assert lines[1]["days for 10^12 tokens"] == f"{100 / 16 / 24:.1f}"
     assert [line["goodput"] for line in lines] == ["90.0 %", "90.0 %"]
-    assert len([one for one in tables(answer(size(row(1.0)))) if one.title == "By number of ranks"]) == 0
+    assert not [one for one in tables(answer(size(row(1.0)))) if one.columns[0].head == "ranks"]
 
 
 def test_what_does_not_fit_is_listed_apart_smallest_first() -> None:
@@ -251,10 +251,10 @@ def test_what_does_not_fit_is_listed_apart_smallest_first() -> None:
 
 def test_json_holds_everything_in_plain_units() -> None:
     made = searched()
-    told = as_json(plan_table.plan_answer(made, SPREAD, "t", model="m", cluster="c"))
+    told = as_json(plan_answer(made, SPREAD, "t", model="m", cluster="c"))
     assert (told["fidelity"], told["model"], told["cluster"]) == ("plan", "m", "c")
     assert told["tokens_per_step"] == told["global_batch"] * told["seq_len"] == 32 * 2048
-    assert told["verdict"] == words.verdict(made, SPREAD)
+    assert told["verdict"] == plan_text.verdict(made, SPREAD)
     assert told["failures"]["mtbf_hours"] == Failures().mtbf_hours
     (one,) = told["sizes"]
     assert (one["world_size"], one["considered"], one["fitting"]) == (
@@ -275,9 +275,7 @@ def test_json_holds_everything_in_plain_units() -> None:
 def test_csv_has_a_row_for_each_configuration_of_each_size_and_nothing_nested() -> None:
     made = searched()
     small = msgspec.structs.replace(made.sizes[0], world_size=8)
-    found = plan_table.plan_answer(
-        msgspec.structs.replace(made, sizes=(small, *made.sizes)), SPREAD, "t", model="m", cluster="c"
-    )
+    found = plan_answer(msgspec.structs.replace(made, sizes=(small, *made.sizes)), SPREAD, "t", model="m", cluster="c")
     lines = as_csv(found)
     assert len(lines) == 2 * len(made.sizes[0].rows)
     for line, one in zip(lines, small.rows):
@@ -287,12 +285,13 @@ def test_csv_has_a_row_for_each_configuration_of_each_size_and_nothing_nested() 
         assert sum(parts) == pytest.approx(one.step_s)
         assert sum(float(line[f"{part}_bytes"]) for part in one.memory) == pytest.approx(one.peak_bytes, abs=10)
         assert int(line["shard"]) == one.configuration.shard
-        assert line.keys() - {"schema_version"} == plan_table.flat(one).keys()
+        assert line.keys() - {"schema_version"} == {*COLUMNS}
         assert not any("{" in cell for cell in line.values())
 
 
 def html(made: Plan, title: str = "t", command: str = "refshard plan") -> Page:
-    return Page("".join(plan_page.page(made, SPREAD, title, command)))
+    found = plan_answer(made, SPREAD, title, model="m", cluster="c")
+    return Page("".join(as_page(found, product="plan", command=command)))
 
 
 def test_the_page_escapes_names_runs_its_own_script_and_asks_for_nothing() -> None:
@@ -307,13 +306,13 @@ def test_the_page_escapes_names_runs_its_own_script_and_asks_for_nothing() -> No
     assert "http" not in seen.text
     assert [box["id"] for box in seen.having("div") if box.get("class") == "chart"] == ["tradeoff", "time", "memory"]
     lead = " ".join(seen.text.split()).replace("\N{NO-BREAK SPACE}", " ")
-    assert words.verdict(made, SPREAD)[0].split(":")[0] in lead
+    assert plan_text.verdict(made, SPREAD)[0].split(":")[0] in lead
 
 
 def test_the_page_of_several_sizes_has_a_curve_and_one_of_none_says_why() -> None:
     several = plan(size(row(1.0, ranks=8), ranks=8), size(row(1.25)), size(unfit=(row(1.0, peak_gib=90),), ranks=32))
-    charts = [box["id"] for box in html(several).having("div") if box.get("class") == "chart"]
-    assert charts == ["tradeoff", "scaling", "time", "memory"]
+    drawn = [box["id"] for box in html(several).having("div") if box.get("class") == "chart"]
+    assert drawn == ["tradeoff", "scaling", "time", "memory"]
     nothing = html(plan(size(unfit=(row(1.0, peak_gib=90),))))
     assert "Nothing fits" in nothing.text
     assert not [box for box in nothing.having("div") if box.get("class") == "chart"]
@@ -321,7 +320,7 @@ def test_the_page_of_several_sizes_has_a_curve_and_one_of_none_says_why() -> Non
 
 
 def test_the_curve_is_of_each_sizes_best_with_its_error_bars() -> None:
-    found = plan_page.scaling_chart(plan(size(row(1.0, ranks=8), row(2.0, ranks=8), ranks=8), size(row(1.25)), size()))
+    found = charts.scaling_chart(plan(size(row(1.0, ranks=8), row(2.0, ranks=8), ranks=8), size(row(1.25)), size()))
     (line,) = found.figure["data"]
     assert numbers(line["x"]) == [8, 16]
     assert numbers(line["y"]) == [4096.0, 4096 / 1.25]
@@ -333,11 +332,11 @@ def test_the_curve_is_of_each_sizes_best_with_its_error_bars() -> None:
 def test_the_charts_hold_what_the_tables_do() -> None:
     made = searched()
     best = made.sizes[0].rows
-    bars = plan_page.time_chart(best).figure["data"]
+    bars = charts.time_chart(best).figure["data"]
     scale = 1e3 if best[0].step_s < 1 else 1
     for place, one in enumerate(best):
         assert sum(bar["x"][place] for bar in bars) == pytest.approx(scale * one.step_s, rel=1e-3)
-    chart = plan_page.memory_chart(best, made)
+    chart = charts.memory_chart(best, made)
     labels = [line["text"] for line in chart.figure["layout"]["meta"]["rows"]]
     assert labels == [
         f"{place} {one.configuration.strategy} {format_bytes(one.peak_bytes)}" for place, one in enumerate(best, 1)
@@ -345,12 +344,12 @@ def test_the_charts_hold_what_the_tables_do() -> None:
     for place, one in enumerate(best):
         assert sum(bar["x"][place] for bar in chart.figure["data"]) == pytest.approx(one.peak_bytes / GIB, rel=1e-3)
     assert chart.alternative.endswith(f"Dashed: usable memory, {format_bytes(made.usable_bytes)}.")
-    assert plan_page.time_chart(best).alternative.count(format_seconds(best[0].step_s))
+    assert charts.time_chart(best).alternative.count(format_seconds(best[0].step_s))
 
 
 def test_memory_that_dwarfs_the_limit_is_cut() -> None:
     """Else the limit, and what fits, could not be seen."""
-    layout = plan_page.memory_chart([row(1.0, peak_gib=400)], plan(size())).figure["layout"]
+    layout = charts.memory_chart([row(1.0, peak_gib=400)], plan(size())).figure["layout"]
     (limit,) = [shape["x0"] for shape in layout["shapes"]]
     assert limit == pytest.approx(70)
     assert layout["xaxis"]["range"] == [0, pytest.approx(1.6 * limit)]
@@ -359,9 +358,7 @@ def test_memory_that_dwarfs_the_limit_is_cut() -> None:
 def test_the_tradeoff_shows_the_front_and_the_best_once_each() -> None:
     best, small, next_ = row(1.0), row(1.3, tensor=2, peak_gib=31), row(1.1, tensor=4)
     made = plan(size(best, next_, front=(best, small)))
-    found = plan_page.tradeoff(made.sizes[0], made, SPREAD)
-    assert found is not None
+    found = charts.tradeoff(made.sizes[0], made, SPREAD)
     assert "Shaded: within 3.1 % of the fastest" in found.alternative
     listed = re.findall(r"\((\d\.\d\d s), (\d\d\.\d GiB)\)", found.alternative)
     assert listed == [("1.00 s", "35.0 GiB"), ("1.30 s", "31.0 GiB")]
-    assert plan_page.tradeoff(size(), plan(size()), SPREAD) is None

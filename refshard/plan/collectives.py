@@ -1,0 +1,265 @@
+"""Collectives of data parallelism: where the groups of ranks lie, what their collectives take, and what they add to a
+step; one entry a row. And all that one rank issues in a step.
+
+Ranks are numbered with tensor parallelism innermost, then context, shard and replicate, and the pipeline outermost, as
+Megatron and torchtitan do; so groups that communicate most lie within a node.
+
+A strategy that shards parameters gathers each unit before its forward and its backward, and reduces its gradients after
+that, while its neighbours compute; before the first and after the last unit nothing computes. Others reduce once a
+step, during the last microbatch's backward, and gather what the optimizer changed during the next forward.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from refshard.costs import GroupShape, collective_cost
+from refshard.plan.cost_models import MASTER_BYTES, find_cost_model
+from refshard.plan.kernels import Share, hidden_bytes, sizes_of
+from refshard.plan.layers import (
+    Issued,
+    around_attention,
+    around_embedding,
+    around_head,
+    around_products,
+    hidden,
+    norm_gradients,
+)
+from refshard.plan.space import Candidates, Floats, Integers, Mask, by_distinct
+from refshard.specs.cluster import ClusterSpec, CollectiveOp
+from refshard.specs.configuration import Configuration
+from refshard.specs.layers import layers_of_stages, stages_of_rank
+from refshard.specs.model import ModelSpec
+
+SKEW = 0.87
+"""The part of a collective's latency that compute waits for although both overlap: all ranks must reach a unit's
+collectives before any goes on, and the more ranks, the later the last one."""
+
+
+Axis = Literal["shards", "replicas", "all"]
+"""Data-parallel ranks: those that divide parameters, those that hold the same part, and both."""
+
+
+def group_of(cluster: ClusterSpec, size: int, stride: int) -> GroupShape:
+    """The shape of a group of ``size`` ranks, each ``stride`` after the other.
+
+    If the end of a node cuts it unevenly, it counts as lying on as many nodes as it takes with equal parts on each.
+    """
+    on_node = max(1, min(size, cluster.ranks_per_node // stride)) if stride < cluster.ranks_per_node else 1
+    while size % on_node:
+        on_node -= 1
+    return GroupShape(ranks=size, nodes=size // on_node)
+
+
+class Groups:
+    """Collectives of the data-parallel axes of many configurations; all arguments and results have one entry a row."""
+
+    def __init__(self, cluster: ClusterSpec, candidates: Candidates) -> None:
+        self._cluster = cluster
+        inner, shards, replicas = candidates["tensor"], candidates.shards, candidates["replicate"]
+        self._axes: dict[Axis, tuple[Integers, Integers]] = {
+            "shards": (shards, inner), "replicas": (replicas, inner * shards), "all": (replicas * shards, inner),
+        }  # fmt: skip
+
+    def seconds(self, over: Axis, op: CollectiveOp, nbytes: Floats) -> Floats:
+        """Seconds of a collective over the ranks that shard parameters, that hold the same shard, or all of them."""
+        found: Floats = self._costs(over, op, nbytes)[0]
+        return found
+
+    def latency(self, over: Axis, op: CollectiveOp, nbytes: Floats) -> Floats:
+        """The latency in :meth:`seconds`."""
+        found: Floats = self._costs(over, op, nbytes)[1]
+        return found
+
+    def _costs(self, over: Axis, op: CollectiveOp, nbytes: Floats) -> Floats:
+        def cost(count: int, ranks: int, step: int) -> tuple[float, float]:
+            found = collective_cost(self._cluster, op, count, group_of(self._cluster, ranks, step))
+            return found.seconds, found.latency_s
+
+        return by_distinct([np.rint(nbytes).astype(np.int64), *self._axes[over]], cost)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Exchange:
+    """What data parallelism adds, in seconds.
+
+    - ``layer_forward_s``, ``layer_backward_s``: to one layer's passes of one microbatch.
+    - ``layer_skew_s``: waiting in these two for ranks that are late.
+    - ``step_s``: to a step, outside its layers.
+    """
+
+    layer_forward_s: Floats
+    layer_backward_s: Floats
+    layer_skew_s: Floats
+    step_s: Floats
+
+
+class Exchanges:
+    """Data parallelism's share of the time of many configurations on one cluster."""
+
+    def __init__(self, cluster: ClusterSpec, candidates: Candidates, reduction: Floats) -> None:
+        self._cluster, self._candidates, self._reduction = cluster, candidates, reduction
+        self._groups = Groups(cluster, candidates)
+        self._element = np.where(candidates.where("precision", "fp32"), MASTER_BYTES, 2)
+        # A pipeline's stage keeps its parameters gathered.
+        self._by_unit = self._is("shards_parameters") & (candidates["pipeline"] == 1)
+        self._reshards = candidates.flag("reshard") & ~self._is("keeps")
+        self._several = candidates["microbatches"] > 1
+        self._reduces_each = candidates.flag("reduce_each") | ~self._several
+
+    def _is(self, field: str) -> Mask:
+        return self._candidates.cost(field) > 0
+
+    def of(
+        self, unit: Floats, ends: Floats, parameters: Floats, forward_s: Floats, backward_s: Floats, layers: Floats
+    ) -> Exchange:
+        """The seconds for layers of ``unit`` elements; ``ends`` are the embedding's and the head's, ``parameters`` all
+        of the rank's. ``forward_s`` and ``backward_s`` are a layer's.
+        """
+        each = self._unit_by_unit(unit, ends, forward_s, backward_s, layers)
+        once = self._once_a_step(unit, parameters, layers * forward_s, layers * backward_s)
+        forward, backward, step = (np.where(self._by_unit, a, b) for a, b in zip(each, once))
+        gathered = (1 + self._reshards) * self._groups.latency("shards", "all_gather", self._element * unit)
+        reduced = self._groups.latency("shards", "reduce_scatter", self._reduction * unit)
+        skew = SKEW * gathered + np.where(self._reduces_each, SKEW * reduced, 0)
+        return Exchange(
+            layer_forward_s=forward, layer_backward_s=backward, layer_skew_s=np.where(self._by_unit, skew, 0),
+            step_s=step,
+        )  # fmt: skip
+
+    def _unit_by_unit(
+        self, unit: Floats, ends: Floats, forward_s: Floats, backward_s: Floats, layers: Floats
+    ) -> tuple[Floats, Floats, Floats]:
+        gather, reduce, each, reshards = self._gather(unit), self._reduce(unit), self._reduces_each, self._reshards
+        out = np.where(self._is("copies_out"), self._move(2 * self._element * unit), 0)
+        into = np.where(self._is("copies_in"), self._move((self._element + self._reduction) * unit), 0)
+        divided = np.where(self._is("divides"), self._move((self._element + 3 * self._reduction) * unit), 0)
+        cast = self._move((MASTER_BYTES + self._element) * unit / self._candidates.shards)
+        forward = out + cast + hidden(self._cluster, forward_s, gather)
+        backward = np.where(reshards, out + cast, 0) + np.where(each, into + divided, 0)
+        overlapped = np.where(reshards, gather, 0) + np.where(each, reduce, 0)
+        backward = backward + hidden(self._cluster, backward_s, overlapped)
+        backward = backward + np.where(each, 0, self.adding(unit))
+        alone = self._gather(ends) + self._gather(unit) + self._reduce(ends)
+        late = np.where(each, 0, layers * (into + divided + hidden(self._cluster, backward_s, reduce)))
+        return forward, backward, alone * np.where(each, self._candidates["microbatches"], 1) + late
+
+    def _once_a_step(
+        self, unit: Floats, parameters: Floats, forward_s: Floats, backward_s: Floats
+    ) -> tuple[Floats, Floats, Floats]:
+        reduce, gather = self._reduce(parameters), self._gather(parameters)
+        first, last = np.minimum(self._gather(unit), gather), np.minimum(self._reduce(unit), reduce)
+        reduced = last + hidden(self._cluster, backward_s, reduce - last)
+        gathered = first + hidden(self._cluster, forward_s, gather - first)
+        # FSDP2 reduces a pipeline's stage once its last backward is over.
+        reduced = np.where(self._is("shards_parameters"), reduce, reduced)
+        overlaps = self._candidates.flag("overlap_reduction")
+        return np.zeros_like(unit), self.adding(unit), np.where(overlaps, reduced + gathered, reduce + gather)
+
+    def first_gathers(self, unit: Floats, forward_s: Floats, layers: Floats) -> Floats:
+        """Seconds that a stage's first forward waits for its parameters, which FSDP2 gathers as the first microbatch
+        arrives. A schedule of several stages a rank has them gathered before.
+        """
+        gather, candidates = self._gather(unit), self._candidates
+        exposed = gather + hidden(self._cluster, layers * forward_s, np.maximum(0, layers - 1) * gather)
+        late = self._is("shards_parameters") & (candidates["pipeline"] > 1) & candidates.where("schedule", "1f1b")
+        return np.where(late, exposed, 0)
+
+    def adding(self, numel: Floats) -> Floats:
+        """Seconds to add a microbatch's gradients to those of the microbatches before it, unsharded, in fp32."""
+        whole = ~self._by_unit | ~self._candidates.flag("reduce_each")
+        added = self._is("adds") & whole & self._several
+        return np.where(added, self._move((self._element + 2 * MASTER_BYTES) * numel), 0)
+
+    def _gather(self, numel: Floats) -> Floats:
+        gathered = self._over_shards("all_gather", self._element * numel, self._is("exchanges_gathers"))
+        return np.where(self._is("shards_optimizer"), gathered, 0)
+
+    def _reduce(self, numel: Floats) -> Floats:
+        """Over shards and then over replicas; if nothing is sharded, over all at once, in the masters' dtype."""
+        exchanges, shards = self._is("exchanges_reductions"), self._candidates.shards
+        scattered = self._over_shards("reduce_scatter", self._reduction * numel, exchanges)
+        if self._cluster.library == "gloo":
+            others = (shards - 1) / shards
+            summing = self._move(3 * self._reduction * numel * others)
+            scattered = scattered + np.where(exchanges & (others > 0), summing, 0)
+        summed = self._groups.seconds("replicas", "all_reduce", self._reduction * numel / shards)
+        whole = self._groups.seconds("all", "all_reduce", MASTER_BYTES * numel)
+        return np.where(self._is("shards_optimizer"), scattered + summed, whole)
+
+    def _over_shards(self, op: CollectiveOp, nbytes: Floats, exchanges: Mask) -> Floats:
+        """Seconds of a collective over the shards; over gloo, of an exchange instead for rows that ``exchanges``."""
+        plain = self._groups.seconds("shards", op, nbytes)
+        if self._cluster.library != "gloo":
+            return plain
+        return np.where(exchanges, self._groups.seconds("shards", "exchange", nbytes), plain)
+
+    def _move(self, nbytes: Floats) -> Floats:
+        hardware = self._cluster.accelerator
+        return hardware.kernel_s + nbytes / hardware.memory_bytes_per_s
+
+
+def issued_by_rank(model: ModelSpec, one: Configuration, seq_len: int, rank: int = 0) -> dict[str, tuple[float, float]]:
+    """How many of each kind the pipeline's ``rank`` issues in a step, and their bytes together.
+
+    DDP counts as reducing once a step, in one bucket. The mean loss, which a pipeline's last rank sends to the others,
+    is left out.
+    """
+    share = Share(
+        sequences=one.microbatch, seq_len=seq_len, tensor=one.tensor, context=one.context, precision=one.precision
+    )
+    stages = layers_of_stages(model.n_layers, one.pipeline * one.interleave)
+    counts: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    hidden_size = hidden_bytes(model, share, casts=find_cost_model(one.strategy).casts)
+    for stage in stages_of_rank(rank, one.pipeline, one.interleave):
+        first, last = stage == 0, stage == len(stages) - 1
+        # Hidden states go on and their gradients back, so that a stage gets as many as it sends.
+        neighbours = one.microbatches * ((not first) + (not last))
+        issued = [(found.op, found.nbytes, found.count) for found in _of_stage(
+            model, one, share, len(stages[stage]), first=first, last=last
+        )]  # fmt: skip
+        for op, nbytes, count in (*issued, ("send", hidden_size, neighbours), ("recv", hidden_size, neighbours)):
+            counts[op] += count  # type: ignore[assignment]
+            sizes[op] += count * nbytes  # type: ignore[assignment]
+    return {op: (count, sizes[op]) for op, count in counts.items() if count}
+
+
+def _of_stage(
+    model: ModelSpec, one: Configuration, share: Share, layers: int, *, first: bool, last: bool
+) -> Iterator[Issued]:
+    inside: list[Issued] = []
+    for which in ("forward", "backward", "again"):
+        computed = layers if which != "again" or one.checkpointing == "full" else 0
+        products = layers if which == "again" and one.checkpointing == "selective" else computed
+        inside += [found.times(products) for found in around_products(model, share, which)]
+        inside += [found.times(computed) for found in around_attention(model, share, which)]
+        if which != "again":
+            inside += around_embedding(model, share, which) if first else ()
+            inside += around_head(model, share, which) if last else ()
+    norms = 2 * layers + last
+    if one.pipeline == 1:
+        inside += norm_gradients(model, share, share.element, norms)
+    else:
+        yield from norm_gradients(model, share, MASTER_BYTES, norms)
+    yield from (found.times(one.microbatches) for found in inside)
+    # Gathers and reductions of units: each layer, and what lies around them.
+    costs, shards, sizes = find_cost_model(one.strategy), one.shard * one.context, sizes_of(model, one.tensor, 1)
+    around = (sizes.embedding if first else 0.0) + (sizes.head if last else 0.0)
+    if not costs.shards_optimizer:
+        if one.replicate * shards > 1:
+            yield Issued("all_reduce", MASTER_BYTES * (layers * sizes.dense + around))
+        return
+    staged = one.pipeline > 1
+    passes = 1 if staged or costs.keeps or not one.reshard else 2
+    times = 1 if staged or not costs.shards_parameters else one.microbatches
+    reduction = MASTER_BYTES if one.reduction == "fp32" else 2
+    for numel, units, gathers in ((sizes.dense, layers, passes), (around, int(around > 0), 1)):
+        if shards > 1:
+            yield Issued("all_gather", share.element * numel, units * gathers * times)
+            yield Issued("reduce_scatter", reduction * numel, units * times)
+        if one.replicate > 1:
+            yield Issued("all_reduce", reduction * numel / shards, units * times)

@@ -1,0 +1,288 @@
+"""Step time and memory of many configurations of one model on one cluster, one entry a row."""
+
+from dataclasses import dataclass, fields
+
+import msgspec
+import numpy as np
+
+from refshard.costs import ADAMW_BYTES
+from refshard.errors import SpecError
+from refshard.plan.collectives import Exchanges, group_of
+from refshard.plan.cost_models import MASTER_BYTES
+from refshard.plan.kernels import Share, hidden_bytes, sizes_of
+from refshard.plan.layers import LayerCosts, LayerTimes, Within
+from refshard.plan.memory import Held, LayerMemory, Memory, layer_memory, loss_bytes, memory_of
+from refshard.plan.space import Candidates, Floats, Integers, by_distinct
+from refshard.plan.stages import deal, delayed_weights, held_by_first_backward, in_flight, step_seconds
+from refshard.specs.cluster import ClusterSpec
+from refshard.specs.hardware import ELEMENT_BYTES
+from refshard.specs.layers import checkpointing_of
+from refshard.specs.model import ModelSpec, makes_scores
+
+CLIPPED_BYTES = 12
+"""Bytes that clipping reads and writes of each fp32 gradient: once for its norm, once more to scale it."""
+_TIMES = tuple(field.name for field in fields(LayerTimes))
+_MEMORY = tuple(field.name for field in fields(LayerMemory))
+_SHARE = (
+    "microbatch", "tensor", "context", "expert", "precision", "compiled", "fused_norms", "attention", "overlap_tensor",
+    "context_by",
+)  # fmt: skip
+"""Fields on which a layer's time and memory depend."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Estimates:
+    """Columns in the order of ``candidates``; seconds are of a step.
+
+    - ``compute_s``: the slowest rank's kernels, and the communication within its layers.
+    - ``exchange_s``: exposed communication and copies of data parallelism.
+    - ``waiting_s``: waiting for other ranks of the pipeline.
+    - ``optimizer_s``: the optimizer step, with clipping.
+    - ``straggling_s``: waiting for ranks that are late at a collective or at the end of the step.
+    """
+
+    candidates: Candidates
+    step_s: Floats
+    compute_s: Floats
+    exchange_s: Floats
+    waiting_s: Floats
+    optimizer_s: Floats
+    straggling_s: Floats
+    memory: Memory
+
+
+def estimate(model: ModelSpec, cluster: ClusterSpec, seq_len: int, candidates: Candidates) -> Estimates:
+    """Estimate all rows; those of different world sizes lie on as many of the cluster's nodes as they fill."""
+    return _Estimate(model, cluster, seq_len, candidates).all()
+
+
+def memory(model: ModelSpec, cluster: ClusterSpec, seq_len: int, candidates: Candidates) -> Memory:
+    """The memory of :func:`estimate` alone, which takes less time."""
+    return _Estimate(model, cluster, seq_len, candidates).memory()
+
+
+class _Estimate:
+    def __init__(self, model: ModelSpec, cluster: ClusterSpec, seq_len: int, candidates: Candidates) -> None:
+        self._model, self._seq_len, self._rows = model, seq_len, candidates
+        self._cluster = msgspec.structs.replace(cluster, hardware=cluster.accelerator.as_in_closed_forms)
+        self._stages = deal(model.n_layers, candidates)
+        self._reduction = candidates.mapped("reduction", lambda word: float(ELEMENT_BYTES[word]))  # type: ignore[index]
+        self._element = np.where(candidates.where("precision", "fp32"), 4.0, 2.0)
+        self._megatron = candidates.where("strategy", "megatron")
+        self._alone = candidates["pipeline"] == 1
+        # A model may have some dense layers and mixtures of experts in the others: figures are of the average layer.
+        self._routed = routed_layers(model) / model.n_layers
+        self._sizes()
+
+    def _sizes(self) -> None:
+        rows, model, stages, routed = self._rows, self._model, self._stages, self._routed
+
+        def sizes(tensor: int, expert: int) -> tuple[float, ...]:
+            found = sizes_of(model, tensor, expert)
+            layer = found.dense * (1 - routed) + (found.routed + found.experts) * routed
+            unit = max(found.dense, found.routed + found.experts)
+            return layer, unit, found.feed_forward, found.embedding, found.head
+
+        layer, self._unit, self._feed_forward, self._embedding, self._head = by_distinct(
+            [rows["tensor"], rows["expert"]], sizes
+        )
+        self._layer = layer
+        self._looked_up = self._embedding * np.where(self._megatron, 1, rows["tensor"])
+        slowest = np.maximum(stages.middle, np.maximum(stages.first, stages.last))
+        self._layers = np.where(self._alone, model.n_layers, slowest)
+        most = np.maximum(stages.first * layer + self._embedding, stages.last * layer + self._head)
+        most = np.where(rows["pipeline"] > 2, np.maximum(most, stages.middle * layer), most)
+        self._parameters = np.where(self._alone, model.n_layers * layer + self._embedding + self._head, most)
+        # Elements that the rank's optimizer updates.
+        self._own = self._parameters / np.where(rows.cost("shards_optimizer") > 0, rows.shards, 1)
+
+    def all(self) -> Estimates:
+        rows, stages, model = self._rows, self._stages, self._model
+        layer_s, embedding_s, head_s = self._layer_times()
+        full, some = self._checkpointed()
+        recomputed_s = full * layer_s["full_s"] + some * layer_s["selective_s"]
+        layer_forward_s = layer_s["forward_s"]
+        layer_backward_s = layer_s["input_s"] + layer_s["weight_s"] + recomputed_s
+        exchanges = Exchanges(self._cluster, rows, self._reduction)
+        embedding_s = embedding_s + exchanges.adding(self._looked_up)
+        head_s = head_s + exchanges.adding(self._head)
+        exchange = exchanges.of(
+            self._unit, self._embedding + self._head, self._parameters, layer_forward_s, layer_backward_s, self._layers
+        )
+        forward, backward = layer_forward_s + exchange.layer_forward_s, layer_backward_s + exchange.layer_backward_s
+        layer, ends = forward + backward, embedding_s + head_s
+        first, last = stages.first * layer + embedding_s, stages.last * layer + head_s
+        everyone = model.n_layers * layer + ends
+        slowest = np.where(self._alone, everyone, np.maximum(stages.middle * layer, np.maximum(first, last)))
+        slowest = slowest + self._messages(exposed=True)
+        weight = layer_s["weight_s"] * self._layers
+        pipelined, waiting = step_seconds(rows, slowest, np.maximum(everyone, slowest), weight)
+        filling = (rows["pipeline"] - 1) * exchanges.first_gathers(self._unit, layer_forward_s, self._layers)
+        messages = self._messages(exposed=False)
+        kernels: Floats = np.where(
+            self._alone, model.n_layers * (layer_forward_s + layer_backward_s) + ends,
+            slowest - self._layers * (exchange.layer_forward_s + exchange.layer_backward_s),
+        )  # fmt: skip
+        compute = rows["microbatches"] * kernels
+        # AdamW over the rank's part, and the clipping of its gradients; with offloading, the host does that.
+        hardware = self._cluster.accelerator
+        reached = hardware.optimizer_bytes_per_s or hardware.memory_bytes_per_s
+        optimizer = ADAMW_BYTES * self._own / reached + CLIPPED_BYTES * self._own / hardware.memory_bytes_per_s
+        optimizer = np.where(rows.flag("offload"), 0, optimizer)
+        host = self._host_copies(compute)
+        steady = pipelined + filling + exchange.step_s + optimizer + messages + host
+        skew = rows["microbatches"] * self._layers * exchange.layer_skew_s
+        nodes = np.maximum(1, rows.world_size / self._cluster.ranks_per_node)
+        straggling = skew + (steady + skew) * self._cluster.straggling * np.log2(nodes)
+        return Estimates(
+            candidates=rows, step_s=steady + straggling, compute_s=compute, waiting_s=waiting + filling + messages,
+            exchange_s=pipelined - waiting - compute + exchange.step_s + host, optimizer_s=optimizer,
+            straggling_s=straggling, memory=self.memory(),
+        )  # fmt: skip
+
+    def _layer_times(self) -> tuple[dict[str, Floats], Floats, Floats]:
+        """Seconds of the average layer by field of :class:`LayerTimes`, of the embedding and of the head."""
+        rows, model, cluster, routed = self._rows, self._model, self._cluster, self._routed
+
+        def times(megatron: int, *key: int) -> tuple[float, ...]:
+            share, overlaps, by = self._share(*key), bool(key[-2]), rows.labels["context_by"][key[-1]]
+            within = Within(
+                tensor_shape=group_of(cluster, share.tensor, 1),
+                context_shape=group_of(cluster, share.context, share.tensor),
+                expert_shape=group_of(cluster, share.expert, share.tensor),
+                overlaps=overlaps, exchanges=by == "exchange", dtensors=not megatron,
+            )  # fmt: skip
+            costs = LayerCosts(model, cluster, share, within)
+            dense = costs.layer(dense=True)
+            mixed = costs.layer(dense=False) if routed else dense
+            layer = [getattr(dense, t) * (1 - routed) + getattr(mixed, t) * routed for t in _TIMES]
+            ends = [part.forward_s + part.backward_s for part in (costs.embedding(), costs.head())]
+            return (*layer, *ends)
+
+        *layer, embedding, head = by_distinct([self._megatron.astype(np.int64), *(rows[f] for f in _SHARE)], times)
+        return dict(zip(_TIMES, layer)), embedding, head
+
+    def _share(self, microbatch: int, tensor: int, context: int, expert: int, precision: int, compiled: int,
+               fused_norms: int, attention: int, *_: int) -> Share:  # fmt: skip
+        device, name = self._cluster.accelerator.device, self._rows.labels["precision"][precision]
+        return Share(
+            sequences=microbatch, seq_len=self._seq_len, tensor=tensor, context=context, expert=expert,
+            precision=name,  # type: ignore[arg-type]
+            fused=bool(compiled), fused_norms=bool(fused_norms) and device == "cuda",
+            fused_attention=not makes_scores(self._model, fp32=name == "fp32", device=device),
+            attention=self._rows.labels["attention"][attention],  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    def _checkpointed(self) -> tuple[Floats, Floats]:
+        """The part of a rank's layers that recompute everything, and the part that recompute by operator."""
+        rows = self._rows
+        some = rows.where("checkpointing", "selective").astype(np.float64)
+        numbers = rows.mapped("checkpointing", lambda policy: float(policy) if policy.isdecimal() else 0.0)
+        every = rows.mapped("checkpointing", lambda p: 1 / float(p[6:]) if p.startswith("every-") else 0.0)
+        full = np.where(rows.where("checkpointing", "full"), 1.0, every)
+        return np.minimum(1.0, np.maximum(full, numbers / self._layers)), some
+
+    def _messages(self, *, exposed: bool) -> Floats:
+        """Seconds of a pipeline's messages: of a microbatch if it waits for them, else of filling and draining."""
+        rows, cluster = self._rows, self._cluster
+        ranks, tensor = rows["pipeline"], rows["tensor"]
+        nbytes = rows["microbatch"] * self._seq_len / rows["context"] / tensor * self._model.dim * self._element
+        apart = rows.world_size // ranks >= cluster.ranks_per_node
+        outer = cluster.between.bytes_per_s / cluster.ranks_per_node if cluster.between else cluster.within.bytes_per_s
+        hop = cluster.launch_s + nbytes / np.where(apart, outer, cluster.within.bytes_per_s)
+        waits = ~rows.flag("overlap_pipeline")
+        times = 2 * np.where(waits, 1, 0) if exposed else 2 * (ranks - 1) * np.where(waits, 1, rows["interleave"])
+        found: Floats = np.where(ranks > 1, times * hop, 0.0)
+        return found
+
+    def _host_copies(self, compute_s: Floats) -> Floats:
+        """Seconds that copies of masters from the host, for each gather, and of gradients to it, for each reduction,
+        add to a step; they overlap its compute.
+        """
+        rows, link = self._rows, self._cluster.accelerator.host_link_bytes_per_s
+        offloaded = rows.flag("offload")
+        if not offloaded.any():
+            return np.zeros_like(compute_s)
+        if not link:
+            raise SpecError(
+                "offload: the accelerator's host_link_bytes_per_s must be known, got 0; add it to the profile with its "
+                "source"
+            )
+        by_unit = (rows.cost("by_unit") > 0) & self._alone
+        gathers = np.where(by_unit, rows["microbatches"] * (1 + rows.flag("reshard")), 1)
+        reductions = np.where(by_unit & rows.flag("reduce_each"), rows["microbatches"], 1)
+        copied = self._own * (MASTER_BYTES * gathers + self._reduction * reductions)
+        return np.where(offloaded, np.maximum(0, copied / link - compute_s), 0)
+
+    def memory(self) -> Memory:
+        """The memory of the rank that needs most: a pipeline's first, its second (unless that is the last) or last."""
+        ranks, kept = self._rows["pipeline"], self._kept()
+        held = [self._held(np.minimum(place, ranks - 1), kept) for place in (0, 1)] if ranks.max(initial=1) > 1 else []
+        return memory_of(self._rows, [*held, self._held(ranks - 1, kept)], self._element, self._reduction)
+
+    def _kept(self) -> dict[str, Floats]:
+        """Bytes by purpose, of one microbatch of a rank that has layers and both ends."""
+        rows, model, routed = self._rows, self._model, self._routed
+        casts = (rows.cost("casts") > 0) & ~rows.where("precision", "fp32")
+
+        def kept(megatron: int, casts: int, *key: int) -> tuple[float, ...]:
+            share = self._share(*key)
+            how = {"gathers_again": bool(megatron), "casts": bool(casts)}
+            dense = layer_memory(model, share, dense=True, **how)
+            mixed = layer_memory(model, share, dense=False, **how) if routed else dense
+            layer = [getattr(dense, n) * (1 - routed) + getattr(mixed, n) * routed for n in _MEMORY]
+            loss = loss_bytes(model, share, splits_loss=share.tensor > 1 and not megatron)
+            logits = share.element * share.tokens * model.vocab / share.tensor
+            scattering = MASTER_BYTES * share.tokens * model.dim
+            return (*layer, loss, logits, scattering, hidden_bytes(model, share, casts=bool(casts)))
+
+        key = [self._megatron.astype(np.int64), casts.astype(np.int64), *(rows[field] for field in _SHARE)]
+        return dict(zip((*_MEMORY, "loss", "logits", "scattering", "hidden"), by_distinct(key, kept)))
+
+    def _held(self, rank: Integers, kept: dict[str, Floats]) -> Held:
+        """What the pipeline's ``rank`` holds."""
+        rows, stages, ranks = self._rows, self._stages, self._rows["pipeline"]
+        first, last = rank == 0, rank == ranks - 1
+        staged = (ranks > 1) & ~self._megatron
+        layers = np.where(first, stages.first, np.where(last, stages.last, stages.middle))
+        layers = np.where(self._alone, self._model.n_layers, layers).astype(np.float64)
+        embedding, head = np.where(first, self._embedding, 0.0), np.where(last, self._head, 0.0)
+        parameters = layers * self._layer + embedding + head
+        part, some = self._checkpointed()
+        none, full = kept["none"], kept["full"]
+        layer = (1 - part - some) * none + part * full + some * kept["selective"]
+        recasts = (part + some) * layers * self._layer
+        flying, microbatches, parts = in_flight(rows, rank), rows["microbatches"], rows["interleave"]
+        # Messages that are still there when the rank has computed its last forward. 1F1B waits for each before it goes
+        # on, so that outputs stay until their backward; others' outputs are their first layers' input. Torch's
+        # schedules of several stages a rank wait at a step's end.
+        onward, back = microbatches * (parts - last), np.maximum(0, microbatches - flying) * (parts - first)
+        sent = np.where(rows.where("schedule", "1f1b"), np.where(first, flying, 0), onward + back)
+        outputs = sent * kept["hidden"] + np.where(last, kept["logits"], 0)
+        received = microbatches * (parts * 2.0 - first - last)
+        return Held(
+            parameters=parameters, unit=self._unit, feed_forward=self._feed_forward,
+            down=self._feed_forward / (3 if self._model.gated else 2), embedding=embedding, head=head,
+            looked_up=np.where(first, self._looked_up, 0.0),
+            casts=parameters - recasts - (0 if self._model.tied else embedding), recasts=recasts, kept=layer,
+            first=np.where(part > 0, full, layer),
+            last=np.where(part > 0, np.where(part < 1, none, full), layer),
+            recomputed=np.where(part > 0, none, np.where(some > 0, none - kept["selective"], 0)),
+            **{name: kept[name] for name in _MEMORY if name not in ("none", "selective", "full")},
+            loss=np.where(last, kept["loss"], 0), logits=np.where(last, kept["logits"], 0),
+            scattering=np.where(first, kept["scattering"], 0), outputs=np.where(staged, outputs, 0),
+            messages=np.where(staged, received * kept["hidden"], 0), layers=layers, in_flight=flying,
+            in_flight_later=np.where(first, held_by_first_backward(rows), flying - 1 / parts),
+            delays=delayed_weights(rows, rank),
+        )  # fmt: skip
+
+
+def routed_layers(model: ModelSpec) -> int:
+    """Layers that are mixtures of experts."""
+    return model.n_layers - model.experts.dense_layers if model.experts else 0
+
+
+def checkpointed_layers(policy: str, n_layers: int) -> int:
+    """How many of ``n_layers`` layers a policy checkpoints."""
+    chosen = int(policy) if policy.isdecimal() else policy
+    return len(checkpointing_of(chosen, n_layers).layers)

@@ -1,0 +1,340 @@
+"""What one layer takes for one microbatch on one rank: its kernels, and the communication within the layer.
+
+Tensor parallelism gathers a sublayer's input and scatters its sum, twice a layer; backward the other way round. Ranks
+that share sequences pass keys and values round a ring during attention, or exchange heads for tokens before and after
+it. Masks are causal, and halves of sequences are dealt so that all ranks have as much to do.
+
+Sizes of collectives are bytes of the whole tensor, as records count them: the result of an all-gather, the input of a
+reduction. A test holds them to dry runs of the real code.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from refshard.costs import (
+    GroupShape,
+    attention_seconds,
+    collective_cost,
+    first_touch_seconds,
+    move_seconds,
+    product_seconds,
+)
+from refshard.plan.cost_models import MASTER_BYTES
+from refshard.plan.kernels import (
+    Move,
+    Product,
+    Share,
+    attention_linears,
+    attention_width,
+    backward_moves,
+    feed_forward_linears,
+    forward_moves,
+    product_of,
+    projected_width,
+    quantising_moves,
+)
+from refshard.specs.cluster import ClusterSpec, CollectiveOp
+from refshard.specs.model import ModelSpec
+
+Seconds = TypeVar("Seconds", float, npt.NDArray[np.float64])
+
+
+def hidden(cluster: ClusterSpec, compute_s: Seconds, comm_s: Seconds) -> Seconds:
+    """Seconds that ``comm_s`` of communication, begun at once, adds to ``compute_s`` of compute; each slows down the
+    other. Takes numbers or arrays.
+    """
+    slowed, slower = cluster.compute_beside_communication, cluster.communication_beside_compute
+    overlapped = comm_s / slower
+    enough = compute_s >= slowed * overlapped
+    rest = compute_s * (1 / slowed - 1) + comm_s - slower * compute_s / slowed
+    return np.where(enough, (1 - slowed) * overlapped, rest)  # type: ignore[return-value]
+
+
+Pass = Literal["forward", "backward", "again"]
+"""Passes through a layer; ``again`` is the recomputation of checkpointed layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """As many collectives of one kind and size."""
+
+    op: CollectiveOp
+    nbytes: float
+    count: float = 1
+
+    def times(self, number: float) -> "Issued":
+        """So many times as often."""
+        return Issued(self.op, self.nbytes, self.count * number)
+
+
+def around_products(model: ModelSpec, share: Share, which: Pass) -> tuple[Issued, ...]:
+    """Within one layer over tensor-parallel ranks: a sublayer's input is gathered and its sum scattered, twice; the
+    last sum is not computed again.
+    """
+    if share.tensor == 1:
+        return ()
+    nbytes = _stream(model, share)
+    return Issued("all_gather", nbytes, 2), Issued("reduce_scatter", nbytes, 1 if which == "again" else 2)
+
+
+def around_embedding(model: ModelSpec, share: Share, which: Pass) -> tuple[Issued, ...]:
+    """Each tensor-parallel rank looks up its part of the vocabulary; the parts are summed."""
+    if share.tensor == 1:
+        return ()
+    return (Issued("reduce_scatter" if which == "forward" else "all_gather", _stream(model, share)),)
+
+
+def around_head(model: ModelSpec, share: Share, which: Pass) -> tuple[Issued, ...]:
+    """The head's input, and of each token the largest logit, the sum of the exponentials and the target's logit."""
+    if share.tensor == 1:
+        return ()
+    if which == "backward":
+        return (Issued("reduce_scatter", _stream(model, share)),)
+    return Issued("all_gather", _stream(model, share)), Issued("all_reduce", share.tokens * 4, 3)
+
+
+def norm_gradients(model: ModelSpec, share: Share, element: int, norms: int = 2) -> tuple[Issued, ...]:
+    """The gradients of a layer's norms, each of which has seen its rank's part of the sequence."""
+    return (Issued("all_reduce", model.dim * element, norms),) if share.tensor > 1 else ()
+
+
+def around_attention(model: ModelSpec, share: Share, which: Pass) -> tuple[Issued, ...]:
+    """Torch's context parallelism: keys and values are gathered, their gradients go from rank to rank in fp32."""
+    if share.context == 1:
+        return ()
+    gathered = Issued("all_gather", share.context * share.element * _key_value(model, share))
+    if which != "backward":
+        return (gathered,)
+    return gathered, Issued("all_to_all", MASTER_BYTES * _key_value(model, share), share.context)
+
+
+def _stream(model: ModelSpec, share: Share) -> float:
+    return share.tokens * model.dim * share.element
+
+
+def _key_value(model: ModelSpec, share: Share) -> float:
+    """Elements of a rank's keys and values."""
+    return share.tokens * (projected_width(model) - model.n_heads * model.head_dim) / share.tensor
+
+
+CHUNKS = 4
+"""Number of pieces of overlapped products and collectives; the first or the last piece runs alone."""
+RING_PART = 0.69
+"""The part of attention's rate that its kernels reach on the pieces of a ring: each piece is short, and results are
+corrected in fp32."""
+EAGER_PART = 0.88
+"""The part of the memory's rate that torch's eager elementwise kernels reach; they also cast, broadcast and reduce."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Within:
+    """How the ranks of one layer communicate.
+
+    ``tensor_shape``, ``context_shape`` and ``expert_shape`` say how their groups lie on nodes. ``overlaps``: products
+    are cut into pieces that overlap tensor parallelism's collectives. ``exchanges``: heads are exchanged for tokens
+    instead of a ring. With torch's ``dtensors``, the embedding's gradient is whole on each tensor-parallel rank, and
+    the ring gathers keys and values at once.
+    """
+
+    tensor_shape: GroupShape
+    context_shape: GroupShape
+    expert_shape: GroupShape
+    overlaps: bool = False
+    exchanges: bool = False
+    dtensors: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTimes:
+    """Seconds of one layer and microbatch on one rank, including exposed communication within it.
+
+    Backward computes the gradient of the input, ``input_s``, and those of the weights, ``weight_s``. ``full_s`` and
+    ``selective_s`` are the recomputation if the layer is checkpointed, fully or by operator.
+    """
+
+    forward_s: float
+    input_s: float
+    weight_s: float
+    full_s: float = 0.0
+    selective_s: float = 0.0
+
+    @property
+    def backward_s(self) -> float:
+        """Without recomputation."""
+        return self.input_s + self.weight_s
+
+
+class LayerCosts:
+    """Times of the layers of one model on one cluster, for one rank's share of a microbatch."""
+
+    def __init__(self, model: ModelSpec, cluster: ClusterSpec, share: Share, within: Within) -> None:
+        self._model, self._cluster, self._share, self._within = model, cluster, share, within
+        self._hardware = cluster.accelerator
+
+    def layer(self, *, dense: bool) -> LayerTimes:
+        """A decoder block; a mixture of experts unless ``dense``."""
+        model, share = self._model, self._share
+        linears = [*attention_linears(model), *feed_forward_linears(model, dense=dense)]
+        products = [product_of(model, linear, share) for linear in linears]
+        product_s = [self._product(product) for product in products]
+        forward = [*forward_moves(model, share, dense=dense)]
+        backward = [*backward_moves(model, share, dense=dense)]
+        if share.precision == "fp8":
+            forward += quantising_moves([p.m * p.k * p.count for p in products])
+            backward += quantising_moves([p.m * p.n * p.count for p in products])
+        attention, attention_back = (self._attention(backward=b) for b in (False, True))
+        sent, returned = self._context(attention), self._context(attention_back, backward=True)
+        around, again = self._tensor(sum(product_s), "forward"), self._tensor(sum(product_s), "again")
+        experts = 0.0 if dense else self._experts()
+        forward_s = self._at_least_launched(
+            sum(product_s) + attention + self._moves(forward), len(products) + len(forward) + 1
+        )
+        input_s = self._at_least_launched(
+            sum(product_s) + attention_back + self._moves(backward), len(products) + len(backward) + 1
+        )
+        comm = around + sent + experts
+        last = product_s[-1]
+        return LayerTimes(
+            forward_s=forward_s + comm,
+            input_s=input_s + around + returned + experts,
+            weight_s=sum(product_s),
+            full_s=forward_s - last + comm - around + again,
+            selective_s=sum(product_s[1::2]) - last * (len(product_s) % 2 == 0)
+            + self._moves(forward) + again + experts,
+        )  # fmt: skip
+
+    def embedding(self) -> LayerTimes:
+        """Looking up the tokens. Its gradient is dense."""
+        share, model = self._share, self._model
+        width = share.tokens * model.dim * share.element
+        parts = 1 if self._within.dtensors else share.tensor
+        cleared = share.element * model.vocab * model.dim / parts
+        return LayerTimes(
+            forward_s=self._moves([Move(2 * width)]) + self._over_tensor(around_embedding(model, share, "forward")),
+            input_s=0.0,
+            weight_s=self._moves([Move(cleared, fresh=cleared), Move(3 * width)])
+            + self._over_tensor(around_embedding(model, share, "backward")),
+        )  # fmt: skip
+
+    def head(self) -> LayerTimes:
+        """Final norm, head and loss, the vocabulary divided by tensor-parallel ranks."""
+        share, model = self._share, self._model
+        logits = share.tokens * model.vocab / share.tensor
+        product = self._product(Product(share.tokens, model.dim, model.vocab / share.tensor), plain=True)
+        e = share.element
+        if share.fused:
+            loss, gradient = [Move(e * logits, logits)], [Move(2 * e * logits, logits)]
+        else:
+            loss = [Move((e + 4) * logits), Move(8 * logits, 2 * logits, 4 * logits)]
+            gradient = [Move(4 * logits, fresh=4 * logits), Move(12 * logits, 1.5 * logits), Move((e + 4) * logits)]
+        return LayerTimes(
+            forward_s=product + self._moves(loss) + self._over_tensor(around_head(model, share, "forward")),
+            input_s=product + self._moves(gradient) + self._over_tensor(around_head(model, share, "backward")),
+            weight_s=product,
+        )  # fmt: skip
+
+    def _attention(self, *, backward: bool) -> float:
+        """Seconds of attention, averaged over layers with a window and layers without."""
+        share, model = self._share, self._model
+        length = share.seq_len
+        heads = share.sequences * model.n_heads / share.tensor / share.context
+        seconds = attention_seconds(
+            self._hardware, share.dtype, heads=heads, seq_len=length, head_dim=round(attention_width(model)),
+            backward=backward, kernel=share.attention,
+        )  # fmt: skip
+        if share.context > 1 and not self._within.exchanges:
+            seconds /= RING_PART
+        return seconds * seen_part(model, length)
+
+    def _context(self, attention_s: float, *, backward: bool = False) -> float:
+        """Exposed seconds of context parallelism."""
+        share, shape = self._share, self._within.context_shape
+        if share.context == 1:
+            return 0.0
+        width = projected_width(self._model) / share.tensor
+        values = self._model.n_heads * attention_width(self._model) / share.tensor
+        if self._within.exchanges:
+            moved = share.tokens * (width + values) * share.element * share.context
+            return collective_cost(self._cluster, "all_to_all", round(moved), shape).seconds
+        corrected = self._moves([Move(10 * share.tokens * values * share.context)])
+        if self._within.dtensors:
+            return corrected + self._gathered_ring(attention_s, "backward" if backward else "forward")
+        hop = (2 if backward else 1) * share.tokens * (width - values) * share.element
+        hop_s = self._message(hop, shape)
+        exposed = max(0.0, hop_s - attention_s / share.context) * (share.context - 1)
+        return exposed + corrected
+
+    def _gathered_ring(self, attention_s: float, which: Pass) -> float:
+        """Torch's ring: keys and values are gathered during the first piece of attention, and the gradients of each
+        piece are sent during the next one; those of the last piece overlap nothing.
+        """
+        share, piece_s, exposed = self._share, attention_s / self._share.context, 0.0
+        for one in around_attention(self._model, share, which):
+            each = collective_cost(self._cluster, one.op, round(one.nbytes), self._within.context_shape).seconds
+            exposed += one.count * max(0.0, each - piece_s) + (min(each, piece_s) if one.op == "all_to_all" else 0.0)
+        return exposed
+
+    def _message(self, nbytes: float, shape: GroupShape) -> float:
+        """A message to the next rank of a group."""
+        cluster = self._cluster
+        if shape.nodes == 1:
+            return cluster.launch_s + cluster.within.latency_s + nbytes / cluster.within.bytes_per_s
+        assert cluster.between is not None
+        share = cluster.between.bytes_per_s * shape.per_node / cluster.ranks_per_node
+        return cluster.launch_s + cluster.between.latency_s + nbytes / share
+
+    def _tensor(self, products_s: float, which: Pass) -> float:
+        """Exposed gathers and scatters of one pass through a layer."""
+        both = self._over_tensor(around_products(self._model, self._share, which))
+        if not self._within.overlaps or not both:
+            return both
+        return both / CHUNKS + hidden(self._cluster, products_s, both * (1 - 1 / CHUNKS))
+
+    def _over_tensor(self, issued: Sequence[Issued]) -> float:
+        """Seconds of these one after the other, over tensor-parallel ranks."""
+        shape = self._within.tensor_shape
+        return sum(
+            one.count * collective_cost(self._cluster, one.op, round(one.nbytes), shape).seconds for one in issued
+        )
+
+    def _experts(self) -> float:
+        """Tokens to their experts, and back."""
+        share, model = self._share, self._model
+        if share.expert == 1 or model.experts is None:
+            return 0.0
+        sent = share.tokens / share.tensor * model.experts.active * model.dim * share.element * share.expert
+        return 2 * collective_cost(self._cluster, "all_to_all", round(sent), self._within.expert_shape).seconds
+
+    def _product(self, product: Product, *, plain: bool = False) -> float:
+        low = self._share.precision == "fp8" and not plain
+        operand = 1 if low else self._share.element
+        return product_seconds(
+            self._hardware, "fp8" if low else self._share.dtype, product.flops,
+            product.nbytes(operand, self._share.element),
+        )  # fmt: skip
+
+    def _moves(self, moves: Sequence[Move]) -> float:
+        part = 1.0 if self._share.fused else EAGER_PART
+        return sum(
+            move_seconds(self._hardware, move.nbytes / part, move.transcendentals)
+            + first_touch_seconds(self._hardware, move.fresh)
+            for move in moves
+        )
+
+    def _at_least_launched(self, device_s: float, kernels: int) -> float:
+        """The host may take longer to launch the kernels than the device to run them."""
+        hardware = self._hardware
+        return max(device_s, kernels * hardware.host_s) if hardware.asynchronous else device_s
+
+
+def seen_part(model: ModelSpec, length: int) -> float:
+    """The part of the causal half's scores that layers compute, which see a window or everything, on average."""
+    if not model.window or model.window >= length:
+        return 1.0
+    windowed = 1 - (1 - model.window / length) ** 2
+    whole = 1 / model.global_every if model.global_every else 0.0
+    return whole + (1 - whole) * windowed

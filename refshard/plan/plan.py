@@ -1,0 +1,319 @@
+"""A plan: the best configurations for each size of a cluster, their cost and error bars, and what does not fit.
+
+The error bars say how far published step times lie from their predictions, by kind of configuration. ``python -m
+validation.fit --write-spread`` writes them to ``profiles/spread.toml``, from the published runs that it did not fit.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+import msgspec
+import numpy as np
+
+from refshard import resources
+from refshard.flops import Convention, flops_per_token
+from refshard.plan.estimate import checkpointed_layers
+from refshard.plan.memory import PARTS
+from refshard.plan.search import Found
+from refshard.plan.space import Candidates
+from refshard.specs.cluster import ClusterSpec
+from refshard.specs.configuration import Configuration
+from refshard.specs.model import ModelSpec
+from refshard.specs.reading import convert, read_toml
+
+
+class KindSpread(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The median absolute error of ``count`` held-out runs, and the 10th and 90th percentile of published over
+    predicted step time.
+    """
+
+    count: int
+    median: float
+    low: float
+    high: float
+
+
+class Spread(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """By kind. ``all`` holds for every held-out run, and for kinds without runs of their own."""
+
+    kinds: dict[str, KindSpread]
+
+    def of(self, kind: str) -> KindSpread:
+        """The figures of a kind."""
+        return self.kinds.get(kind) or self.kinds["all"]
+
+    def bounds(self, kind: str) -> tuple[float, float]:
+        """Factors from a prediction to its lower and upper bound: at most 1, and at least 1."""
+        found = self.of(kind)
+        return min(found.low, 1.0), max(found.high, 1.0)
+
+
+def kind_of(configuration: Configuration) -> str:
+    """The kind of a configuration, by the axes it uses and its precision: one kind is predicted about equally well."""
+    if configuration.pipeline > 1:
+        divided = "pipeline"
+    elif configuration.tensor > 1 or configuration.context > 1:
+        divided = "tensor or context"
+    else:
+        divided = "data"
+    return f"{divided}, {configuration.precision}"
+
+
+def load_spread() -> Spread:
+    """The figures that ship with refshard.
+
+    Raises:
+        SpecError: the file breaks its schema.
+    """
+    return convert(read_toml(resources.spread()), Spread, where="spread")
+
+
+CONVENTION: Convention = "A"
+TRILLION = 10**12
+HOUR = 3600.0
+TIME_PARTS = ("compute", "exchange", "waiting", "optimizer", "straggling")
+SLOW, LESS = 1.5, 0.9
+"""The Pareto front ends at this many times the shortest step; each point needs at most this part of the last one's
+memory."""
+_FAMILY = ("strategy", "tensor", "context", "pipeline", "schedule", "precision", "compiled")
+"""Configurations that differ in none of these are variants; a plan lists the best of them."""
+
+VARIANTS = ("precision", "compiled")
+"""Fields of a configuration that say how a rank computes its part, not which part it has."""
+
+
+class Failures(msgspec.Struct, frozen=True, kw_only=True):
+    """How often GPUs fail and what that costs: ``mtbf_hours`` of one GPU, and seconds to save a checkpoint and to
+    restart a job.
+
+    By default as in the training of Llama 3 405B: 419 unexpected interruptions in 54 days of 16,384 GPUs (Grattafiori
+    et al., "The Llama 3 Herd of Models", 2024, section 3.3.4). The two times are estimates.
+    """
+
+    mtbf_hours: float = 50_700.0
+    save_s: float = 60.0
+    restart_s: float = 600.0
+
+    def goodput(self, ranks: int) -> float:
+        """The part of the time that goes into steps which count, with checkpoints as often as is best: every
+        ``sqrt(2 * save * mtbf)`` seconds (Young, "A first order approximation to the optimum checkpoint interval",
+        1974). 0 if failures are too frequent for any progress.
+        """
+        between_s = self.mtbf_hours * HOUR / ranks
+        interval_s = sqrt(2 * self.save_s * between_s)
+        lost = self.save_s / interval_s + (interval_s / 2 + self.restart_s) / between_s
+        return max(0.0, 1 - lost)
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One configuration on one cluster size.
+
+    ``low_s`` and ``high_s`` bound 8 of 10 published step times of this ``kind`` around their predictions. ``parts`` are
+    the step's seconds, ``memory`` the peak's bytes on the rank that needs most. ``checkpointed`` of its ``layers``
+    layers recompute. ``gpu_hours`` and ``cost_usd`` are those of a trillion tokens, at ``goodput``.
+
+    If the real code was dry-run, ``dry_step_s`` is its step time and ``reserved_bytes`` what the caching allocator
+    reserved, and speed and cost follow from these; ``not_dry`` says why it was not.
+    """
+
+    configuration: Configuration
+    fits: bool
+    kind: str
+    step_s: float
+    low_s: float
+    high_s: float
+    tokens_per_s_gpu: float
+    tflops: float
+    mfu: float
+    parts: dict[str, float]
+    peak_bytes: int
+    memory: dict[str, int]
+    checkpointed: int
+    layers: int
+    goodput: float
+    gpu_hours: float
+    cost_usd: float
+    flops_convention: Convention = CONVENTION
+    dry_step_s: float | None = None
+    reserved_bytes: int | None = None
+    not_dry: str = ""
+
+    @property
+    def time_s(self) -> float:
+        """The step time to rank by: of the dry run if there is one."""
+        return self.dry_step_s or self.step_s
+
+    @property
+    def memory_bytes(self) -> int:
+        """Reserved by the dry run if there is one, else allocated in closed form."""
+        return self.reserved_bytes or self.peak_bytes
+
+    def dried(self, step_s: float, allocated_bytes: int, reserved_bytes: int, usable_bytes: int) -> "Row":
+        """This row by a dry run, on GPUs of which tensors can fill ``usable_bytes``. An allocator that has no more to
+        reserve gives back what it does not use.
+        """
+        times = step_s / self.step_s
+        return msgspec.structs.replace(
+            self, dry_step_s=step_s, fits=allocated_bytes <= usable_bytes,
+            reserved_bytes=reserved_bytes if allocated_bytes > usable_bytes else min(reserved_bytes, usable_bytes),
+            low_s=self.low_s * times, high_s=self.high_s * times, tokens_per_s_gpu=self.tokens_per_s_gpu / times,
+            tflops=self.tflops / times, mfu=self.mfu / times, gpu_hours=self.gpu_hours * times,
+            cost_usd=self.cost_usd * times,
+        )  # fmt: skip
+
+
+class Size(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome for one number of ranks: how many configurations were ``considered`` and how many are ``fitting``;
+    the best rows, the Pareto front of step time and memory, and the rows that come closest to fitting.
+    """
+
+    world_size: int
+    considered: int
+    fitting: int
+    rows: tuple[Row, ...]
+    front: tuple[Row, ...]
+    unfit: tuple[Row, ...]
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome for each size, in ascending order; memory is in bytes of one rank, the price in USD per
+    GPU-hour. ``varied`` names those of :data:`VARIANTS` of which several values were tried.
+    """
+
+    sizes: tuple[Size, ...]
+    global_batch: int
+    seq_len: int
+    available_bytes: int
+    usable_bytes: int
+    price_usd: float
+    failures: Failures
+    varied: tuple[str, ...] = ()
+
+    @property
+    def largest(self) -> Size:
+        """The size with most ranks."""
+        return self.sizes[-1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """Makes rows of a search's columns."""
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    seq_len: int
+    price_usd: float
+    failures: Failures
+    spread: Spread
+
+    def size(self, found: Found, most: int) -> Size:
+        """Read the best ``most`` families, the front, and the least that each strategy needs of which nothing fits."""
+        candidates = found.estimates.candidates
+        best = _firsts(candidates, _FAMILY, found.order)
+        strategies = candidates["strategy"]
+        left = np.flatnonzero(~found.fits & ~np.isin(strategies, strategies[found.fits]))
+        smallest = left[np.argsort(found.estimates.memory.peak[left], kind="stable")]
+        closest = _firsts(candidates, ("strategy",), smallest)
+        front = _front(found)
+        return Size(
+            world_size=int(candidates.world_size[0]),
+            considered=len(candidates), fitting=int(found.fits.sum()),
+            rows=tuple(self.row(found, place) for place in best[:most]),
+            front=tuple(self.row(found, place) for place in front),
+            unfit=tuple(self.row(found, place) for place in closest[:most]),
+        )  # fmt: skip
+
+    def row(self, found: Found, place: int) -> Row:
+        """One configuration's row."""
+        estimates = found.estimates
+        configuration, step_s = estimates.candidates.configuration(place), float(estimates.step_s[place])
+        speed = float(found.tokens_per_s_gpu[place])
+        flops = speed * flops_per_token(self.model, self.seq_len, CONVENTION)
+        low, high = self.spread.bounds(kind_of(configuration))
+        goodput = self.failures.goodput(configuration.world_size)
+        hours = TRILLION / speed / HOUR / goodput if goodput else float("inf")
+        precision = configuration.precision if configuration.precision in self.cluster.accelerator.matmul else "bf16"
+        layers = -(-self.model.n_layers // configuration.pipeline)
+        return Row(
+            configuration=configuration, fits=bool(found.fits[place]), kind=kind_of(configuration), step_s=step_s,
+            low_s=step_s * low, high_s=step_s * high, tokens_per_s_gpu=speed, tflops=flops / 1e12,
+            mfu=flops / self.cluster.accelerator.matmul[precision].peak,
+            parts={part: float(getattr(estimates, f"{part}_s")[place]) for part in TIME_PARTS},
+            peak_bytes=int(estimates.memory.peak[place]),
+            memory={part: int(getattr(estimates.memory, part)[place]) for part in PARTS},
+            checkpointed=checkpointed_layers(configuration.checkpointing, layers), layers=layers, goodput=goodput,
+            gpu_hours=hours, cost_usd=hours * self.price_usd,
+        )  # fmt: skip
+
+
+def _firsts(candidates: Candidates, fields: Sequence[str], order: Iterable[int]) -> list[int]:
+    """The first, in order, of each combination of the fields' values."""
+    columns = [candidates[field].tolist() for field in fields]
+    seen: set[tuple[int, ...]] = set()
+    firsts = []
+    for place in map(int, order):
+        values = tuple(column[place] for column in columns)
+        if values not in seen:
+            seen.add(values)
+            firsts.append(place)
+    return firsts
+
+
+def _front(found: Found) -> list[int]:
+    """Rows of which none is both faster and smaller, fastest first, each with relevantly less memory than the last."""
+    least, step_s = np.inf, found.estimates.step_s
+    front: list[int] = []
+    for place in map(int, found.order):
+        peak = found.estimates.memory.peak[place]
+        if step_s[place] > SLOW * step_s[found.order[0]]:
+            break
+        if peak < LESS * least:
+            front.append(place)
+            least = peak
+    return front
+
+
+def with_dry_rows(size: Size, rows: Sequence[Row]) -> Size:
+    """The size with these rows instead of its own: dry-run ones by their dry run, then those in closed form only. Dry
+    runs that do not fit join those out of memory.
+    """
+    dry = sorted((row for row in rows if row.dry_step_s and row.fits), key=lambda row: row.time_s)
+    closed = [row for row in rows if not row.dry_step_s]
+    unfit = [row for row in rows if not row.fits]
+    return msgspec.structs.replace(size, rows=(*dry, *closed), unfit=(*unfit, *size.unfit))
+
+
+def ranked(rows: Sequence[Row], spread: Spread) -> tuple[list[Row], Row | None]:
+    """The rows that tie with the first, because their time is within the median error of its kind, and the next one.
+
+    If the first was dry-run, rows in closed form only are left out.
+    """
+    best = rows[0]
+    others = [row for row in rows[1:] if row.dry_step_s or not best.dry_step_s]
+    tied = [row for row in others if row.time_s <= best.time_s * (1 + spread.of(best.kind).median)]
+    return tied, next((row for row in others if row not in tied), None)
+
+
+def listed(rows: Sequence[Row], most: int, varied: Sequence[str], spread: Spread) -> list[int]:
+    """Places of the rows to show: the first ``most``, the first that does not tie with the best, and the best in each
+    of the values that are ``varied``.
+    """
+    if not rows:
+        return []
+    _, after = ranked(rows, spread)
+    firsts: dict[object, int] = {"after": rows.index(after)} if after is not None else {}
+    for place, row in enumerate(rows):
+        firsts.setdefault(tuple(getattr(row.configuration, field) for field in varied), place)
+    return sorted({*range(min(most, len(rows))), *firsts.values()})
+
+
+def fastest(plan: Plan) -> Row | None:
+    """The row with the shortest step on the largest size that has one."""
+    return next((size.rows[0] for size in reversed(plan.sizes) if size.rows), None)
+
+
+def cheapest(plan: Plan) -> Row | None:
+    """The row with the lowest cost of a token, of all sizes."""
+    rows = [size.rows[0] for size in plan.sizes if size.rows]
+    return min(rows, key=lambda row: row.gpu_hours) if rows else None

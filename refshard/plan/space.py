@@ -1,0 +1,270 @@
+"""Configurations as columns, and those among which a search looks: every way to divide the ranks and the batch that can
+run.
+
+Rules that keep a configuration out: an axis does not divide what it splits; a group that talks within a layer would
+span nodes (tensor parallelism); a stage has no layer; an interleaved schedule's microbatches do not divide among its
+ranks; a strategy has no code for an axis.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Self
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from refshard.plan.cost_models import COST_MODELS, find_cost_model
+from refshard.specs.cluster import ClusterSpec
+from refshard.specs.configuration import Configuration, Precision, Schedule
+from refshard.specs.hardware import AttentionKernel
+from refshard.specs.model import ModelSpec
+
+Integers = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+FIELDS = tuple(field.name for field in msgspec.structs.fields(Configuration))
+LEAST_TOKENS = 1024
+"""Tokens that context parallelism leaves each rank of a sequence at least."""
+MOST_CONTEXT, MOST_STRETCHES, MOST_MICROBATCH = 64, 12, 32
+_N_DIMENSIONAL = ("ddp", "fsdp2", "megatron")
+"""Strategies whose code here, or in the tool of their name, composes with pipelines and context parallelism."""
+_TENSOR = ("fsdp2", "megatron", *(name for name in COST_MODELS if name.startswith("refshard-")))
+_ZERO_BUBBLE = ("fsdp2",)
+"""Zero-bubble schedules of torch split each backward, which neither DDP's hooks nor checkpointing can follow.
+Megatron-LM has none."""
+OWN_KERNELS = ("megatron",)
+"""Strategies whose layers have fused kernels of their own, so that nothing is left to compile."""
+_COMPILES = ("simplefsdp",)
+"""Strategies that are torch.compile's: there is no eager form."""
+ALL = (0,)
+"""For an axis: every size that can run."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidates:
+    """Configurations, one a row, so that thousands are estimated at once.
+
+    Columns are int64. Numbers and flags are stored as they are, strings as their index in ``labels``.
+    """
+
+    columns: Mapping[str, Integers]
+    labels: Mapping[str, tuple[str, ...]]
+
+    @classmethod
+    def of(cls, configurations: Sequence[Configuration]) -> Self:
+        """These configurations, in their order."""
+        given = {name: [getattr(one, name) for one in configurations] for name in FIELDS}
+        return cls.of_columns(given, len(configurations))
+
+    @classmethod
+    def of_columns(cls, given: Mapping[str, Sequence[object]], count: int) -> Self:
+        """``count`` rows of values by field; a field of one value has it in all rows."""
+        columns: dict[str, Integers] = {}
+        labels: dict[str, tuple[str, ...]] = {}
+        for name, values in given.items():
+            if values and isinstance(values[0], str):
+                labels[name] = tuple(dict.fromkeys(map(str, values)))
+                places = {label: place for place, label in enumerate(labels[name])}
+                values = [places[str(value)] for value in values]
+            columns[name] = np.broadcast_to(np.array(values, np.int64), count)
+        return cls(columns, labels)
+
+    def __len__(self) -> int:
+        return len(self.columns["shard"])
+
+    def __getitem__(self, field: str) -> Integers:
+        return self.columns[field]
+
+    def flag(self, field: str) -> Mask:
+        """A field that is true or false."""
+        return self.columns[field].astype(np.bool_)
+
+    def where(self, field: str, *chosen: str) -> Mask:
+        """Which rows have one of these labels."""
+        return np.isin(self.columns[field], [place for place, one in enumerate(self.labels[field]) if one in chosen])
+
+    def mapped(self, field: str, number: Callable[[str], float]) -> Floats:
+        """A number for each row's label."""
+        return np.array([number(label) for label in self.labels[field]], np.float64)[self.columns[field]]
+
+    def cost(self, field: str) -> Floats:
+        """A field of each row's cost model, as a number."""
+        return self.mapped("strategy", lambda strategy: float(getattr(find_cost_model(strategy), field)))
+
+    def take(self, rows: Integers | Mask) -> "Candidates":
+        """Some of the rows."""
+        return Candidates({name: column[rows] for name, column in self.columns.items()}, self.labels)
+
+    def configuration(self, row: int) -> Configuration:
+        """One row as a value."""
+        found = {name: int(column[row]) for name, column in self.columns.items()}
+        labels = {name: self.labels[name][found[name]] for name in self.labels}
+        flags = {f.name: bool(found[f.name]) for f in msgspec.structs.fields(Configuration) if f.type is bool}
+        return Configuration(**{**found, **labels, **flags})  # type: ignore[arg-type]
+
+    @property
+    def data_ranks(self) -> Integers:
+        """Ranks that divide the batch."""
+        return self["shard"] * self["replicate"]
+
+    @property
+    def shards(self) -> Integers:
+        """Ranks that a strategy which shards divides parameters over."""
+        return self["shard"] * self["context"]
+
+    @property
+    def world_size(self) -> Integers:
+        """Ranks in all."""
+        return self.data_ranks * self["context"] * self["tensor"] * self["pipeline"]
+
+
+def by_distinct(columns: Sequence[npt.NDArray[np.generic]], value: Callable[..., tuple[float, ...]]) -> Floats:
+    """``value`` of each distinct row of the columns, computed once and spread over all rows: (values, rows)."""
+    rows = list(zip(*(column.tolist() for column in columns)))
+    known: dict[Hashable, tuple[float, ...]] = {}
+    for row in rows:
+        if row not in known:
+            known[row] = value(*row)
+    return np.array([known[row] for row in rows], np.float64).reshape(len(rows), -1).T
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """What a search may choose, each a list of values; :data:`ALL` for every one that can run.
+
+    ``global_batch`` is in sequences. Fields below ``compiled`` hold for all configurations.
+    """
+
+    strategies: tuple[str, ...]
+    world_sizes: tuple[int, ...]
+    global_batch: int
+    tensor: tuple[int, ...] = (1,)
+    pipeline: tuple[int, ...] = (1,)
+    interleave: tuple[int, ...] = (1,)
+    schedules: tuple[Schedule, ...] = ("1f1b", "interleaved")
+    context: tuple[int, ...] = (1,)
+    expert: tuple[int, ...] = (1,)
+    replicas: tuple[int, ...] = (1,)
+    microbatch: tuple[int, ...] = (1,)
+    checkpointing: tuple[str, ...] = ("none",)
+    precisions: tuple[Precision, ...] = ("bf16",)
+    compiled: tuple[bool, ...] = (False,)
+    reduction: str = "fp32"
+    attention: AttentionKernel = "flash"
+    offload: bool = False
+
+
+_VARYING = (
+    "strategy", "tensor", "context", "pipeline", "interleave", "schedule", "expert", "shard", "replicate", "microbatch",
+    "microbatches", "reduce_each", "precision", "compiled", "checkpointing",
+)  # fmt: skip
+
+
+def configurations(space: Space, model: ModelSpec, cluster: ClusterSpec, seq_len: int) -> Candidates:
+    """All configurations of the space that can run, as columns; checkpointing is the innermost axis."""
+    rows: list[tuple[object, ...]] = []
+    fixed, free = list(product(space.precisions, (True,))), list(product(space.precisions, space.compiled))
+    kernels = {name: fixed if name in (*OWN_KERNELS, *_COMPILES) else free for name in space.strategies}
+    for world in space.world_sizes:
+        for meshed in _meshes(space, model, cluster, seq_len, world):
+            policies = space.checkpointing if meshed[_VARYING.index("schedule")] != "zero-bubble" else ("none",)
+            rows += [(*meshed, *chosen, policy) for chosen in kernels[str(meshed[0])] for policy in policies]
+    same = Configuration(
+        strategy=space.strategies[0], reduction=space.reduction,  # type: ignore[arg-type]
+        attention=space.attention, offload=space.offload,
+    )  # fmt: skip
+    varying = dict(zip(_VARYING, zip(*rows))) if rows else dict.fromkeys(_VARYING, ())
+    found = Candidates.of_columns({f: varying.get(f, (getattr(same, f),)) for f in FIELDS}, len(rows))
+    own = found.where("strategy", *OWN_KERNELS) if rows else np.zeros(0, np.bool_)
+    if not own.any():
+        return found
+    # Megatron's layers are Transformer Engine's: fused kernels, cuDNN's attention, and products that overlap tensor
+    # parallelism's collectives.
+    attention = tuple(dict.fromkeys((*found.labels["attention"], "cudnn")))
+    chosen_attention = np.where(own, attention.index("cudnn"), found["attention"])
+    overlaps = np.where(own, 1, found["overlap_tensor"])
+    columns = {**found.columns, "overlap_tensor": overlaps, "attention": chosen_attention}
+    return Candidates(columns, {**found.labels, "attention": attention})
+
+
+def _meshes(
+    space: Space, model: ModelSpec, cluster: ClusterSpec, seq_len: int, world: int
+) -> Iterator[tuple[object, ...]]:
+    widths = (model.n_heads, model.n_kv_heads, model.ffn_dim, *([model.experts.ffn_dim] if model.experts else []))
+    for tensor in _sizes(space.tensor, min(world, cluster.ranks_per_node), widths):
+        for context in _sizes(space.context, min(world // tensor, MOST_CONTEXT), (seq_len,)):
+            if world % (tensor * context) or (context > 1 and seq_len // context < LEAST_TOKENS):
+                continue
+            for pipeline in _sizes(space.pipeline, min(model.n_layers, world), (world // tensor // context,)):
+                data = world // tensor // context // pipeline
+                if space.global_batch % data:
+                    continue
+                for interleave, schedule in _schedules(space, model.n_layers, pipeline):
+                    yield from _batches(space, model, data, tensor, context, pipeline, interleave, schedule)
+
+
+def _batches(
+    space: Space, model: ModelSpec, data: int, tensor: int, context: int, pipeline: int, interleave: int, schedule: str
+) -> Iterator[tuple[object, ...]]:
+    local = space.global_batch // data
+    experts = (model.experts.count, data * context) if model.experts else (1,)
+    for microbatch in _sizes(space.microbatch, min(local, MOST_MICROBATCH), (local,)):
+        microbatches = local // microbatch
+        if pipeline > 1 and (microbatches < pipeline or (interleave > 1 and microbatches % pipeline)):
+            continue
+        for expert in _sizes(space.expert, data * context, experts):
+            for strategy in space.strategies:
+                if not _composes(strategy, tensor, context, pipeline, schedule):
+                    continue
+                for replicate in _replicas(space, strategy, data):
+                    shard = data // replicate
+                    head = (strategy, tensor, context, pipeline, interleave, schedule, expert, shard, replicate)
+                    yield (*head, microbatch, microbatches, True)
+                    if microbatches > 1 and pipeline == 1 and find_cost_model(strategy).by_unit:
+                        yield (*head, microbatch, microbatches, False)
+
+
+def _sizes(given: tuple[int, ...], most: int, divides: Sequence[int]) -> list[int]:
+    """The given sizes, or all up to ``most``, that divide each of the numbers."""
+    chosen = range(1, most + 1) if given == ALL else [size for size in given if size <= most]
+    return [size for size in chosen if all(number % size == 0 for number in divides)]
+
+
+def _schedules(space: Space, n_layers: int, pipeline: int) -> Iterator[tuple[int, Schedule]]:
+    """Stretches of layers on each rank, and the schedule; stretches must be even, with the ends counted as layers or
+    not.
+    """
+    if pipeline == 1:
+        yield 1, "1f1b"
+        return
+    given = space.interleave if space.interleave != ALL else tuple(range(1, MOST_STRETCHES + 1))
+    even = [n for n in given if n_layers % (pipeline * n) == 0 or (n_layers + 2) % (pipeline * n) == 0]
+    for schedule in space.schedules:
+        if schedule == "1f1b" and 1 in given:
+            yield 1, schedule
+        if schedule == "zero-bubble":
+            yield from ((stretches, schedule) for stretches in (1, 2) if stretches in even)
+        if schedule == "interleaved":
+            yield from ((stretches, schedule) for stretches in even if stretches > 1)
+
+
+def _composes(strategy: str, tensor: int, context: int, pipeline: int, schedule: str) -> bool:
+    if schedule == "zero-bubble" and strategy not in _ZERO_BUBBLE:
+        return False
+    if tensor > 1 and strategy not in _TENSOR:
+        return False
+    return pipeline * context == 1 or strategy in _N_DIMENSIONAL
+
+
+def _replicas(space: Space, strategy: str, data: int) -> list[int]:
+    """Sizes of the replicate axis: all of it if nothing is sharded; more than 1 only if parameters are sharded."""
+    costs = find_cost_model(strategy)
+    if not costs.shards_optimizer:
+        return [data]
+    if not costs.by_unit:
+        return [1]
+    powers = [size for size in (2**i for i in range(20)) if data % size == 0 and data // size > 1]
+    chosen = powers if space.replicas == ALL else [size for size in space.replicas if data % size == 0]
+    return chosen or [1]

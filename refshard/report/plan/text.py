@@ -1,0 +1,196 @@
+"""A plan in sentences: which configuration to use, what ties with it, what is next, and what does not fit."""
+
+from collections.abc import Sequence
+
+from refshard.plan.cost_models import find_cost_model
+from refshard.plan.plan import Plan, Row, Spread, cheapest, fastest, ranked
+from refshard.plan.space import OWN_KERNELS
+from refshard.quantities import format_bytes, format_percent, format_seconds
+from refshard.specs.configuration import Configuration
+
+_SCHEDULES = {"1f1b": "1F1B", "interleaved": "interleaved", "zero-bubble": "zero bubble"}
+_MOST_TIES = 3
+
+
+def mesh_text(one: Configuration) -> str:
+    """The mesh in the field's shorthand, innermost axis first.
+
+    >>> mesh_text(Configuration(strategy="fsdp2", tensor=8, pipeline=16, shard=64, replicate=2))
+    'TP 8 x HSDP 2 x 64 x PP 16 (1F1B)'
+    """
+    way = find_cost_model(one.strategy)
+    if not way.shards_optimizer:
+        data = f"DP {one.data_ranks}"
+    elif not way.by_unit:
+        data = f"ZeRO-1 {one.shard}" if one.replicate == 1 else f"ZeRO-1 {one.replicate} x {one.shard}"
+    else:
+        data = f"FSDP {one.shard}" if one.replicate == 1 else f"HSDP {one.replicate} x {one.shard}"
+    parts = [f"TP {one.tensor}"] * (one.tensor > 1) + [f"CP {one.context}"] * (one.context > 1) + [data]
+    parts += [f"EP {one.expert}"] * (one.expert > 1)
+    if one.pipeline > 1:
+        stages = f", {one.interleave} stages each" if one.interleave > 1 else ""
+        parts.append(f"PP {one.pipeline} ({_SCHEDULES[one.schedule]}{stages})")
+    return " x ".join(parts)
+
+
+def batch_text(one: Configuration) -> str:
+    """The batch of one data-parallel rank."""
+    count = "1 microbatch" if one.microbatches == 1 else f"{one.microbatches} microbatches"
+    return f"{count} of {one.microbatch} sequence{'s' if one.microbatch > 1 else ''}{_once(one)}"
+
+
+def short_batch_text(one: Configuration) -> str:
+    """The same for a table's cell."""
+    return f"{one.microbatches} x {one.microbatch}{_once(one)}"
+
+
+def _once(one: Configuration) -> str:
+    return "" if one.reduce_each or one.microbatches == 1 else ", reduced once"
+
+
+def checkpointing_text(row: Row) -> str:
+    """How many of a rank's layers recompute."""
+    if row.configuration.checkpointing == "selective":
+        return "selective checkpointing"
+    if row.checkpointed == row.layers:
+        return "full checkpointing"
+    return f"{row.checkpointed} of {row.layers} layers checkpointed" if row.checkpointed else "no checkpointing"
+
+
+def short_text(configuration: Configuration, varied: Sequence[str] = ()) -> str:
+    """Strategy, the fields that are ``varied``, and mesh."""
+    return f"{configuration.strategy}{variant_text(configuration, varied)} with {mesh_text(configuration)}"
+
+
+def variant_text(configuration: Configuration, varied: Sequence[str]) -> str:
+    """The fields that are ``varied``, as they follow the strategy's name.
+
+    >>> variant_text(Configuration(strategy="fsdp2", precision="fp8", compiled=True), ["precision", "compiled"])
+    ' in fp8, compiled,'
+    """
+    precision = f" in {configuration.precision}" if "precision" in varied else ""
+    if "compiled" not in varied or configuration.strategy in OWN_KERNELS:
+        return precision
+    return f"{precision}, {'compiled' if configuration.compiled else 'eager'},"
+
+
+def variant_columns(configuration: Configuration, varied: Sequence[str]) -> dict[str, str]:
+    """A table's columns of the fields that are ``varied``."""
+    compiled = "own kernels" if configuration.strategy in OWN_KERNELS else "yes" if configuration.compiled else "no"
+    columns = {"precision": configuration.precision, "compiled": compiled}
+    return {field: columns[field] for field in varied}
+
+
+def verdict(plan: Plan, spread: Spread) -> list[str]:
+    """The recommendation first, then what ties with it, what is next, and what does not fit."""
+    best, cheap = fastest(plan), cheapest(plan)
+    if best is None or cheap is None:
+        return _nothing_fits(plan)
+    rows = next(size.rows for size in plan.sizes if size.rows and size.rows[0] is best)
+    one = best.configuration
+    on = f" on {one.world_size:,} ranks" if len(plan.sizes) > 1 else ""
+    reserved = "" if best.reserved_bytes is None else " reserved"
+    cheapest_text = (
+        f"Cheapest: {cheap.configuration.world_size:,} ranks, {cheap.cost_usd:,.0f} USD per 10^12 tokens "
+        f"(here {best.cost_usd:,.0f})."
+    )
+    return [
+        f"Use {one.strategy}{variant_text(one, plan.varied)}{on} with {mesh_text(one)}, {batch_text(one)}, "
+        f"{checkpointing_text(best)}: {format_seconds(best.time_s)} ({format_seconds(best.low_s)} to "
+        f"{format_seconds(best.high_s)}) per step, {format_percent(best.mfu, 0)} MFU, "
+        f"{format_bytes(best.peak_bytes if best.reserved_bytes is None else best.reserved_bytes)}{reserved} of "
+        f"{format_bytes(plan.usable_bytes)} usable.",
+        *_others(rows, spread, plan.varied),
+        *([cheapest_text] if cheap is not best else []),
+    ]
+
+
+def _others(rows: Sequence[Row], spread: Spread, varied: Sequence[str]) -> list[str]:
+    """Configurations within the median error of the first, the first beyond it, and the best of each other variant."""
+    best = rows[0]
+    tied, after = ranked(rows, spread)
+    found = []
+    if tied:
+        names = "; ".join(short_text(row.configuration, varied) for row in tied[:_MOST_TIES])
+        more = f"; and {len(tied) - _MOST_TIES} more below" if len(tied) > _MOST_TIES else ""
+        found.append(f"Tied within the model's error: {names}{more}.")
+    if after is not None:
+        found.append(f"Next: {short_text(after.configuration, varied)}, {_slower(after, best)}.")
+    # A closed form does not compete with a dry run: one may be too fast by what the other has measured.
+    closed = [row for row in rows if best.dry_step_s and not row.dry_step_s]
+    named = [best, *tied[:_MOST_TIES], *([after] if after is not None else [])]
+    known = {"", *(variant_text(row.configuration, varied).strip(" ,") for row in named)}
+    for row in rows:
+        variant = variant_text(row.configuration, varied).strip(" ,")
+        if variant not in known and row not in closed:
+            known.add(variant)
+            one = row.configuration
+            found.append(f"Best {variant}: {one.strategy} with {mesh_text(one)}, {_slower(row, best)}.")
+    faster = next((row for row in closed if row.step_s < best.step_s), None)
+    if faster is not None:
+        gain = format_percent(1 - faster.step_s / best.step_s, 0)
+        name = short_text(faster.configuration, varied)
+        found.append(f"{name} would be {gain} faster in closed form, but has no dry run: {faster.not_dry}.")
+    return found
+
+
+def _slower(row: Row, best: Row) -> str:
+    return f"{format_percent(row.time_s / best.time_s - 1, 0)} slower"
+
+
+def _nothing_fits(plan: Plan) -> list[str]:
+    size = plan.largest
+    if not size.considered:
+        return [
+            "No configuration can run: no choice of axes divides the ranks and the global batch of "
+            f"{plan.global_batch:,} sequences; change --tokens-per-step or the axes."
+        ]
+    found = [f"Nothing fits: {format_bytes(plan.usable_bytes)} of {format_bytes(plan.available_bytes)} are usable."]
+    if size.unfit:
+        least = size.unfit[0]
+        found.append(
+            f"Closest: {short_text(least.configuration, plan.varied)}, {checkpointing_text(least)}, needs "
+            f"{format_bytes(least.peak_bytes)}. Use more nodes, a smaller microbatch, or --search."
+        )
+    return found
+
+
+def warnings(plan: Plan, spread: Spread) -> list[str]:
+    """What limits the figures, in short."""
+    rows = [size.rows[0] for size in plan.sizes if size.rows]
+    found = ["MFU is of each precision's own peak."] if "precision" in plan.varied else []
+    for kind in dict.fromkeys(row.kind for row in rows):
+        error = spread.of(kind)
+        which = f"of this kind ({kind.replace(',', ' parallel,')})" if kind in spread.kinds else "of all kinds"
+        found.append(
+            f"Error bars: {error.count} published runs {which} were held out of the fit: median error "
+            f"{format_percent(error.median)}; 8 of 10 lie within the range."
+        )
+    if any(row.configuration.offload for row in rows):
+        found.append("With --offload the host runs AdamW. That is not in the step time: steps take longer than this.")
+    far = [abs(row.dry_step_s / row.step_s - 1) for size in plan.sizes for row in size.rows if row.dry_step_s]
+    more = "-v lists what the model assumes and leaves out."
+    if not far:
+        return [*found, f"Closed form only: nothing was run. {more}"]
+    return [
+        *found,
+        f"{len(far)} configurations were dry-run: a few layers of the real code on fake GPUs, extrapolated. Closed "
+        f"forms are within {format_percent(max(far), 0)} of them. {more}",
+    ]
+
+
+def assumptions(plan: Plan) -> list[str]:
+    """What the model leaves out and assumes."""
+    failures = plan.failures
+    return [
+        "The model leaves out: other jobs on the network; reading data and saving checkpoints; fragmentation of the "
+        "allocator, beyond a fixed allowance; uneven routing of tokens to experts.",
+        "It assumes fp32 masters, fused AdamW, clipped gradients, and synthetic data. Megatron has Transformer "
+        "Engine's fused kernels and cuDNN's attention; other strategies have eager blocks, unless --compile yes, and "
+        "FlashAttention-2.",
+        f"Tensors can use {format_bytes(plan.usable_bytes)} of {format_bytes(plan.available_bytes)}; the rest is for "
+        "the CUDA context, NCCL's buffers and fragmentation.",
+        f"Cost: {plan.price_usd:g} USD per GPU-hour (--price), at the goodput with one failure per GPU every "
+        f"{failures.mtbf_hours:,.0f} hours (--mtbf), {failures.save_s:g} s to save a checkpoint and "
+        f"{failures.restart_s:g} s to restart.",
+    ]
