@@ -26,7 +26,8 @@ from refshard.cli import app
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _BLOCK = re.compile(
-    r"<!-- prints(?P<parts> (?:[\d,-]|last)+)?(?P<slow> slow)?: refshard (?P<command>.+?) -->\n+```text\n(?P<shown>.*?)\n```",
+    r"<!-- prints(?P<parts> (?:[\d,-]|last)+)?(?P<slow> slow)?: refshard (?P<command>.+?) -->"
+    r"\n+```text\n(?P<shown>.*?)\n```",
     re.S,
 )
 
