@@ -16,7 +16,7 @@ import typer
 from refshard import resources
 from refshard.commands.printing import OUTPUT_OPTIONS, printed
 from refshard.errors import RefshardError, SpecError
-from refshard.harness.interruption import ignore_more, interruptible, mortal
+from refshard.measure.interruption import ignore_more, interruptible, mortal
 from refshard.report.blocks import Answer
 from refshard.version import __version__
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from refshard.commands.printing import tell
 from refshard.errors import SpecError
-from refshard.harness.launchers.local import LocalLauncher
-from refshard.harness.run import check_suite, new_run_folder
+from refshard.measure.launchers.local import LocalLauncher
+from refshard.measure.run import check_suite, new_run_folder
 from refshard.specs.case import CaseSpec
 from refshard.specs.suite import SuiteSpec
 

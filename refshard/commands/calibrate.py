@@ -12,9 +12,9 @@ from refshard.commands.launching import check_launcher, make_launcher
 from refshard.commands.printing import tell
 from refshard.errors import SpecError
 from refshard.folders import STDOUT, replace_file
-from refshard.harness.calibrate import is_begun, measure, plan_calibration, read_profile
-from refshard.harness.launchers.torchrun.launcher import TorchrunLauncher
-from refshard.harness.launchers.torchrun.server import place_of
+from refshard.measure.calibrate import is_begun, measure, plan_calibration, read_profile
+from refshard.measure.launchers.torchrun.launcher import TorchrunLauncher
+from refshard.measure.launchers.torchrun.server import place_of
 from refshard.report.blocks import Answer
 from refshard.report.calibration import profile_answer
 from refshard.specs.case import Device

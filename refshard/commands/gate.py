@@ -13,13 +13,13 @@ from refshard.commands.printing import warn
 from refshard.commands.progress import observer as make_observer
 from refshard.errors import SpecError
 from refshard.folders import replace_file
-from refshard.harness.environment import capture_environment
-from refshard.harness.gate.baseline import Baseline, baseline_file, machine_of, read_baseline, read_others
-from refshard.harness.gate.baseline import accept as accept_run
-from refshard.harness.gate.checkout import checked_out
-from refshard.harness.launchers.local import LocalLauncher
-from refshard.harness.run import run_suite
-from refshard.harness.store import read_run
+from refshard.measure.environment import capture_environment
+from refshard.measure.gate.baseline import Baseline, baseline_file, machine_of, read_baseline, read_others
+from refshard.measure.gate.baseline import accept as accept_run
+from refshard.measure.gate.checkout import checked_out
+from refshard.measure.launchers.local import LocalLauncher
+from refshard.measure.run import run_suite
+from refshard.measure.store import read_run
 from refshard.records import Environment, LaunchRecord, Run
 from refshard.report.blocks import Answer
 from refshard.report.forms import as_markdown

@@ -4,13 +4,13 @@ import os
 from contextlib import AbstractContextManager, nullcontext
 
 from refshard.errors import SpecError, nearest
-from refshard.harness.launchers.base import Launcher
-from refshard.harness.launchers.local import LocalLauncher
-from refshard.harness.launchers.netlab import network as networks
-from refshard.harness.launchers.netlab.launcher import NetlabLauncher
-from refshard.harness.launchers.slurm.launcher import SlurmLauncher
-from refshard.harness.launchers.torchrun.launcher import TorchrunLauncher
-from refshard.harness.launchers.torchrun.server import place_of, serve
+from refshard.measure.launchers.base import Launcher
+from refshard.measure.launchers.local import LocalLauncher
+from refshard.measure.launchers.netlab import network as networks
+from refshard.measure.launchers.netlab.launcher import NetlabLauncher
+from refshard.measure.launchers.slurm.launcher import SlurmLauncher
+from refshard.measure.launchers.torchrun.launcher import TorchrunLauncher
+from refshard.measure.launchers.torchrun.server import place_of, serve
 from refshard.specs.suite import NetworkSpec
 
 LAUNCHERS = ("local", "torchrun", "slurm")

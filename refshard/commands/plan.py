@@ -32,7 +32,7 @@ from refshard.specs.cluster import ClusterSpec, load_cluster
 from refshard.specs.model import ModelSpec, is_factory, load_model
 
 if TYPE_CHECKING:
-    from refshard.harness.dry.proxies import Extrapolated
+    from refshard.measure.dry.proxies import Extrapolated
 
 DRY_RUNS, DRY_RUN_S, DRY_RUNS_S = 4, 120.0, 60.0
 """Configurations that ``--search`` dry-runs by default, how long each of the first may take, and for how long more of
@@ -131,9 +131,9 @@ def _dry_runs(asked: Asked, cluster: ClusterSpec) -> int:
 def _with_dry_runs(size: Size, asked: Asked, model: ModelSpec, cluster: ClusterSpec, count: int) -> Size:
     """The size with its first ``count`` rows that can be dry-run and fit, and how their closed forms compare."""
     from refshard.fakecuda.build import extension
-    from refshard.harness.dry.many import dry_run_many
-    from refshard.harness.dry.proxies import Extrapolated, Setting
-    from refshard.harness.dry.rounds import Rounds, dry_run_rounds
+    from refshard.measure.dry.many import dry_run_many
+    from refshard.measure.dry.proxies import Extrapolated, Setting
+    from refshard.measure.dry.rounds import Rounds, dry_run_rounds
 
     extension()  # builds the fake device if there is none
     name = asked.cluster if cluster == load_cluster(asked.cluster) else f"{_profile(asked.cluster)}x{cluster.nodes}"

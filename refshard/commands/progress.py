@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from refshard.commands.printing import LOG
-from refshard.harness.run import Observer
+from refshard.measure.run import Observer
 from refshard.plain import plain
 from refshard.quantities import format_duration, format_rate, format_seconds
 from refshard.records import LaunchRecord

@@ -13,14 +13,14 @@ import pytest
 
 from refshard.commands.gate import Asked, beside, find_accepted, peak_alone, two_strategies
 from refshard.errors import SpecError
-from refshard.harness.gate.baseline import Baseline
-from refshard.harness.gate.baseline import accept as accept_run
-from refshard.harness.run import run_suite
+from refshard.measure.gate.baseline import Baseline
+from refshard.measure.gate.baseline import accept as accept_run
+from refshard.measure.run import run_suite
 from refshard.records import LaunchRecord
 from refshard.specs.gate import RULES
 from refshard.stats.exact import OPERATORS, PEAK, exact_metrics
-from tests.harness.commandline import write_suite
-from tests.harness.fakes import ENVIRONMENT, FakeLauncher, Silent, make_suite
+from tests.measure.commandline import write_suite
+from tests.measure.fakes import ENVIRONMENT, FakeLauncher, Silent, make_suite
 
 ROOT = Path(__file__).parents[2]
 PATCHES = {

@@ -8,7 +8,7 @@ import pytest
 
 from refshard.estimate.memory import PARTS
 from refshard.estimate.ways import WAYS
-from refshard.harness.store import read_run
+from refshard.measure.store import read_run
 from refshard.quantities import GIB, MIB
 from refshard.specs.model import load_model
 from tests.estimate.made import configuration, estimated

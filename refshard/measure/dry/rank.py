@@ -1,0 +1,158 @@
+"""The process of a dry run, and those that it forks for more ranks. It imports torch once the fake device is there."""
+
+import os
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import NoReturn
+
+import msgspec
+
+from refshard.dryrun.overheads import overheads
+from refshard.dryrun.request import UNLIMITED_BYTES
+from refshard.errors import RefshardError
+from refshard.fakecuda import activate
+from refshard.folders import replace_file
+from refshard.measure.dry.result import ASKED_FILE, DryCase, DryResult, rank_folder, ranks_of, result_file
+from refshard.measure.worker import end_with_parent
+from refshard.specs.cluster import ClusterSpec, load_cluster
+
+Run = Callable[[int], DryResult]
+
+
+def run_dry_ranks(folder: Path) -> NoReturn:
+    """Run the ranks of the case that ``folder`` asks for, leave their results there, and end this process.
+
+    Each but the last has a process of its own, forked once the device and torch are there. The last, which reads what
+    all recorded, runs here, if they ended ok.
+    """
+    asked = msgspec.json.decode((folder / ASKED_FILE).read_bytes(), type=DryCase)
+    try:
+        device = prepare([asked])
+    except BaseException as error:
+        rank_folder(folder, 0).mkdir(exist_ok=True)
+        _leave(0, _failing(error), folder)
+        _end()
+    run_case(asked, device, folder)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """The fake device of this process: the extension, and the bytes that its allocator may reserve."""
+
+    ext: ModuleType
+    usable_bytes: int
+
+
+def run_case(asked: DryCase, device: Prepared, folder: Path) -> NoReturn:
+    """Run the ranks of a case, in a process that has the device; leave their results, and end this process."""
+    ranks = ranks_of(asked.case)
+    for rank in ranks:
+        rank_folder(folder, rank).mkdir(parents=True, exist_ok=True)
+    run = _runner(asked, device, folder)
+    if _run_in_processes(ranks[:-1], run, folder):
+        _leave(ranks[-1], run, folder)
+    _end()
+
+
+def prepare(asked: Sequence[DryCase]) -> Prepared:
+    """Make the device of these cases, which are of one cluster, and import what their ranks need, before any is
+    forked.
+    """
+    first = asked[0]
+    cluster = load_cluster(first.case.cluster).of_world_size(first.case.world_size)
+    usable, ext = make_device(first, cluster)
+    # Here, since torch must not be imported before the device is there.
+    from refshard.measure.dry.steps import preload
+
+    for one in asked:
+        if len(asked) > 1 or len(ranks_of(one.case)) > 1:
+            preload(one.case)
+    return Prepared(ext=ext, usable_bytes=usable)
+
+
+def _runner(asked: DryCase, device: Prepared, folder: Path) -> Run:
+    """What runs a rank, once in each process."""
+    from refshard.measure.dry.steps import run_steps
+
+    cluster = load_cluster(asked.case.cluster).of_world_size(asked.case.world_size)
+
+    def run(rank: int) -> DryResult:
+        take_place(rank, asked.case.world_size, cluster.ranks_per_node)
+        own = msgspec.structs.replace(asked, rank=rank)
+        result = run_steps(own, cluster, device.ext, rank_folder(folder, rank))
+        return msgspec.structs.replace(result, usable_bytes=device.usable_bytes)
+
+    return run
+
+
+def _failing(error: BaseException) -> Run:
+    def run(_: int) -> DryResult:
+        raise error
+
+    return run
+
+
+def _run_in_processes(ranks: Sequence[int], run: Run, folder: Path) -> bool:
+    """Run each rank in a process, as many at a time as there are cores; whether all ended ok. After one that did not,
+    no more are started.
+    """
+    parent, waiting, running, well = os.getpid(), list(ranks), dict[int, int](), True
+    while running or (waiting and well):
+        if waiting and well and len(running) < len(os.sched_getaffinity(0)):
+            rank = waiting.pop(0)
+            if not (pid := os.fork()):
+                if end_with_parent(parent, signal.SIGKILL):
+                    _leave(rank, run, folder)
+                _end()
+            running[pid] = rank
+            continue
+        ended, _ = os.wait()
+        path = result_file(rank_folder(folder, running.pop(ended)))
+        well = well and path.exists() and msgspec.json.decode(path.read_bytes(), type=DryResult).state == "ok"
+    return well
+
+
+def _leave(rank: int, run: Run, folder: Path) -> None:
+    """Run a rank, and leave its result in its folder."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            result = run(rank)
+        except BaseException as error:  # of the device or of the reading: what the case meets is a result already
+            traceback.print_exception(error)
+            words = str(error) if isinstance(error, RefshardError) else f"{type(error).__name__}: {error}"
+            result = DryResult(state="failed", error=(words.splitlines() or [""])[0])
+    own = [str(warning.message) for warning in caught if "refshard" in str(warning.message)]
+    result = msgspec.structs.replace(result, warnings=tuple(dict.fromkeys([*result.warnings, *own])))
+    replace_file(result_file(rank_folder(folder, rank)), [msgspec.json.encode(result).decode()])
+
+
+def _end() -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads, and tensors that outlive the device, have nothing left to say
+
+
+def make_device(asked: DryCase, cluster: ClusterSpec) -> tuple[int, ModuleType]:
+    """Give this process the case's GPUs: returns the bytes that the allocator may reserve, and the extension."""
+    hardware, beside = cluster.accelerator, sum(one.bytes for one in overheads(asked.case.world_size))
+    if not asked.limited:
+        hardware = msgspec.structs.replace(hardware, memory_bytes=UNLIMITED_BYTES)
+    ext = activate(hardware, devices=cluster.ranks_per_node, unusable_bytes=beside)
+    return hardware.memory_bytes - beside, ext
+
+
+def take_place(rank: int, world_size: int, ranks_per_node: int) -> None:
+    """A rank's place in the world, instead of its place among the processes that were really started. Its process sees
+    one GPU: torch plans DTensors on the first one, whatever a rank's own is.
+    """
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(ranks_per_node),
+    }  # fmt: skip

@@ -1,0 +1,258 @@
+"""A rank of torchrun that is not the harness: it starts its rank of each job, as rank 0 announces them.
+
+They meet at torchrun's own store, where rank 0 leaves the port of one that it holds: that ends with rank 0, however it
+ends, and so no server outlives the harness. Each job's ranks meet at one more store of rank 0, on a port that the
+kernel chose.
+"""
+
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from refshard.errors import SpecError
+from refshard.measure.interruption import Interruption
+from refshard.measure.launchers.base import Job
+from refshard.measure.launchers.ranks import (
+    POLL_S,
+    RankEnd,
+    Ranks,
+    rank_environment,
+    started,
+    worker_arguments,
+)
+from refshard.measure.meeting import STORE_IS_HELD
+from refshard.measure.worker import ASK, end_with_parent
+
+_BEAT_S = 1.0
+_IDLE_S = 0.5
+_SEEN_S = 30.0
+"""How long another host's new folder may take to be seen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where torchrun put this process."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    address: str
+
+
+def place_of(variables: Mapping[str, str]) -> Place:
+    """Read torchrun's variables.
+
+    Raises:
+        SpecError: torchrun did not start this process.
+    """
+    if "TORCHELASTIC_RUN_ID" not in variables:
+        command = shlex.join(["refshard", *sys.argv[1:]])
+        raise SpecError(
+            "launcher 'torchrun' needs torchrun, which did not start this process; run: torchrun "
+            f"--nproc-per-node G --no-python {command}"
+        )
+    return Place(
+        rank=int(variables["RANK"]),
+        local_rank=int(variables["LOCAL_RANK"]),
+        world_size=int(variables["WORLD_SIZE"]),
+        local_world_size=int(variables["LOCAL_WORLD_SIZE"]),
+        address=variables["MASTER_ADDR"],
+    )
+
+
+class Announced(msgspec.Struct, frozen=True, kw_only=True):
+    """What rank 0 tells of a job; ``port`` is that of the store where its ranks meet."""
+
+    job: Job
+    folder: str
+    port: int
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """How a server's rank ended; ``trouble`` is why it could not start."""
+
+    end: RankEnd
+    trouble: str = ""
+
+
+class Key:
+    """What lies where in rank 0's store, and ``PORT``, the port of that, in torchrun's."""
+
+    PORT = "port"
+
+    @staticmethod
+    def job(number: int) -> str:
+        """The job of this number; if there are no more, whether all went well."""
+        return f"job/{number}"
+
+    @staticmethod
+    def call_off(number: int) -> str:
+        """The signal for the job's ranks: to end them, or to ask them before where they stand."""
+        return f"job/{number}/call_off"
+
+    @staticmethod
+    def asked(number: int, rank: int) -> str:
+        """Set when a server has asked its rank where it stands."""
+        return f"job/{number}/asked/{rank}"
+
+    @staticmethod
+    def ends(number: int) -> str:
+        """How many servers have reported their rank's end."""
+        return f"job/{number}/ends"
+
+    @staticmethod
+    def end(number: int, index: int) -> str:
+        """The report of this index, in the order of the ends."""
+        return f"job/{number}/end/{index}"
+
+    @staticmethod
+    def beat(rank: int) -> str:
+        """What a server changes as long as it lives."""
+        return f"beat/{rank}"
+
+    @staticmethod
+    def gone(rank: int) -> str:
+        """Set when a server leaves."""
+        return f"gone/{rank}"
+
+
+def agents_store() -> Store:
+    """Torchrun's own store. A restart by torchrun finds nothing there of what was before."""
+    store, _, _ = next(rendezvous("env://"))
+    return PrefixStore(f"refshard/{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+
+
+def start_rank(announced: Announced, place: Place) -> AbstractContextManager[Ranks]:
+    """Start this process's rank of a job, which may have fewer ranks than torchrun."""
+    folder, processes = Path(announced.folder), announced.job.processes
+    environment = rank_environment(
+        place.rank,
+        place.local_rank,
+        world_size=processes,
+        local_world_size=min(place.local_world_size, processes - (place.rank - place.local_rank)),
+        address=place.address,
+        port=announced.port,
+    )
+    return started(
+        sys.executable,
+        [worker_arguments(announced.job, folder)],
+        [{**environment, **STORE_IS_HELD}],
+        folder,
+        folder / "logs" / f"rank{place.rank}",
+        first_rank=place.rank,
+    )
+
+
+def serve(place: Place) -> bool:
+    """Start this process's rank of every job, until rank 0 ends or torchrun says so; return whether all went well."""
+    end_with_parent(os.getppid(), signal.SIGTERM)
+    with suppress(KeyboardInterrupt, DistError), Interruption() as interruption:
+        agents = agents_store()
+        while not agents.check([Key.PORT]):
+            if interruption.received:
+                return False
+            time.sleep(_IDLE_S)
+        return Server(place, TCPStore(place.address, int(agents.get(Key.PORT))), interruption).serve()
+    return False
+
+
+class Server:
+    """Serves from :meth:`serve` on; ``interruption`` notes the signals that this process gets."""
+
+    def __init__(self, place: Place, store: Store, interruption: Interruption) -> None:
+        self._place, self._store, self._interruption = place, store, interruption
+        self._last_beat = float("-inf")
+
+    def serve(self) -> bool:
+        """See :func:`serve`."""
+        number = 0
+        while isinstance(announced := self._next(number), Announced):
+            if self._place.rank < announced.job.processes:
+                self._report(number, self._run(number, announced))
+            number += 1
+        self._store.set(Key.gone(self._place.rank), "")
+        return announced
+
+    def _next(self, number: int) -> Announced | bool:
+        while not self._store.check([Key.job(number)]):
+            if self._interruption.received:
+                return False
+            self._beat()
+            time.sleep(_IDLE_S)
+        return msgspec.json.decode(self._store.get(Key.job(number)), type=Announced | bool)
+
+    def _run(self, number: int, announced: Announced) -> Report:
+        rank = self._place.rank
+        called_off = Report(end=RankEnd(rank=rank, exit_code=-signal.SIGTERM))
+        try:
+            trouble = self._unseen(number, Path(announced.folder) / announced.job.asked)
+            if trouble is not None:
+                return msgspec.structs.replace(called_off, trouble=trouble)
+            with start_rank(announced, self._place) as ranks:
+                ends = self._watch(number, ranks)
+        except OSError as error:  # of this process: what a rank meets is its result
+            trouble = (
+                f"rank {rank} on {os.uname().nodename} cannot be started ({error}); correct that and --resume the run"
+            )
+            return msgspec.structs.replace(called_off, trouble=trouble)
+        return Report(end=ends[0]) if ends else called_off
+
+    def _unseen(self, number: int, asked: Path) -> str | None:
+        """Wait for what the job is asked. Why its rank cannot start, if so; empty if the job was called off."""
+        deadline = time.monotonic() + _SEEN_S
+        while not asked.exists():
+            if self._signal(number) is not None:
+                return ""
+            if time.monotonic() > deadline:
+                return (
+                    f"rank {self._place.rank} on {os.uname().nodename} does not see {asked}; set --out to a folder "
+                    "that all nodes share"
+                )
+            self._beat()
+            time.sleep(POLL_S)
+        return None
+
+    def _watch(self, number: int, ranks: Ranks) -> tuple[RankEnd, ...]:
+        """How the rank ended, by itself or by a signal."""
+        asked = False
+        while (ends := ranks.poll()) is None:
+            number_of_signal = self._signal(number)
+            if number_of_signal == ASK and not asked:
+                asked = True
+                ranks.ask()
+                self._store.set(Key.asked(number, self._place.rank), "")
+            elif number_of_signal is not None and number_of_signal != ASK:
+                return ranks.end(number_of_signal)
+            self._beat()
+            time.sleep(POLL_S)
+        return ends
+
+    def _signal(self, number: int) -> signal.Signals | None:
+        """The signal for the job's rank, if there is one."""
+        if self._interruption.received:
+            return signal.SIGTERM
+        if not self._store.check([Key.call_off(number)]):
+            return None
+        return signal.Signals(int(self._store.get(Key.call_off(number))))
+
+    def _report(self, number: int, report: Report) -> None:
+        self._store.set(Key.asked(number, self._place.rank), "")  # there is none to wait for
+        index = self._store.add(Key.ends(number), 1) - 1
+        self._store.set(Key.end(number, index), msgspec.json.encode(report).decode())
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if now > self._last_beat + _BEAT_S:
+            self._store.set(Key.beat(self._place.rank), str(now))
+            self._last_beat = now
