@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from refshard import resources
-from refshard.commands.asked import check_gated, run_folder
 from refshard.commands.folders import find_run
+from refshard.commands.launching import check_gated, run_folder
 from refshard.commands.paired import side_by_side
 from refshard.commands.printing import warn
 from refshard.commands.progress import observer as make_observer

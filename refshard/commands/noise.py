@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from refshard import resources
-from refshard.commands.asked import check_gated, run_folder
+from refshard.commands.launching import check_gated, run_folder
 from refshard.commands.printing import tell
 from refshard.commands.progress import observer as make_observer
 from refshard.errors import SpecError
 from refshard.measure.environment import capture_environment
 from refshard.measure.gate.noise import keep_noise, read_rounds, record_rounds
-from refshard.measure.gate.series import kind, serial
+from refshard.measure.gate.rounds import kind, serial
 from refshard.measure.launchers.local import LocalLauncher
 from refshard.report.blocks import Answer
 from refshard.report.gate.formats import noise_answer

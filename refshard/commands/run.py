@@ -19,7 +19,7 @@ from refshard.measure.dry.first import cases_to_skip
 from refshard.measure.duration import earlier_launches, expected, recorded_folders
 from refshard.measure.interruption import ignore_more
 from refshard.measure.launchers.base import Launcher
-from refshard.measure.launchers.torchrun.launcher import TorchrunLauncher
+from refshard.measure.launchers.torchrun import TorchrunLauncher
 from refshard.measure.run import check_folder, check_suite, mark_latest, new_run_folder, resume_run, run_suite
 from refshard.measure.store import read_run
 from refshard.records import Environment, Run

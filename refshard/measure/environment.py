@@ -1,6 +1,7 @@
-"""What machine and software a run is measured on."""
+"""What machine and software a run is measured on; one rank of each host describes it where ranks run elsewhere."""
 
 import hashlib
+import os
 import platform
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from refshard import resources
 from refshard.measure import gpus as of_gpus
-from refshard.measure.processor import available_cores, cpu_name
+from refshard.measure.load import available_cores, cpu_name
 from refshard.records import Environment
 
 _PACKAGES = (
@@ -159,3 +160,27 @@ def git_state(checkout: Path | None) -> tuple[str | None, bool | None]:
 def _git(checkout: Path, *arguments: str) -> str:
     done = subprocess.run(["git", "-C", checkout, *arguments], check=True, capture_output=True, text=True)
     return done.stdout.strip()
+
+
+ASKED = "environment.json"
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """With how many threads to measure the rate of a matrix product; and in words what joins the hosts."""
+
+    threads: int
+    network: str = ""
+
+
+def described_file(folder: Path, rank: int) -> Path:
+    """Where a rank leaves its :class:`Environment`."""
+    return folder / f"environment-rank{rank}.json"
+
+
+def describe_rank(folder: Path) -> int:
+    """Run this rank and return the process's exit status."""
+    if int(os.environ["LOCAL_RANK"]) == 0:
+        asked = msgspec.json.decode((folder / ASKED).read_bytes(), type=Asked)
+        described = msgspec.json.encode(capture_environment(asked.threads, asked.network))
+        described_file(folder, int(os.environ["RANK"])).write_bytes(described)
+    return 0

@@ -18,6 +18,21 @@ import torch
 from refshard.fakecuda.activate import is_active
 from refshard.records import Load
 
+
+def available_cores() -> int:
+    """Logical cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_name() -> str:
+    """The processor's model, as the system names it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
 _PRODUCTS = {"cpu": (512, 24), "cuda": (2048, 64)}
 """Size and number of the probe's fp32 products: some 50 ms of a core or a GPU, in little memory."""
 _BUSY = (0, 1, 2, 5, 6, 7)

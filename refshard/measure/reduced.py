@@ -11,8 +11,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from refshard.measure.compiling import compiling_anew
-from refshard.measure.trainer import Trainer
+from refshard.measure.trainer import Trainer, compiling_anew
 from refshard.quantities import format_bytes
 from refshard.records import Environment
 from refshard.specs.case import CaseSpec

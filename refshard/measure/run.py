@@ -14,8 +14,8 @@ import msgspec
 
 from refshard.errors import LaunchError, SpecError
 from refshard.measure.assemble import assemble
+from refshard.measure.dry.rank import ranks_of
 from refshard.measure.dry.record import check_dry, launch_dry, record_dry
-from refshard.measure.dry.result import ranks_of
 from refshard.measure.environment import changes
 from refshard.measure.launchers.base import Job, Launcher
 from refshard.measure.launchers.local import LocalLauncher

@@ -13,7 +13,7 @@ the digest of the parameters need is the measurement's, not the strategy's.
 import hashlib
 import resource
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import msgspec
@@ -21,12 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from refshard.measure.compiling import compiling_anew
-from refshard.measure.gpu_use import watched_gpus
-from refshard.measure.limits import limited_memory
+from refshard.measure.gpus import watched_gpus
 from refshard.measure.load import RankLoad, watched_load
 from refshard.measure.reduced import ReducedLosses
-from refshard.measure.trainer import Trainer
+from refshard.measure.trainer import Trainer, compiling_anew
 from refshard.quantities import GIB
 from refshard.records import Census, CollectiveCount, GpuMemory, GpuUse, State
 from refshard.specs.case import CaseSpec
@@ -36,6 +34,40 @@ from refshard.strategies.table import ROWS
 from refshard.tracing.capture import WARMUP_STEPS, capture_steps
 from refshard.tracing.census import OperatorCensus
 from refshard.tracing.memory import AllocatorPeak, GpuPeaks
+
+_NO_ROOM_FOR_A_STACK = ("Resource temporarily unavailable", "can't start new thread")
+"""What errors say if the limit leaves no room for the stack of a new thread."""
+
+
+@contextmanager
+def limited_memory(limit_bytes: int | None, device: torch.device) -> Iterator[None]:
+    """Let allocations beyond the limit fail: on a GPU, those that torch's allocator reserves; on a CPU, those of the
+    whole process (``RLIMIT_DATA``). A limit above the GPU's memory limits nothing.
+
+    Raises:
+        MemoryError: a thread could not be started under the limit.
+    """
+    if limit_bytes is None:
+        yield
+    elif device.type == "cuda":
+        _, total_bytes = torch.cuda.mem_get_info(device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes), device)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
+    else:
+        before, most = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, most))
+        try:
+            yield
+        except RuntimeError as error:
+            if any(sign in str(error) for sign in _NO_ROOM_FOR_A_STACK):
+                raise MemoryError(f"no room for the stack of a thread ({error})") from error
+            raise
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, (before, most))
+
 
 MEMORY_STEP = 2
 """The step whose allocator peak is recorded on a CPU: the first whose every buffer was there before."""

@@ -39,7 +39,7 @@ def main(program: str, folder: Path, launcher: int) -> int:
     if not end_with_parent(launcher, signal.SIGKILL):
         return 1
     if program == "environment":
-        from refshard.measure.describe import describe_rank
+        from refshard.measure.environment import describe_rank
 
         return describe_rank(folder)
     if program == "dryrun":

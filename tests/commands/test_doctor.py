@@ -8,9 +8,8 @@ from typer.testing import CliRunner
 
 from refshard.cli import app
 from refshard.commands.doctor import report
-from refshard.measure.doctor.abilities import abilities
 from refshard.measure.doctor.facts import Facts
-from refshard.measure.doctor.findings import findings
+from refshard.measure.doctor.findings import abilities, findings
 from tests.measure.doctor.machines import CPU_ONLY, DGX, with_gpu
 from tests.report.printed import as_csv, as_json, rows, tables, text, verdict
 

@@ -18,7 +18,7 @@ from refshard.estimate.estimate import estimate
 from refshard.estimate.issued import issued_by_rank
 from refshard.estimate.ways import WAYS
 from refshard.measure.dry.many import dry_run_many
-from refshard.measure.dry.result import DryResult
+from refshard.measure.dry.rank import DryResult
 from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import load_cluster
 from refshard.specs.configuration import Configuration, Schedule

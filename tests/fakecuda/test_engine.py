@@ -3,7 +3,7 @@
 import pytest
 
 from refshard.engine.placement import MODES
-from refshard.measure.failure import failure_of
+from refshard.measure.assemble import failure_of
 from refshard.measure.launchers.base import LaunchOutcome
 from refshard.measure.timing import RankResult
 from refshard.specs.case import CaseSpec

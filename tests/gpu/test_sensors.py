@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from refshard.fakecuda.activate import is_active
-from refshard.measure.gpu_use import watched_gpus
-from refshard.measure.gpus import describe_gpus, visible_uuids
+from refshard.measure.gpus import describe_gpus, visible_uuids, watched_gpus
 from refshard.measure.nvml import gpu_sensors
 
 pytestmark = [

@@ -7,12 +7,11 @@ from typing import Any
 import msgspec
 
 from refshard.flops import flops_per_token
-from refshard.measure.launchers.base import Job, Launcher, LaunchOutcome
-from refshard.measure.launchers.machine import check_fits_machine
+from refshard.measure.launchers.base import Job, Launcher, LaunchOutcome, check_fits_machine
 from refshard.measure.rank import CASE_FILE, SERIES_FILE, rank_file, series_folder, trace_file
 from refshard.measure.run import Observer
-from refshard.measure.subject import CONVENTION
 from refshard.measure.timing import RankResult
+from refshard.measure.trainer import CONVENTION
 from refshard.quantities import GIB
 from refshard.records import Census, CollectiveCount, Environment, LaunchRecord
 from refshard.specs.case import CaseSpec

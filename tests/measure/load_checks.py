@@ -4,8 +4,7 @@ from typing import Any
 
 import torch
 
-from refshard.measure.gpu_use import watched_gpus
-from refshard.measure.gpus import describe_gpus
+from refshard.measure.gpus import describe_gpus, watched_gpus
 from refshard.measure.load import watched_load
 from tests.fakecuda.child import check
 

@@ -16,10 +16,12 @@ from refshard.cli import app
 from refshard.commands import calibrate as command
 from refshard.costs import attention_seconds, collective_cost, group_shape, product_seconds
 from refshard.errors import LaunchError, SpecError
-from refshard.measure.calibrate import measure, plan_calibration, read_profile
-from refshard.measure.calibration import fit, kernels
+from refshard.measure.calibration import kernels
+from refshard.measure.calibration import profile as fit
 from refshard.measure.calibration.agreement import Agreement, FailedOnSomeRankError
 from refshard.measure.calibration.collectives import divisible, traffic
+from refshard.measure.calibration.kernels import Call, CpuStopwatch, Stopwatch, settled
+from refshard.measure.calibration.plan import measure, plan_calibration, read_profile
 from refshard.measure.calibration.profile import TooLittleError, build_profile
 from refshard.measure.calibration.samples import (
     CALIBRATION_FILE,
@@ -44,10 +46,9 @@ from refshard.measure.calibration.samples import (
     piece_names,
     samples_file,
 )
-from refshard.measure.calibration.stopwatch import Call, CpuStopwatch, Stopwatch, settled
 from refshard.measure.launchers.base import Job, Launcher, LaunchOutcome
-from refshard.measure.launchers.torchrun.server import Place
-from refshard.measure.processor import available_cores
+from refshard.measure.launchers.torchrun import Place
+from refshard.measure.load import available_cores
 from refshard.records import Environment, GpuUse
 from refshard.report.calibration import profile_answer
 from refshard.specs.case import CaseSpec

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from refshard.measure.compiling import compiling_anew
+from refshard.measure.trainer import compiling_anew
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 

@@ -12,8 +12,8 @@ from refshard.commands.show import show
 from refshard.dryrun.overheads import overheads
 from refshard.dryrun.request import Pool
 from refshard.errors import SpecError
+from refshard.measure.dry.rank import ASKED_FILE, DryCase, DryResult, StepResult, rank_folder, ranks_of, result_file
 from refshard.measure.dry.record import NOT_CLAIMED, launch_dry, prove_dry, record_dry
-from refshard.measure.dry.result import ASKED_FILE, DryCase, DryResult, StepResult, rank_folder, ranks_of, result_file
 from refshard.measure.launchers.base import Job, Launcher, LaunchOutcome
 from refshard.measure.launchers.local import LocalLauncher
 from refshard.measure.rank import trace_file

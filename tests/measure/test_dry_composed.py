@@ -10,7 +10,7 @@ import pytest
 
 from refshard.errors import UnsupportedError
 from refshard.measure.dry import rank as dry_rank
-from refshard.measure.dry.result import DryResult, rank_folder, ranks_of, result_file
+from refshard.measure.dry.rank import DryResult, rank_folder, ranks_of, result_file
 from refshard.measure.launchers.local import LocalLauncher
 from refshard.measure.run import run_suite
 from refshard.records import LaunchRecord

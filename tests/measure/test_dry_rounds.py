@@ -9,7 +9,7 @@ import pytest
 
 from refshard.dryrun.request import Pool
 from refshard.measure.dry.proxies import Extrapolated, Proxies, Setting, closed, extrapolate, proxies_of
-from refshard.measure.dry.result import DryResult, StepResult
+from refshard.measure.dry.rank import DryResult, StepResult
 from refshard.measure.dry.rounds import Rounds, dry_run_rounds
 from refshard.quantities import GIB, format_bytes
 from refshard.records import Census, StepTrace

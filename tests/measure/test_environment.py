@@ -16,8 +16,8 @@ from refshard.measure.environment import (
     measure_gemm,
 )
 from refshard.measure.gpus import describe_sensors, setting_changes, tf32_allowed, variables
+from refshard.measure.load import available_cores
 from refshard.measure.nvml import GpuReading
-from refshard.measure.processor import available_cores
 from refshard.measure.store import read_run
 from refshard.records import GpuSettings
 from tests.measure.fakes import ENVIRONMENT

@@ -5,7 +5,7 @@ from threading import Event
 import pytest
 import torch
 
-from refshard.measure.gpu_use import of_all_hosts, sampled, throttle_warnings, use_of, watched_gpus
+from refshard.measure.gpus import of_all_hosts, sampled, throttle_warnings, use_of, watched_gpus
 from refshard.measure.nvml import GpuReading
 from refshard.records import GpuUse
 from tests.measure.sensors import FakeSensors

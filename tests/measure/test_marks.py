@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from refshard.engine.grouping import group_units
-from refshard.measure.marks import mark_units
+from refshard.measure.trainer import mark_units
 from refshard.models.activation import checkpoint_layers
 from refshard.models.llama import Llama, initialise, next_token_loss
 from refshard.timeline import Meaning, Timeline

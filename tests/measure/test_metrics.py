@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from refshard.measure.metrics import peak_of
+from refshard.measure.assemble import peak_of
 from refshard.specs.case import CaseSpec
 from tests.measure.fakes import ENVIRONMENT
 

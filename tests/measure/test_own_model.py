@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from refshard.errors import SpecError
+from refshard.measure.assemble import COUNTED, rates, recompute_words
 from refshard.measure.launchers.local import LocalLauncher
-from refshard.measure.metrics import COUNTED, rates, recompute_words
 from refshard.measure.run import check_suite, named_files, resume_run, run_suite
 from refshard.records import Run
 from refshard.specs.model import load_model

@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
+from scipy.optimize import nnls
 
-from refshard.measure.calibration import fit
-from refshard.measure.calibration.fit import rounded
+from refshard.costs import BACKWARD_PRODUCTS
 from refshard.measure.calibration.samples import (
     BESIDE,
     DTYPES,
@@ -31,7 +33,108 @@ from refshard.measure.calibration.samples import (
 )
 from refshard.records import GpuUse
 from refshard.specs.cluster import ClusterSpec, Library, LinkSpec, MeasuredCollective
-from refshard.specs.hardware import Dtype, HardwareSpec, Rate
+from refshard.specs.hardware import AttentionPoint, Dtype, HardwareSpec, Rate
+
+_DIGITS = 4
+
+
+def rounded(value: float) -> float:
+    """To four digits: more would pretend."""
+    return float(f"{value:.{_DIGITS}g}")
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A rate, and by what part its law misses the samples: half of them by no more than ``typical_error``."""
+
+    rate: Rate
+    typical_error: float
+
+
+def least_relative(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Factors >= 0 of the columns whose sum comes closest to ``seconds``, as a part of each; and those errors."""
+    scaled = np.array(columns, dtype=float).T / np.array(seconds)[:, None]
+    # Columns of a size, so that the solver's tolerance means the same for each.
+    sizes = np.abs(scaled).max(axis=0)
+    sizes[sizes == 0] = 1.0
+    factors, _ = nnls(scaled / sizes, np.ones(len(seconds)))
+    errors = (scaled / sizes) @ factors - 1
+    return list(factors / sizes), list(errors)
+
+
+def fit_products(samples: Sequence[Timed], kernel_s: float) -> Fitted:
+    """``flops / rate + bytes / bytes_per_s + overhead``, beside what any kernel takes."""
+    seconds = [max(s.seconds - kernel_s, 1e-9) for s in samples]
+    columns = [[s.flops for s in samples], [s.bytes for s in samples], [1.0] * len(samples)]
+    (per_flop, per_byte, overhead), errors = least_relative(columns, seconds)
+    best = max(s.flops / s.seconds for s in samples)
+    reached = 1 / per_flop if per_flop else best
+    peak = max(best, reached)
+    rate = Rate(
+        peak=rounded(peak),
+        efficiency=min(rounded(reached / peak), 1.0),
+        overhead_s=rounded(overhead),
+        bytes_per_s=rounded(1 / per_byte) if per_byte else 0.0,
+    )
+    return Fitted(rate, median(map(abs, errors)))
+
+
+def attention_rate(samples: Sequence[TimedAttention], peak: float) -> Rate:
+    """The rate of the longest and widest attention that was measured, forward and backward together."""
+    largest = max(samples, key=lambda s: (s.seq_len, s.head_dim))
+    reached = 4 * largest.head_dim * (1 + BACKWARD_PRODUCTS) / (largest.forward_s + largest.backward_s)
+    return Rate(peak=rounded(max(peak, reached)), efficiency=min(rounded(reached / max(peak, reached)), 1.0))
+
+
+def attention_points(samples: Sequence[TimedAttention]) -> tuple[AttentionPoint, ...]:
+    """The samples as a profile holds them."""
+    return tuple(
+        AttentionPoint(
+            dtype=sample.dtype,
+            head_dim=sample.head_dim,
+            seq_len=sample.seq_len,
+            forward_s=rounded(sample.forward_s),
+            backward_s=rounded(sample.backward_s),
+        )
+        for sample in samples
+    )
+
+
+def bytes_per_s(samples: Sequence[Timed], kernel_s: float) -> float:
+    """What elementwise kernels reach, the median of all."""
+    return median(s.bytes / max(s.seconds - kernel_s, 1e-9) for s in samples)
+
+
+def transcendental_per_s(samples: Sequence[Timed], kernel_s: float, memory_bytes_per_s: float) -> float:
+    """Exponentials a second; 0 where memory alone explains what such kernels take, within a tenth."""
+    seconds = [max(s.seconds - kernel_s, 1e-9) for s in samples]
+    if median(t * memory_bytes_per_s / s.bytes for s, t in zip(samples, seconds)) < 1.1:
+        return 0.0
+    return median(s.transcendentals / t for s, t in zip(samples, seconds))
+
+
+def median_collectives(samples: Sequence[TimedCollective]) -> tuple[MeasuredCollective, ...]:
+    """Of each collective the median over repeats."""
+    return tuple(
+        MeasuredCollective(op=s.op, ranks=s.ranks, nodes=s.nodes, bytes=s.bytes, seconds=rounded(median(s.seconds)))
+        for s in samples
+    )
+
+
+def fit_link(measured: Sequence[MeasuredCollective], ranks: int, nodes: int) -> LinkSpec | None:
+    """Latency of a hop and bandwidth from the all-gathers of a group: ``hops * latency + S (n-1)/n / bandwidth``.
+
+    The smallest and the largest decide, between which a link may well go faster: where it lets bursts pass, say.
+    """
+    points = [m for m in measured if (m.op, m.ranks, m.nodes) == ("all_gather", ranks, nodes)]
+    if len(points) < 2:
+        return None
+    smallest, largest = (extreme(points, key=lambda p: p.bytes) for extreme in (min, max))
+    carried = (largest.bytes - smallest.bytes) * (ranks - 1) / ranks
+    bytes_per_s = carried / max(largest.seconds - smallest.seconds, 1e-9)
+    latency = max(smallest.seconds - smallest.bytes * (ranks - 1) / ranks / bytes_per_s, 0.0) / (ranks - 1)
+    return LinkSpec(bytes_per_s=rounded(bytes_per_s), latency_s=rounded(latency))
+
 
 _IDLE = 0.95
 """A rank that had its core for less of the time shared it with other work."""
@@ -64,7 +167,7 @@ def build_profile(calibration: Calibration, ranks: Sequence[RankSamples], ended:
     found = _Found(of_ranks([of_sweeps(rank.sweeps) for rank in ranks]))
     source = f"measured on {first.machine}, {calibration.when}, torch {first.torch}: {calibration.command}"
     missing = _missing(calibration, first.nodes, found.pieces, ended)
-    measured = fit.median_collectives([s for name in found.pieces for s in found.of(name, TimedCollective)])
+    measured = median_collectives([s for name in found.pieces for s in found.of(name, TimedCollective)])
     links = _links(calibration, first.nodes, measured, source)
     library: Library = "nccl" if first.backend == "nccl" else "gloo"
     sources = dict(links.sources)
@@ -137,12 +240,12 @@ def _hardware(
             missing[f"{dtype} products"] = f"left out, since {dtype} attention was not measured"
     (operation,) = operations
     kernel_s = operation.kernel_s
-    memory = fit.bytes_per_s([s for s in moves if not s.transcendentals], kernel_s)
+    memory = bytes_per_s([s for s in moves if not s.transcendentals], kernel_s)
     rates = _rates(found, dtypes, kernel_s)
     points = [point for dtype in dtypes for point in found.of(f"{dtype} attention", TimedAttention)]
     silu = [sample for sample in moves if sample.transcendentals]
     binding = {
-        "transcendental_per_s": rounded(fit.transcendental_per_s(silu, kernel_s, memory)) if silu else 0.0,
+        "transcendental_per_s": rounded(transcendental_per_s(silu, kernel_s, memory)) if silu else 0.0,
         "optimizer_bytes_per_s": _bytes_per_s(found.of(OPTIMIZER, Timed)),
         "first_touch_bytes_per_s": _bytes_per_s(found.of(NEW_MEMORY, Timed)),
     }
@@ -153,7 +256,7 @@ def _hardware(
         "kernel_s": rounded(kernel_s),
         "host_s": rounded(operation.host_s),
         "multiprocessors": first.multiprocessors,
-        "attention_points": fit.attention_points(points),
+        "attention_points": attention_points(points),
         **rates.fields,
         **binding,
     }
@@ -185,10 +288,10 @@ def _rates(found: _Found, dtypes: Sequence[Dtype], kernel_s: float) -> _Rates:
             products = found.of(f"{dtype} products{pace}", Timed)
             attended = found.of(f"{dtype} attention{pace}", TimedAttention)
             if products and attended:
-                fitted = fit.fit_products(products, kernel_s)
+                fitted = fit_products(products, kernel_s)
                 errors.setdefault(dtype, fitted.typical_error)
                 matmul[dtype] = fitted.rate
-                attention[dtype] = fit.attention_rate(attended, fitted.rate.peak)
+                attention[dtype] = attention_rate(attended, fitted.rate.peak)
     words = ", ".join(f"{dtype} {error:.0%}" for dtype, error in errors.items())
     return _Rates(fields, words)
 
@@ -255,7 +358,7 @@ def _links(calibration: Calibration, nodes: int, measured: Sequence[MeasuredColl
     """What joins nodes, and what joins ranks within one, with their sources."""
     fitted = f"{source}: latency and bandwidth fitted to all-gathers"
     per_node = calibration.ranks // nodes
-    within = fit.fit_link(measured, per_node, 1) if per_node > 1 else None
+    within = fit_link(measured, per_node, 1) if per_node > 1 else None
     between = _between(measured, nodes, per_node) if nodes > 1 else None
     sizes = {"ranks_per_node": per_node, "nodes": nodes if between else 1}
     said = {"between": f"{fitted} of all ranks; latency of those of one rank a node"} if between else {}
@@ -270,10 +373,10 @@ def _links(calibration: Calibration, nodes: int, measured: Sequence[MeasuredColl
 
 def _between(measured: Sequence[MeasuredCollective], nodes: int, per_node: int) -> LinkSpec | None:
     """The bandwidth of a node's adapters together, and the latency of a hop between nodes."""
-    whole = fit.fit_link(measured, nodes * per_node, nodes)
+    whole = fit_link(measured, nodes * per_node, nodes)
     if per_node == 1:
         return whole
-    across = fit.fit_link(measured, nodes, nodes)  # as many such groups at once as a node has ranks
+    across = fit_link(measured, nodes, nodes)  # as many such groups at once as a node has ranks
     if whole is None and across is not None:
         return msgspec.structs.replace(across, bytes_per_s=rounded(across.bytes_per_s * per_node))
     return whole if whole is None or across is None else msgspec.structs.replace(whole, latency_s=across.latency_s)

@@ -24,6 +24,7 @@ from refshard.folders import replace_file
 from refshard.measure.calibration import kernels
 from refshard.measure.calibration.agreement import Agreement, FailedOnSomeRankError
 from refshard.measure.calibration.collectives import make_groups, measure_beside, time_collective
+from refshard.measure.calibration.kernels import CpuStopwatch, CudaStopwatch
 from refshard.measure.calibration.samples import (
     BESIDE,
     CALIBRATION_FILE,
@@ -43,9 +44,8 @@ from refshard.measure.calibration.samples import (
     piece_names,
     samples_file,
 )
-from refshard.measure.calibration.stopwatch import CpuStopwatch, CudaStopwatch
-from refshard.measure.gpu_use import watched_gpus
-from refshard.measure.processor import cpu_name
+from refshard.measure.gpus import watched_gpus
+from refshard.measure.load import cpu_name
 from refshard.measure.rank import PROGRESS_FILE, describe, end_now, make_room
 
 _REASON_LENGTH = 160

@@ -21,8 +21,8 @@ import torch
 from refshard.errors import RefshardError
 from refshard.fakecuda import build
 from refshard.measure.gpus import tf32_allowed, variables
+from refshard.measure.load import available_cores, cpu_name
 from refshard.measure.nvml import GpuCondition, GpuReading, GpuSensors
-from refshard.measure.processor import available_cores, cpu_name
 from refshard.records import GpuSettings
 from refshard.specs.hardware import profile_of_device
 from refshard.strategies.table import ROWS

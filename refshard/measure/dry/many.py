@@ -11,8 +11,16 @@ from pathlib import Path
 
 import msgspec
 
-from refshard.measure.dry.rank import Prepared, prepare, run_case
-from refshard.measure.dry.result import DryCase, DryResult, rank_folder, ranks_of, result_file
+from refshard.measure.dry.rank import (
+    DryCase,
+    DryResult,
+    Prepared,
+    prepare,
+    rank_folder,
+    ranks_of,
+    result_file,
+    run_case,
+)
 from refshard.specs.case import CaseSpec
 
 _CASES = "cases.json"

@@ -18,7 +18,7 @@ import msgspec
 from refshard.errors import SpecError, UnsupportedError
 from refshard.estimate.candidates import Candidates
 from refshard.estimate.estimate import checkpointed_layers, estimate
-from refshard.measure.dry.result import DryResult
+from refshard.measure.dry.rank import DryResult
 from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.configuration import Configuration

@@ -9,13 +9,20 @@ import msgspec
 from refshard.errors import SpecError
 from refshard.fakecuda.build import extension
 from refshard.flops import flops_per_token
-from refshard.measure.dry.result import ASKED_FILE, DryCase, DryResult, rank_folder, ranks_of, result_file
-from refshard.measure.failure import timeout_text, without_home
+from refshard.measure.assemble import (
+    complete,
+    flops_words,
+    rates,
+    recompute_words,
+    timeout_text,
+    traced_parts,
+    without_home,
+)
+from refshard.measure.dry.rank import ASKED_FILE, DryCase, DryResult, rank_folder, ranks_of, result_file
 from refshard.measure.launchers.base import Job, Launcher, LaunchOutcome
-from refshard.measure.metrics import complete, flops_words, rates, recompute_words, traced_parts
 from refshard.measure.proof import counts, failed_announcement, failed_units, units_of_all
 from refshard.measure.rank import trace_file
-from refshard.measure.subject import CONVENTION
+from refshard.measure.trainer import CONVENTION
 from refshard.quantities import format_bytes
 from refshard.records import DERIVED, METRICS, LaunchRecord, Proof
 from refshard.specs.case import CaseSpec

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from refshard.measure.dry.proxies import Extrapolated, Proxies, Setting, closed, extrapolate, proxies_of
-from refshard.measure.dry.result import DryResult
+from refshard.measure.dry.rank import DryResult
 from refshard.quantities import format_bytes
 from refshard.specs.case import CaseSpec
 from refshard.specs.configuration import Configuration

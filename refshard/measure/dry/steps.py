@@ -16,9 +16,8 @@ from refshard.dryrun.held_back import holds_back
 from refshard.dryrun.observe import Observer
 from refshard.dryrun.peaks import pool
 from refshard.errors import UnsupportedError
-from refshard.measure.dry.ranks import BUILT, GPU, asked_for, read_ranks, steps_for
-from refshard.measure.dry.reading import remarks
-from refshard.measure.dry.result import RECORDING_FILE, DryCase, DryResult, rank_folder, ranks_of
+from refshard.measure.dry.rank import RECORDING_FILE, DryCase, DryResult, rank_folder, ranks_of
+from refshard.measure.dry.ranks import BUILT, GPU, asked_for, read_ranks, remarks, steps_for
 from refshard.measure.rank import PROGRESS_FILE, describe
 from refshard.measure.trainer import Trainer
 from refshard.records import State

@@ -7,20 +7,22 @@ a folder of its own, which every other command reads.
 
 import math
 import random
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from refshard.measure.gate.series import kind, launch_series
-from refshard.measure.launchers.base import Launcher
+from refshard.measure.assemble import assemble
+from refshard.measure.launchers.base import Job, Launcher, LaunchOutcome
 from refshard.measure.proof import Peers
-from refshard.measure.rank import rank_file
-from refshard.measure.run import Observer, launch_case, launch_name, launching
+from refshard.measure.rank import SERIES_FILE, rank_file, series_folder
+from refshard.measure.run import Observer, blank_record, fresh_folder, launch_case, launch_name, launching
 from refshard.measure.store import RunWriter
 from refshard.measure.timing import RankResult
 from refshard.records import Environment, LaunchRecord, RunRecord, timestamp
@@ -28,6 +30,50 @@ from refshard.specs.case import CaseSpec
 from refshard.specs.suite import SuiteSpec
 from refshard.stats.gate import LogRatios
 from refshard.version import __version__
+
+
+def launch_series(
+    cases: Sequence[CaseSpec],
+    round_: int,
+    header: RunRecord,
+    folder: Path,
+    launcher: Launcher,
+    on_progress: Callable[[str], None],
+    peers_of: Callable[[CaseSpec], Peers],
+) -> list[LaunchRecord]:
+    """Run cases that are alike (see :func:`kind`) in one launch, and return their records; only records are kept.
+
+    One that does not end well is the last: those after it have none.
+    """
+    assert len({kind(case) for case in cases}) == 1
+    assert all(serial(case) for case in cases)
+    work = fresh_folder(folder / "cases" / f"series-round{round_}")
+    for index in range(len(cases)):
+        series_folder(work, index).mkdir()
+    (work / SERIES_FILE).write_bytes(msgspec.json.encode(cases))
+    started = datetime.now(UTC)
+    limit_s = sum(case.time_limit_s for case in cases)
+    job = Job(program="series", processes=cases[0].processes, time_limit_s=limit_s)
+    launch = launcher.launch(job, work, on_progress)
+    records: list[LaunchRecord] = []
+    for index, case in enumerate(cases):
+        blank = blank_record(case, round_, header, started)
+        own = series_folder(work, index)
+        records.append(assemble(blank, launch, own, header.environment, peers_of(case)))
+        if records[-1].state != "ok" and launch != LaunchOutcome():
+            break
+    shutil.rmtree(work)
+    return records
+
+
+def serial(case: CaseSpec) -> bool:
+    """Whether a case can be part of a series: it is measured, and needs no limit of its own on its processes."""
+    return case.fidelity == "measured" and case.memory_limit_gib is None
+
+
+def kind(case: CaseSpec) -> tuple[int, int, str, bool]:
+    """What the processes of a series have in common: the last is NCCL's policy for symmetric memory."""
+    return case.world_size, case.threads_per_rank, case.device, case.comm_memory == "symmetric"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,13 +1,47 @@
-"""The seam between the harness and whatever starts processes."""
+"""The interface between the suite and what starts processes."""
 
+import sys
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+import torch
+
+from refshard.errors import LaunchError, SpecError
+from refshard.measure.environment import ASKED, Asked, described_file, differences
+from refshard.measure.load import available_cores
 from refshard.records import Environment
 from refshard.specs.case import CaseSpec
+
+
+def check_fits_machine(case: CaseSpec, processes: int, *, oversubscribe: bool) -> None:
+    """Refuse a case of which ``processes`` are to run here, if a GPU or a core would have to serve two of them.
+
+    Raises:
+        SpecError: they are too many; more than the cores bear are allowed with ``oversubscribe``.
+    """
+    gpus = torch.cuda.device_count()
+    field = "resident_ranks" if case.fidelity == "emulated" else "world_size"
+    if case.device == "cuda" and not gpus:
+        raise SpecError(
+            'device: \'cuda\' asked for, but torch sees no GPU; set device = "cpu" or "auto", or dry-run the suite '
+            "with --dry-run-on CLUSTER"
+        )
+    if gpus and case.device != "cpu":
+        if processes > gpus:
+            raise SpecError(f"{field}: {processes} ranks need {processes} GPUs, found {gpus}; lower it")
+        return
+    wanted, cores = processes * case.threads_per_rank, available_cores()
+    if wanted > cores and not oversubscribe:
+        raise SpecError(
+            f"{field}: {processes} ranks x {case.threads_per_rank} thread(s) exceed the {cores} cores here; "
+            "lower it, or pass --oversubscribe to measure contention too"
+        )
+
 
 Program = Literal["case", "series", "calibration", "environment", "dryrun"]
 
@@ -77,3 +111,55 @@ class Launcher(ABC):
         Raises:
             LaunchError: it cannot be told, or the ranks would run on machines that differ.
         """
+
+
+_LIMIT_S = 600.0
+
+
+def environment_elsewhere(
+    launcher: Launcher,
+    processes: int,
+    threads: int,
+    network: str,
+    beside: Path,
+    on_progress: Callable[[str], None],
+) -> Environment:
+    """Launch ``processes`` ranks that describe their machines, in a folder beside the run's, and return rank 0's; in
+    ``network`` what joins them, which a run must have throughout.
+
+    Raises:
+        LaunchError: a rank could not, or its machine is of another kind than rank 0's.
+    """
+    try:
+        found = _found(launcher, processes, Asked(threads=threads, network=network), beside, on_progress)
+    except OSError as error:  # of this process
+        raise LaunchError(f"ranks cannot write machine data next to {beside} ({error}); fix the cause") from None
+    for rank, other in found.items():
+        if differing := differences(found[0], other):
+            raise LaunchError(
+                f"all hosts of a run must be alike: from {found[0].hostname} (rank 0) to {other.hostname} "
+                f"(rank {rank}), {'; '.join(differing)}; choose hosts that are alike"
+            )
+    return msgspec.structs.replace(found[0], argv=("refshard", *sys.argv[1:]))
+
+
+def _found(
+    launcher: Launcher, processes: int, asked: Asked, beside: Path, on_progress: Callable[[str], None]
+) -> dict[int, Environment]:
+    """What ranks tell of their machines, by rank; rank 0 is there, others as far as this host sees their files."""
+    beside.parent.mkdir(parents=True, exist_ok=True)
+    parent, prefix = beside.absolute().parent, f".{beside.name}-environment-"
+    with tempfile.TemporaryDirectory(dir=parent, prefix=prefix, ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        (folder / ASKED).write_bytes(msgspec.json.encode(asked))
+        job = Job(program="environment", processes=processes, time_limit_s=_LIMIT_S)
+        launch = launcher.launch(job, folder, on_progress)
+        if launch.timed_out or launch.error or not described_file(folder, 0).exists():
+            cause = f"no answer within {_LIMIT_S:g} s" if launch.timed_out else launch.error or "no answer"
+            last = next((line.strip() for line in reversed(launch.log_tail) if line.strip()), "it wrote nothing")
+            raise LaunchError(f"the ranks could not describe their machines: {cause} ({last}); correct that")
+        return {
+            rank: msgspec.json.decode(path.read_bytes(), type=Environment)
+            for rank in range(processes)
+            if (path := described_file(folder, rank)).exists()
+        }

@@ -8,8 +8,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from refshard.measure.environment import capture_environment
 from refshard.measure.interruption import Interruption
-from refshard.measure.launchers.base import Job, Launcher, LaunchOutcome
-from refshard.measure.launchers.machine import check_fits_machine
+from refshard.measure.launchers.base import Job, Launcher, LaunchOutcome, check_fits_machine
 from refshard.measure.launchers.ranks import rank_environment, run_ranks, worker_arguments
 from refshard.measure.meeting import STORE_IS_HELD
 from refshard.records import Environment

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from refshard.measure.doctor.facts import Facts, _driver, _pci_gpus, gather
+from refshard.measure.load import available_cores
 from refshard.measure.nvml import GpuReading
-from refshard.measure.processor import available_cores
 from refshard.records import GpuSettings
 from refshard.strategies.table import ROWS
 from tests.measure.sensors import FakeSensors

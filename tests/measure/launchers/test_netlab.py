@@ -12,16 +12,17 @@ import pytest
 from refshard.errors import LaunchError
 from refshard.measure.interruption import Interruption
 from refshard.measure.launchers.base import Job
-from refshard.measure.launchers.netlab.launcher import NetlabLauncher, placed
-from refshard.measure.launchers.netlab.network import (
+from refshard.measure.launchers.netlab import (
     BURST_BYTES,
     Names,
+    NetlabLauncher,
     Network,
     born_at,
     check,
     commands,
     namespaces,
     obstacle,
+    placed,
     remove_leftovers,
 )
 from refshard.measure.rank import CASE_FILE
@@ -247,7 +248,7 @@ def test_a_network_that_cannot_be_finished_is_removed_and_says_why() -> None:
 
 HOLD = """
 import time
-from refshard.measure.launchers.netlab.network import Network
+from refshard.measure.launchers.netlab import Network
 from refshard.specs.suite import NetworkSpec
 with Network(NetworkSpec(hosts=2, rate="100mbit")):
     print("made", flush=True)

@@ -14,9 +14,7 @@ from psutil import Process
 from refshard.errors import LaunchError, SpecError
 from refshard.measure.launchers.base import Job, LaunchOutcome
 from refshard.measure.launchers.ranks import launch_of
-from refshard.measure.launchers.slurm.job import Status, ask, ends_of, scripts
-from refshard.measure.launchers.slurm.launcher import SlurmLauncher, launch_of_job
-from refshard.measure.launchers.slurm.submit import job_name
+from refshard.measure.launchers.slurm import SlurmLauncher, Status, ask, ends_of, job_name, launch_of_job, scripts
 from refshard.measure.run import run_suite
 from refshard.measure.store import RunWriter, read_run
 from tests.measure.commandline import interrupted, only_case, processes_of, start, status_of, wait_for, write_suite

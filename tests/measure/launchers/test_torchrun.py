@@ -20,8 +20,7 @@ from refshard.errors import SpecError
 from refshard.measure.interruption import Interruption
 from refshard.measure.launchers.base import Job
 from refshard.measure.launchers.ranks import RankEnd, children, timed_out
-from refshard.measure.launchers.torchrun.launcher import TorchrunLauncher
-from refshard.measure.launchers.torchrun.server import Announced, Key, Place, Report, Server, place_of
+from refshard.measure.launchers.torchrun import Announced, Key, Place, Report, Server, TorchrunLauncher, place_of
 from refshard.measure.store import read_run
 from refshard.specs.case import CaseSpec
 from tests.measure.commandline import only_case, processes_of, wait_for, write_suite

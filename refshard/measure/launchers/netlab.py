@@ -1,9 +1,9 @@
-"""Hosts on one machine, joined by a rate-limited network (Linux, root, iproute2's ``ip`` and ``tc``).
+"""Ranks on several hosts that this machine makes of itself (Linux, root, iproute2's ``ip`` and ``tc``).
 
 Each host is a network namespace whose only way out is ``eth0``, one end of a veth pair; the other ends are ports of a
-bridge in one more namespace, the switch. What a host sends is held to the network's rate by a token bucket (tbf), so
-what it receives is held by its peers'. Nothing is made in the machine's own namespace, and no two networks can reach
-each other: each may use the same addresses, and none can clash with those of the machine.
+bridge in one more namespace, the switch. A token bucket (tbf) holds what a host sends to the network's rate, so what it
+receives is held by its peers'. Nothing is made in the machine's own namespace, and no two networks can reach each
+other: each may use the same addresses, and none can clash with those of the machine.
 """
 
 import os
@@ -17,7 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from refshard.errors import LaunchError
+from refshard.measure.environment import capture_environment
 from refshard.measure.interruption import Interruption
+from refshard.measure.launchers.base import Job, Launcher, LaunchOutcome, check_fits_machine
+from refshard.measure.launchers.ranks import rank_environment, run_ranks, worker_arguments
+from refshard.records import Environment
+from refshard.specs.case import CaseSpec
 from refshard.specs.suite import NetworkSpec
 
 INTERFACE = "eth0"
@@ -185,3 +190,58 @@ def born_at(pid: int) -> int | None:
     except OSError:
         return None
     return int(text.rpartition(")")[2].split()[19])  # field 22; the second is a name in parentheses, of any content
+
+
+_PORT = 29500
+"""Rank 0's store. Each launch makes hosts of its own, so the port is always free there."""
+
+
+class NetlabLauncher(Launcher):
+    """Makes the network anew for each launch, and spreads the ranks evenly over its hosts, in order.
+
+    A single rank runs on host 0.
+    """
+
+    def __init__(self, spec: NetworkSpec) -> None:
+        self._spec = spec
+
+    def launch(self, job: Job, folder: Path, on_progress: Callable[[str], None]) -> LaunchOutcome:
+        """See :meth:`Launcher.launch`.
+
+        Raises:
+            SpecError: the ranks cannot be spread evenly over the hosts.
+            LaunchError: the network cannot be made.
+        """
+        network = Network(self._spec)
+        program, arguments, environments = placed(job, folder, network, self._spec.ranks_per_host(job.processes))
+        with Interruption() as interruption, network:
+            return run_ranks(program, arguments, environments, job, folder, on_progress, interruption)
+
+    def check(self, case: CaseSpec, *, oversubscribe: bool) -> None:
+        """See :meth:`Launcher.check`."""
+        check_fits_machine(case, case.processes, oversubscribe=oversubscribe)
+
+    def environment(self, threads: int, beside: Path, on_progress: Callable[[str], None]) -> Environment:
+        """See :meth:`Launcher.environment`."""
+        return capture_environment(threads, self._spec.description)
+
+
+def placed(
+    job: Job, folder: Path, network: Network, per_host: int
+) -> tuple[str, list[tuple[str, ...]], list[dict[str, str]]]:
+    """The program that all ranks begin with, and each rank's arguments and variables, ``per_host`` ranks to a host."""
+    arguments, environments = [], []
+    for rank in range(job.processes):
+        host, local_rank = divmod(rank, per_host)
+        arguments.append((*network.inside(host), sys.executable, *worker_arguments(job, folder)))
+        place = rank_environment(
+            rank,
+            local_rank,
+            world_size=job.processes,
+            local_world_size=per_host,
+            address=network.address(0),
+            port=_PORT,
+        )
+        # Gloo must be told: the machine's name, which it would look up, leads to no address of this network.
+        environments.append({**place, "GLOO_SOCKET_IFNAME": INTERFACE})
+    return network.program, arguments, environments

@@ -1,4 +1,4 @@
-"""Measure a machine, or several together, and make a cluster's profile of it."""
+"""A calibration from the options to the profile: what to measure, launched, and read back."""
 
 import shlex
 import sys
@@ -12,13 +12,12 @@ import torch
 
 from refshard.errors import LaunchError, SpecError
 from refshard.measure.calibration.collectives import traffic
-from refshard.measure.calibration.kernels import shapes
+from refshard.measure.calibration.kernels import pace, shapes
 from refshard.measure.calibration.profile import TooLittleError, build_profile
 from refshard.measure.calibration.samples import CALIBRATION_FILE, Calibration, RankSamples, samples_file
-from refshard.measure.calibration.stopwatch import pace
 from refshard.measure.launchers.base import Job, Launcher, LaunchOutcome
-from refshard.measure.launchers.torchrun.server import Place
-from refshard.measure.processor import available_cores
+from refshard.measure.launchers.torchrun import Place
+from refshard.measure.load import available_cores
 from refshard.specs.case import Device
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.suite import NetworkSpec
