@@ -20,8 +20,8 @@ LAUNCHERS = ("local", "torchrun", "slurm")
 """Those that the command line chooses from; ``netlab`` comes with what is said of its network."""
 
 
-def serve_harness(launcher: str | None) -> int | None:
-    """If rank 0 of torchrun is the harness and this process another rank, serve it and return the exit status."""
+def serve_rank(launcher: str | None) -> int | None:
+    """If this process is a rank of torchrun other than 0, serve rank 0 and return the exit status."""
     if launcher != "torchrun" or (place := place_of(os.environ)).rank == 0:
         return None
     return 0 if serve(place) else 1

@@ -178,7 +178,8 @@ def assemble(
     """Complete ``blank``, whose state is preset to ok, with what the launch of its case left in ``folder``."""
     case = blank.case
     try:
-        ranks = _read_ranks(folder, case.processes)
+        paths = (rank_file(folder, rank) for rank in range(case.processes))
+        ranks = [msgspec.json.decode(path.read_bytes(), type=RankResult) for path in paths if path.exists()]
     except msgspec.DecodeError as damage:
         return msgspec.structs.replace(blank, state="failed", error=f"a rank left a damaged result: {damage}")
     if launch.timed_out or len(ranks) < case.processes or any(r.state != "ok" for r in ranks):
@@ -195,11 +196,6 @@ def assemble(
     if proof.failures:
         return msgspec.structs.replace(record, state="failed", error="proof of run: " + "; ".join(proof.failures))
     return msgspec.structs.replace(record, metrics=metrics_of(record, ranks, traces))
-
-
-def _read_ranks(folder: Path, processes: int) -> list[RankResult]:
-    paths = (rank_file(folder, rank) for rank in range(processes))
-    return [msgspec.json.decode(p.read_bytes(), type=RankResult) for p in paths if p.exists()]
 
 
 def _with_samples(

@@ -162,10 +162,10 @@ def _git(checkout: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-ASKED = "environment.json"
+DESCRIBE_FILE = "environment.json"
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class DescribeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """With how many threads to measure the rate of a matrix product; and in words what joins the hosts."""
 
     threads: int
@@ -180,7 +180,7 @@ def described_file(folder: Path, rank: int) -> Path:
 def describe_rank(folder: Path) -> int:
     """Run this rank and return the process's exit status."""
     if int(os.environ["LOCAL_RANK"]) == 0:
-        asked = msgspec.json.decode((folder / ASKED).read_bytes(), type=Asked)
-        described = msgspec.json.encode(capture_environment(asked.threads, asked.network))
+        options = msgspec.json.decode((folder / DESCRIBE_FILE).read_bytes(), type=DescribeOptions)
+        described = msgspec.json.encode(capture_environment(options.threads, options.network))
         described_file(folder, int(os.environ["RANK"])).write_bytes(described)
     return 0

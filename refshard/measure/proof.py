@@ -80,13 +80,9 @@ def step_trace(rank: int, step: int | None, breakdown: Breakdown) -> StepTrace:
         compute_ns=breakdown.compute_ns,
         comm_ns=breakdown.comm_ns,
         exposed_ns=breakdown.exposed_ns,
-        idle_ns=_neither(breakdown),
+        # Neither compute nor communication; what prepares a collective may run then.
+        idle_ns=breakdown.span_ns - breakdown.compute_ns - breakdown.exposed_ns,
     )
-
-
-def _neither(step: Breakdown) -> int:
-    """Nanoseconds with neither compute nor communication; what prepares a collective may run in them."""
-    return step.span_ns - step.compute_ns - step.exposed_ns
 
 
 NOT_COMPARABLE = "emulated: data from other ranks is made up, so losses and parameters are not comparable"

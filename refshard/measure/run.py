@@ -5,7 +5,7 @@ import os
 import random
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -72,9 +72,12 @@ def check_suite(suite: SuiteSpec, launcher: Launcher | None, *, oversubscribe: b
         if case.cluster:
             load_cluster(case.cluster)
         if launcher is not None:
-            _check_fidelity(case)
-            if case.fidelity != "dryrun":
-                launcher.check(case, oversubscribe=oversubscribe)
+            if case.fidelity == "dryrun":
+                check_dry(case)
+                continue
+            if case.fidelity == "emulated":
+                load_cluster(case.cluster).of_world_size(case.world_size)
+            launcher.check(case, oversubscribe=oversubscribe)
     return cases
 
 
@@ -86,9 +89,11 @@ def run_suite(
     environment: Environment,
     *,
     oversubscribe: bool = False,
+    cases: tuple[CaseSpec, ...] | None = None,
     skipped: Mapping[CaseSpec, str] | None = None,
 ) -> Run:
     """Run every case of ``suite`` in every round, in ``environment``, and return what was written to ``folder``.
+    ``cases`` are those that :func:`check_suite` returned, if it was called before.
 
     A case that does not end well becomes a record in its state, and the run goes on. Those ``skipped`` are not
     launched, and their records have the reason given. On KeyboardInterrupt the ranks are ended, the closing record says
@@ -99,7 +104,8 @@ def run_suite(
         StoreError: the folder cannot hold a run.
         LaunchError: the launcher cannot make what the ranks are to run on, or the disk is full.
     """
-    check_suite(suite, launcher, oversubscribe=oversubscribe)
+    cases = cases or check_suite(suite, launcher, oversubscribe=oversubscribe)
+    plan = _plan(suite, environment)
     with RunWriter(folder) as writer:
         header = RunRecord(
             run_id=folder.name,
@@ -107,12 +113,12 @@ def run_suite(
             started_at=timestamp(),
             suite=suite,
             environment=environment,
-            planned=len(_plan(suite, environment)),
-            files=named_files(suite),
-            models={name: load_model(name) for name in _models(suite) if model_file(name) is not None},
+            planned=len(plan),
+            files=named_files(cases),
+            models={name: load_model(name) for name in {case.model for case in cases} if model_file(name) is not None},
         )
         writer.append(header)
-        _run_missing(Run(header=header, launches=()), folder, writer, launcher, observer, skipped or {})
+        _run_missing(Run(header=header, launches=()), plan, folder, writer, launcher, observer, skipped or {})
     return read_run(folder)
 
 
@@ -124,13 +130,14 @@ def resume_run(
     *,
     suite: SuiteSpec | None = None,
     oversubscribe: bool = False,
+    cases: tuple[CaseSpec, ...] | None = None,
     skipped: Mapping[CaseSpec, str] | None = None,
 ) -> Run:
     """Run what the run in ``folder`` lacks: launches that never ended, those that failed, and those that were skipped
     and are not ``skipped`` now; and return all of it.
 
     Out of memory, out of time and unsupported are results, which are kept. ``suite`` and ``environment`` are what the
-    launches would be of; if ``suite`` is not given, that of the run.
+    launches would be of; if ``suite`` is not given, that of the run. See :func:`run_suite` for ``cases``.
 
     Raises:
         SpecError: they are not those of the run; the message says what changed. Or see :func:`check_suite`.
@@ -139,9 +146,11 @@ def resume_run(
     """
     header = read_run(folder).header
     check_resumable(header, environment, suite)
-    check_suite(header.suite, launcher, oversubscribe=oversubscribe)
+    if cases is None:
+        check_suite(header.suite, launcher, oversubscribe=oversubscribe)
+    plan = _plan(header.suite, header.environment)
     with RunWriter(folder, reopen=True) as writer:
-        _run_missing(read_run(folder), folder, writer, launcher, observer, skipped or {})
+        _run_missing(read_run(folder), plan, folder, writer, launcher, observer, skipped or {})
     return read_run(folder)
 
 
@@ -171,7 +180,7 @@ def check_resumable(header: RunRecord, environment: Environment | None, suite: S
     if header.refshard != __version__:
         changed.append(f"refshard was {header.refshard} and is {__version__}")
     if header.files:
-        now = named_files(header.suite)
+        now = named_files(header.suite.cases())
         changed += [
             f"{name} has changed" if name in now else f"the file of {name} is missing"
             for name, was in header.files.items()
@@ -188,10 +197,10 @@ def check_resumable(header: RunRecord, environment: Environment | None, suite: S
         raise SpecError(f"run {header.run_id} cannot be resumed: {'; '.join(changed)}; start a new run")
 
 
-def named_files(suite: SuiteSpec) -> dict[str, str]:
-    """SHA-256 of every file that a case of ``suite`` names, by that name: of a factory, that of its module."""
-    paths = {name: Path(name) for case in suite.cases() for name in (case.cluster, case.data) if name}
-    for name in _models(suite):
+def named_files(cases: Sequence[CaseSpec]) -> dict[str, str]:
+    """SHA-256 of every file that a case names, by that name: of a factory, that of its module."""
+    paths = {name: Path(name) for case in cases for name in (case.cluster, case.data) if name}
+    for name in {case.model for case in cases}:
         if (path := factory_file(name) if is_factory(name) else model_file(name)) is not None:
             paths[name] = path
     found = {}
@@ -200,10 +209,6 @@ def named_files(suite: SuiteSpec) -> dict[str, str]:
             with path.open("rb") as file:
                 found[name] = hashlib.file_digest(file, "sha256").hexdigest()
     return found
-
-
-def _models(suite: SuiteSpec) -> set[str]:
-    return {case.model for case in suite.cases()}
 
 
 def _plan(suite: SuiteSpec, environment: Environment) -> list[tuple[int, CaseSpec]]:
@@ -220,15 +225,15 @@ def _plan(suite: SuiteSpec, environment: Environment) -> list[tuple[int, CaseSpe
 
 
 def _run_missing(
-    run: Run, folder: Path, writer: RunWriter, launcher: Launcher, observer: Observer, skipped: Mapping[CaseSpec, str]
-) -> None:
-    """Launch what ``run`` lacks, and close it; a run that lacks nothing and is closed stays as it is."""
+    run: Run, planned: list[tuple[int, CaseSpec]], folder: Path, writer: RunWriter, launcher: Launcher,
+    observer: Observer, skipped: Mapping[CaseSpec, str],
+) -> None:  # fmt: skip
+    """Launch what ``run`` lacks of the ``planned`` launches, and close it; a closed run that lacks nothing stays."""
     kept = {
         (record.spec_hash, record.round)
         for record in run.launches
         if record.state not in ("failed", "skipped") or record.case in skipped
     }
-    planned = _plan(run.header.suite, run.header.environment)
     plan = [(round_, case) for round_, case in planned if (case.hash, round_) not in kept]
     if not plan and run.end is not None and not run.end.interrupted:
         return
@@ -248,12 +253,12 @@ def round_order(cases: tuple[CaseSpec, ...], round_: int) -> list[CaseSpec]:
     """
     shuffled = list(cases)
     random.Random(round_).shuffle(shuffled)
-    return shuffled if round_ else sorted(shuffled, key=_held_against)
-
-
-def _held_against(case: CaseSpec) -> int:
-    """0 for what every strategy is held against, 1 for what some are, 2 for the others."""
-    return 0 if case == case.reference() else 1 if case.strategy == "ddp" else 2
+    # Every strategy is held against the reference, some are against ddp.
+    return (
+        shuffled
+        if round_
+        else sorted(shuffled, key=lambda c: 0 if c == c.reference() else 1 if c.strategy == "ddp" else 2)
+    )
 
 
 def new_run_folder(name: str) -> Path:
@@ -329,7 +334,9 @@ def launch_case(
     work = fresh_folder(folder / "cases" / name)
     started = datetime.now(UTC)
     if case.fidelity == "dryrun":
-        launched = launch_dry(case, _here(launcher), work, on_progress)
+        # Its one process needs neither GPUs nor a network: it runs on this machine.
+        here = launcher if isinstance(launcher, LocalLauncher) else LocalLauncher()
+        launched = launch_dry(case, here, work, on_progress)
         record = record_dry(blank_record(case, round_, header, started), launched)
     else:
         (work / CASE_FILE).write_bytes(msgspec.json.encode(case))
@@ -339,11 +346,6 @@ def launch_case(
         launch = launcher.launch(job, work, on_progress)
         record = assemble(blank_record(case, round_, header, started), launch, work, header.environment, peers)
     return msgspec.structs.replace(record, traces=_keep_traces(case, name, work, folder))
-
-
-def _here(launcher: Launcher) -> Launcher:
-    """What starts the one process of a dry run, which needs neither GPUs nor a network: this machine."""
-    return launcher if isinstance(launcher, LocalLauncher) else LocalLauncher()
 
 
 def launch_name(case: CaseSpec, round_: int) -> str:
@@ -402,10 +404,3 @@ def _check_model(case: CaseSpec) -> None:
     find_factory(case.model)
     if case.data != SYNTHETIC:
         raise SpecError(f"data: the factory '{case.model}' makes its own batches, got '{case.data}'; leave data out")
-
-
-def _check_fidelity(case: CaseSpec) -> None:
-    if case.fidelity == "dryrun":
-        check_dry(case)
-    if case.fidelity == "emulated":
-        load_cluster(case.cluster).of_world_size(case.world_size)

@@ -165,7 +165,7 @@ def _measure(
     return RankResult(
         rank=group.rank(),
         state="ok",
-        device=_device_name(device),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         backend=dist.get_backend(group),
         step_times_s=tuple(times),
         traced_step_times_s=tuple(traced),
@@ -212,7 +212,3 @@ def _digest(parameters: Iterator[tuple[str, torch.Tensor]]) -> str:
         for name, value in parameters
     }
     return hashlib.sha256("".join(f"{n}={d};" for n, d in sorted(digests.items())).encode()).hexdigest()
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -634,7 +634,7 @@ def test_wrong_arguments_are_refused_before_anything_is_measured(changes: dict[s
     changes = dict(changes)
     output = changes.pop("output", None)
     with pytest.raises(SpecError) as refused:
-        command.calibrate(output, command.Asked(**{"device": "cpu", "quick": True, **changes}))
+        command.calibrate(output, command.Options(**{"device": "cpu", "quick": True, **changes}))
     assert str(refused.value).startswith(message)
 
 
@@ -665,7 +665,7 @@ def test_samples_that_were_left_become_a_profile(tmp_path: Path) -> None:
 def test_samples_that_were_left_are_not_overwritten(tmp_path: Path) -> None:
     left(tmp_path / "mine.toml.samples")
     with pytest.raises(SpecError, match=r"mine\.toml\.samples holds samples of an earlier calibration; make a profile"):
-        command.calibrate(tmp_path / "mine.toml", command.Asked(device="cpu", ranks=2))
+        command.calibrate(tmp_path / "mine.toml", command.Options(device="cpu", ranks=2))
 
 
 def test_a_device_is_one_of_three() -> None:

@@ -89,7 +89,7 @@ def test_mistakes_are_found_before_anything_is_launched(model: str, case: dict[s
 
 
 def test_a_run_knows_the_factorys_file_by_the_factorys_name() -> None:
-    (name,) = named_files(own_suite(OWN))
+    (name,) = named_files(own_suite(OWN).cases())
     assert name == OWN
 
 

@@ -8,7 +8,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import product
 from operator import itemgetter
 from statistics import median
@@ -154,7 +153,15 @@ _TINY = ModelSpec(
 def shapes(device: str, *, quick: bool) -> Shapes:
     """What a device of this type meets in training."""
     if device == "cuda":
-        return _shapes_on_cuda(quick=quick)
+        widths = [(4096, 4096)] if quick else [(1024, 4096), (4096, 4096), (4096, 14336), (8192, 8192)]
+        return Shapes(
+            products=tuple((t, *w) for t, w in product((512, 4096) if quick else (512, 2048, 8192), widths)),
+            attention=tuple(product((128,) if quick else (64, 128), (2048,) if quick else (512, 2048, 8192))),
+            heads=32,
+            moved_bytes=(64 * MIB, 256 * MIB),
+            optimizer_numel=50_000_000,
+            operation_repeats=20,
+        )
     widths = [(256, 256), (512, 1280)] if quick else [(256, 256), (256, 704), (512, 512), (512, 1280), (1024, 2816)]
     return Shapes(
         products=tuple((t, *w) for t, w in product((64, 256) if quick else (64, 256, 1024), widths)),
@@ -163,18 +170,6 @@ def shapes(device: str, *, quick: bool) -> Shapes:
         moved_bytes=(MIB,) if quick else (MIB, 2 * MIB, 4 * MIB),
         optimizer_numel=1_000_000 if quick else 8_000_000,
         operation_repeats=10 if quick else 60,
-    )
-
-
-def _shapes_on_cuda(*, quick: bool) -> Shapes:
-    widths = [(4096, 4096)] if quick else [(1024, 4096), (4096, 4096), (4096, 14336), (8192, 8192)]
-    return Shapes(
-        products=tuple((t, *w) for t, w in product((512, 4096) if quick else (512, 2048, 8192), widths)),
-        attention=tuple(product((128,) if quick else (64, 128), (2048,) if quick else (512, 2048, 8192))),
-        heads=32,
-        moved_bytes=(64 * MIB, 256 * MIB),
-        optimizer_numel=50_000_000,
-        operation_repeats=20,
     )
 
 
@@ -194,7 +189,12 @@ def time_products(timing: Timing, dtype: Dtype, wanted: Shapes, device: torch.de
                 tuple(_random(shape, dtype, device) for shape in ((tokens, width), (wide, width), (tokens, wide)))
                 for _ in range(_sets(nbytes, device))
             ]
-        for call in (_forward, _input_gradient, _weight_gradient):
+        calls: tuple[Callable[..., Tensor], ...] = (
+            lambda x_TD, weight_FD, _: torch.mm(x_TD, weight_FD.t()),
+            lambda _, weight_FD, gradient_TF: torch.mm(gradient_TF, weight_FD),
+            lambda x_TD, _, gradient_TF: torch.mm(gradient_TF.t(), x_TD),
+        )
+        for call in calls:
             with _at(f"{tokens} tokens, {width} x {wide}"):
                 seconds = timing(_rotating(call, layers))
             yield Timed(dtype=dtype, flops=flops, bytes=nbytes, seconds=seconds)
@@ -208,18 +208,6 @@ def _at(place: str) -> Iterator[None]:
     except Exception as error:
         error.add_note(place)
         raise
-
-
-def _forward(x_TD: Tensor, weight_FD: Tensor, _: Tensor) -> Tensor:
-    return torch.mm(x_TD, weight_FD.t())
-
-
-def _input_gradient(_: Tensor, weight_FD: Tensor, gradient_TF: Tensor) -> Tensor:
-    return torch.mm(gradient_TF, weight_FD)
-
-
-def _weight_gradient(x_TD: Tensor, _: Tensor, gradient_TF: Tensor) -> Tensor:
-    return torch.mm(gradient_TF.t(), x_TD)
 
 
 def time_attention(timing: Timing, dtype: Dtype, wanted: Shapes, device: torch.device) -> Iterator[TimedAttention]:
@@ -252,15 +240,13 @@ def _attention_seconds(
     forward_s = timing(_rotating(_attend, inputs))
     outputs = [(_attend(*qkv), qkv) for qkv in inputs]
     gradient = torch.ones_like(outputs[0][0])
-    return forward_s, timing(_rotating(partial(_attend_backward, gradient), outputs))
+    return forward_s, timing(
+        _rotating(lambda output, qkv: torch.autograd.grad(output, qkv, gradient, retain_graph=True), outputs)
+    )
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-
-def _attend_backward(gradient: Tensor, output: Tensor, qkv: tuple[Tensor, ...]) -> None:
-    torch.autograd.grad(output, qkv, gradient, retain_graph=True)
 
 
 def time_moves(timing: Timing, wanted: Shapes, device: torch.device) -> Iterator[Timed]:
@@ -272,22 +258,13 @@ def time_moves(timing: Timing, wanted: Shapes, device: torch.device) -> Iterator
             (_random((numel,), "fp32", device), _random((numel,), "fp32", device))
             for _ in range(_sets(2 * size, device))
         ]
-        for arrays, call in ((3, torch.add), (2, partial(_scale, factor)), (2, _copy)):
+        calls: tuple[tuple[int, Callable[..., Tensor]], ...] = (
+            (3, torch.add), (2, lambda x, _: x * factor), (2, lambda x, y: y.copy_(x)),
+        )  # fmt: skip
+        for arrays, call in calls:
             yield Timed(dtype="fp32", bytes=float(arrays * size), seconds=timing(_rotating(call, pairs)))
-        seconds = timing(_rotating(_silu, pairs))
+        seconds = timing(_rotating(lambda x, _: F.silu(x), pairs))
         yield Timed(dtype="fp32", bytes=2.0 * size, transcendentals=numel, seconds=seconds)
-
-
-def _scale(factor: Tensor, x: Tensor, _: Tensor) -> Tensor:
-    return x * factor
-
-
-def _copy(x: Tensor, y: Tensor) -> Tensor:
-    return y.copy_(x)
-
-
-def _silu(x: Tensor, _: Tensor) -> Tensor:
-    return F.silu(x)
 
 
 def _rotating(call: Callable[..., object], operands: Sequence[tuple[Any, ...]]) -> Call:

@@ -15,7 +15,7 @@ from refshard.measure.calibration.collectives import traffic
 from refshard.measure.calibration.kernels import pace, shapes
 from refshard.measure.calibration.profile import TooLittleError, build_profile
 from refshard.measure.calibration.samples import CALIBRATION_FILE, Calibration, RankSamples, samples_file
-from refshard.measure.launchers.base import Job, Launcher, LaunchOutcome
+from refshard.measure.launchers.base import Job, Launcher
 from refshard.measure.launchers.torchrun import Place
 from refshard.measure.load import available_cores
 from refshard.specs.case import Device
@@ -58,11 +58,12 @@ def plan_calibration(
         )
     chosen = device if elsewhere and device != "auto" else _device(device, network)
     hosts = network.hosts if network is not None else 1
-    asked = ranks or (place.world_size if place else _ranks_here(chosen, threads, hosts))
+    gpus = torch.cuda.device_count()
+    here = gpus if chosen == "cuda" else max(available_cores() // threads, 1)
+    asked = ranks or (place.world_size if place else max(here // hosts, 1) * hosts)
     if place and asked > place.world_size:
         raise SpecError(f"ranks: {asked} asked for, torchrun started {place.world_size}; lower it, or start more")
     on_host = min(asked, place.local_world_size) if place else asked
-    gpus = torch.cuda.device_count()
     if chosen == "cuda" and on_host > gpus and not elsewhere:
         raise SpecError(f"ranks: {on_host} ranks need {on_host} GPUs, found {gpus}; lower it")
     if asked % hosts:
@@ -97,7 +98,11 @@ def measure(
         launch = launcher.launch(job, folder, on_progress)
     except LaunchError as error:
         return str(error)
-    return _failure(launch, limit_s) if launch.timed_out or launch.error else None
+    if launch.timed_out:
+        stood = f" ({launch.error})" if launch.error else ""
+        return f"the ranks did not finish within {limit_s:g} s and were killed{stood}"
+    last = next((line.strip() for line in reversed(launch.log_tail) if line.strip()), "it wrote nothing")
+    return f"{launch.error} ({last})" if launch.error else None
 
 
 def is_begun(folder: Path) -> bool:
@@ -127,19 +132,6 @@ def read_profile(folder: Path, ended: str | None = None) -> ClusterSpec:
         raise LaunchError(
             f"calibrate: {f'{ended}; ' if ended else ''}{error}; correct that, and measure again"
         ) from None
-
-
-def _ranks_here(device: Literal["cpu", "cuda"], threads: int, hosts: int) -> int:
-    there = torch.cuda.device_count() if device == "cuda" else max(available_cores() // threads, 1)
-    return max(there // hosts, 1) * hosts
-
-
-def _failure(launch: LaunchOutcome, limit_s: float) -> str:
-    if launch.timed_out:
-        stood = f" ({launch.error})" if launch.error else ""
-        return f"the ranks did not finish within {limit_s:g} s and were killed{stood}"
-    last = next((line.strip() for line in reversed(launch.log_tail) if line.strip()), "it wrote nothing")
-    return f"{launch.error} ({last})"
 
 
 def _device(wanted: Device, network: NetworkSpec | None) -> Literal["cpu", "cuda"]:

@@ -149,7 +149,11 @@ def torch_facts() -> TorchFacts:
     toolkit = f"ROCm {torch.version.hip}" if torch.version.hip else ""
     toolkit = toolkit or (f"CUDA {torch.version.cuda}" if torch.version.cuda else "")
     error = _torch_error() if toolkit else ""
-    gpus = [] if error else [_torch_gpu(index) for index in range(torch.cuda.device_count())]
+    gpus = []
+    for index in range(0 if error else torch.cuda.device_count()):
+        one = torch.cuda.get_device_properties(index)
+        capability, profile = (one.major, one.minor), profile_of_device(one.name)
+        gpus.append(TorchGpu(name=one.name, memory_bytes=one.total_memory, capability=capability, profile=profile))
     return TorchFacts(
         version=str(torch.__version__),
         toolkit=toolkit,
@@ -158,13 +162,6 @@ def torch_facts() -> TorchFacts:
         gpus=tuple(gpus),
         tf32=tf32_allowed(os.environ),
     )
-
-
-def _torch_gpu(index: int) -> TorchGpu:
-    found = torch.cuda.get_device_properties(index)
-    capability = (found.major, found.minor)
-    profile = profile_of_device(found.name)
-    return TorchGpu(name=found.name, memory_bytes=found.total_memory, capability=capability, profile=profile)
 
 
 def _torch_error() -> str:

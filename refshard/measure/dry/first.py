@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from refshard.errors import RefshardError
@@ -72,11 +72,13 @@ def dry_run_first(suite: SuiteSpec, cluster: str, folder: Path) -> Run:
     if not _missing(asked, dry):
         return read_run(dry)
     command = [python_of_dry_runs(), "-m", "refshard", "run"]
+    # Without those of a launcher: a dry run has no peers.
+    variables = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHED) and k not in _RANK}
     with tempfile.TemporaryDirectory(prefix="refshard-dryrun-") as written:
         path = Path(written) / f"{suite.name}.toml"
         path.write_text(to_toml(asked))
         into = ["--resume" if holds_run(dry) else "--out", str(dry)]
-        subprocess.run([*command, str(path), *into], stdout=subprocess.DEVNULL, env=_unlaunched(os.environ))
+        subprocess.run([*command, str(path), *into], stdout=subprocess.DEVNULL, env=variables)
     if missing := _missing(asked, dry):
         raise RefshardError(f"{dry}: {missing} of {len(asked.cases())} cases were not dry-run; see the messages above")
     return read_run(dry)
@@ -109,8 +111,3 @@ def python_of_dry_runs() -> str:
             return str(_PYTHON)
         raise
     return sys.executable
-
-
-def _unlaunched(variables: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a process that no launcher started: a dry run has no peers."""
-    return {name: value for name, value in variables.items() if not name.startswith(_LAUNCHED) and name not in _RANK}

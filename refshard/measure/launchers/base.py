@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from refshard.errors import LaunchError, SpecError
-from refshard.measure.environment import ASKED, Asked, described_file, differences
+from refshard.measure.environment import DESCRIBE_FILE, DescribeOptions, described_file, differences
 from refshard.measure.load import available_cores
 from refshard.records import Environment
 from refshard.specs.case import CaseSpec
@@ -131,7 +131,7 @@ def environment_elsewhere(
         LaunchError: a rank could not, or its machine is of another kind than rank 0's.
     """
     try:
-        found = _found(launcher, processes, Asked(threads=threads, network=network), beside, on_progress)
+        found = _found(launcher, processes, DescribeOptions(threads=threads, network=network), beside, on_progress)
     except OSError as error:  # of this process
         raise LaunchError(f"ranks cannot write machine data next to {beside} ({error}); fix the cause") from None
     for rank, other in found.items():
@@ -144,14 +144,14 @@ def environment_elsewhere(
 
 
 def _found(
-    launcher: Launcher, processes: int, asked: Asked, beside: Path, on_progress: Callable[[str], None]
+    launcher: Launcher, processes: int, options: DescribeOptions, beside: Path, on_progress: Callable[[str], None]
 ) -> dict[int, Environment]:
     """What ranks tell of their machines, by rank; rank 0 is there, others as far as this host sees their files."""
     beside.parent.mkdir(parents=True, exist_ok=True)
     parent, prefix = beside.absolute().parent, f".{beside.name}-environment-"
     with tempfile.TemporaryDirectory(dir=parent, prefix=prefix, ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        (folder / ASKED).write_bytes(msgspec.json.encode(asked))
+        (folder / DESCRIBE_FILE).write_bytes(msgspec.json.encode(options))
         job = Job(program="environment", processes=processes, time_limit_s=_LIMIT_S)
         launch = launcher.launch(job, folder, on_progress)
         if launch.timed_out or launch.error or not described_file(folder, 0).exists():

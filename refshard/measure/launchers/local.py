@@ -1,23 +1,24 @@
 """All ranks on this machine, as plain processes: what ``torchrun`` starts, without its agent."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from refshard.measure.environment import capture_environment
-from refshard.measure.interruption import Interruption
-from refshard.measure.launchers.base import Job, Launcher, LaunchOutcome, check_fits_machine
-from refshard.measure.launchers.ranks import rank_environment, run_ranks, worker_arguments
+from refshard.measure.launchers.base import Job, check_fits_machine
+from refshard.measure.launchers.ranks import RankLauncher, Ranks, rank_environment, started, worker_arguments
 from refshard.measure.meeting import STORE_IS_HELD
 from refshard.records import Environment
 from refshard.specs.case import CaseSpec
 
-_ADDRESS = "127.0.0.1"
+ADDRESS = "127.0.0.1"
 
 
-class LocalLauncher(Launcher):
+class LocalLauncher(RankLauncher):
     """One worker process a rank; they meet at a store of this process, on a port that the kernel chose.
 
     With ``source``, a checkout, ranks run the refshard that is in it instead of this one.
@@ -27,23 +28,14 @@ class LocalLauncher(Launcher):
         # Without the last, Python looks in the current folder first.
         self._source = {} if source is None else {"PYTHONPATH": str(source), "PYTHONSAFEPATH": "1"}
 
-    def launch(self, job: Job, folder: Path, on_progress: Callable[[str], None]) -> LaunchOutcome:
-        """See :meth:`Launcher.launch`."""
-        ranks = job.processes
-        store = TCPStore(_ADDRESS, 0, is_master=True, wait_for_workers=False)
-        environments = [
-            {
-                **rank_environment(
-                    rank, rank, world_size=ranks, local_world_size=ranks, address=_ADDRESS, port=store.port
-                ),
-                **STORE_IS_HELD,
-                **self._source,
-            }
-            for rank in range(ranks)
-        ]
-        arguments = [worker_arguments(job, folder)] * ranks
-        with Interruption() as interruption:
-            return run_ranks(sys.executable, arguments, environments, job, folder, on_progress, interruption)
+    @contextmanager
+    def start(self, job: Job, folder: Path) -> Iterator[Ranks]:
+        """See :meth:`RankLauncher.start`."""
+        store = TCPStore(ADDRESS, 0, is_master=True, wait_for_workers=False)
+        environments = [{**place, **self._source} for place in local_places(job.processes, store.port)]
+        arguments = [worker_arguments(job, folder)] * job.processes
+        with started(sys.executable, arguments, environments, folder, folder / "logs") as ranks:
+            yield ranks
 
     def check(self, case: CaseSpec, *, oversubscribe: bool) -> None:
         """See :meth:`Launcher.check`."""
@@ -52,3 +44,9 @@ class LocalLauncher(Launcher):
     def environment(self, threads: int, beside: Path, on_progress: Callable[[str], None]) -> Environment:
         """See :meth:`Launcher.environment`."""
         return capture_environment(threads)
+
+
+def local_places(ranks: int, port: int) -> list[dict[str, str]]:
+    """The variables of each rank, where all are here and meet at a store of this process at ``port``."""
+    place = partial(rank_environment, world_size=ranks, local_world_size=ranks, address=ADDRESS, port=port)
+    return [{**place(rank, rank), **STORE_IS_HELD} for rank in range(ranks)]

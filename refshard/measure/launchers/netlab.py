@@ -12,15 +12,16 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from refshard.errors import LaunchError
 from refshard.measure.environment import capture_environment
 from refshard.measure.interruption import Interruption
-from refshard.measure.launchers.base import Job, Launcher, LaunchOutcome, check_fits_machine
-from refshard.measure.launchers.ranks import rank_environment, run_ranks, worker_arguments
+from refshard.measure.launchers.base import Job, check_fits_machine
+from refshard.measure.launchers.ranks import RankLauncher, Ranks, rank_environment, started, worker_arguments
 from refshard.records import Environment
 from refshard.specs.case import CaseSpec
 from refshard.specs.suite import NetworkSpec
@@ -196,7 +197,7 @@ _PORT = 29500
 """Rank 0's store. Each launch makes hosts of its own, so the port is always free there."""
 
 
-class NetlabLauncher(Launcher):
+class NetlabLauncher(RankLauncher):
     """Makes the network anew for each launch, and spreads the ranks evenly over its hosts, in order.
 
     A single rank runs on host 0.
@@ -205,8 +206,9 @@ class NetlabLauncher(Launcher):
     def __init__(self, spec: NetworkSpec) -> None:
         self._spec = spec
 
-    def launch(self, job: Job, folder: Path, on_progress: Callable[[str], None]) -> LaunchOutcome:
-        """See :meth:`Launcher.launch`.
+    @contextmanager
+    def start(self, job: Job, folder: Path) -> Iterator[Ranks]:
+        """See :meth:`RankLauncher.start`.
 
         Raises:
             SpecError: the ranks cannot be spread evenly over the hosts.
@@ -214,8 +216,8 @@ class NetlabLauncher(Launcher):
         """
         network = Network(self._spec)
         program, arguments, environments = placed(job, folder, network, self._spec.ranks_per_host(job.processes))
-        with Interruption() as interruption, network:
-            return run_ranks(program, arguments, environments, job, folder, on_progress, interruption)
+        with network, started(program, arguments, environments, folder, folder / "logs") as ranks:
+            yield ranks
 
     def check(self, case: CaseSpec, *, oversubscribe: bool) -> None:
         """See :meth:`Launcher.check`."""
@@ -231,17 +233,12 @@ def placed(
 ) -> tuple[str, list[tuple[str, ...]], list[dict[str, str]]]:
     """The program that all ranks begin with, and each rank's arguments and variables, ``per_host`` ranks to a host."""
     arguments, environments = [], []
+    place = partial(
+        rank_environment, world_size=job.processes, local_world_size=per_host, address=network.address(0), port=_PORT
+    )
     for rank in range(job.processes):
         host, local_rank = divmod(rank, per_host)
         arguments.append((*network.inside(host), sys.executable, *worker_arguments(job, folder)))
-        place = rank_environment(
-            rank,
-            local_rank,
-            world_size=job.processes,
-            local_world_size=per_host,
-            address=network.address(0),
-            port=_PORT,
-        )
         # Gloo must be told: the machine's name, which it would look up, leads to no address of this network.
-        environments.append({**place, "GLOO_SOCKET_IFNAME": INTERFACE})
+        environments.append({**place(rank, local_rank), "GLOO_SOCKET_IFNAME": INTERFACE})
     return network.program, arguments, environments

@@ -8,8 +8,9 @@ import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from typing import final
 
 import msgspec
 import psutil
@@ -23,7 +24,7 @@ from torch.distributed.elastic.multiprocessing import (
 
 from refshard.measure.flight import flight_file
 from refshard.measure.interruption import Interruption
-from refshard.measure.launchers.base import Job, LaunchOutcome
+from refshard.measure.launchers.base import Job, Launcher, LaunchOutcome
 from refshard.measure.rank import PROGRESS_FILE
 from refshard.measure.worker import ASK, stack_file
 
@@ -41,7 +42,11 @@ def ask_for_stacks(pids: Mapping[int, int], folder: Path) -> dict[int, tuple[str
     for pid in pids.values():
         with suppress(ProcessLookupError):
             os.kill(pid, ASK)
-    return stacks(pids, folder, _ANSWER_S, lambda rank: _has_ended(pids[rank]))
+
+    def has_ended(rank: int) -> bool:
+        return not psutil.pid_exists(pids[rank]) or psutil.Process(pids[rank]).status() == psutil.STATUS_ZOMBIE
+
+    return stacks(pids, folder, _ANSWER_S, has_ended)
 
 
 def stacks(
@@ -67,10 +72,6 @@ def _text(file: Path) -> str:
         return file.read_text(errors="replace")
     except OSError:  # not yet there, or removed by another host
         return ""
-
-
-def _has_ended(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def _main_thread(text: str) -> tuple[str, ...]:
@@ -163,22 +164,35 @@ class Ranks(ABC):
         """End with this signal those that run, and return how all ended."""
 
 
-def run_ranks(
-    program: str,
-    arguments: Sequence[tuple[str, ...]],
-    environments: Sequence[Mapping[str, str]],
-    job: Job,
-    folder: Path,
-    on_progress: Callable[[str], None],
-    interruption: Interruption,
-) -> LaunchOutcome:
-    """Run ``program`` with ``arguments[rank]`` and ``environments[rank]`` for each rank, and leave no process behind.
+class RankLauncher(Launcher):
+    """The course of a launch: start the ranks, watch them, end them. Launchers differ in where ranks start."""
 
-    Ends the ranks when one fails, at ``job.time_limit_s``, and when ``interruption`` noted a signal: then the
-    launch that is returned means nothing, and the end of ``interruption`` raises.
-    """
-    with started(program, arguments, environments, folder, folder / "logs") as ranks:
-        return watch(ranks, job, folder, on_progress, interruption)
+    @final
+    def launch(self, job: Job, folder: Path, on_progress: Callable[[str], None]) -> LaunchOutcome:
+        """See :meth:`Launcher.launch`.
+
+        Ends the ranks when one fails, at the job's time limit, and when a signal was noted: then the outcome that is
+        returned means nothing, and the end of ``interruption`` raises.
+        """
+        shown, progress = "", folder / PROGRESS_FILE
+        with Interruption() as interruption, self.start(job, folder) as ranks:
+            deadline = time.monotonic() + job.time_limit_s
+            while (ends := ranks.poll()) is None:
+                if interruption.received:
+                    ranks.end(signal.SIGTERM)
+                    return LaunchOutcome()
+                if time.monotonic() > deadline:
+                    ranks.ask()
+                    return timed_out(ranks.end(signal.SIGKILL))
+                if progress.exists() and (text := progress.read_text()) != shown:
+                    shown = text
+                    on_progress(text)
+                time.sleep(POLL_S)
+            return launch_of(ends, folder)
+
+    @abstractmethod
+    def start(self, job: Job, folder: Path) -> AbstractContextManager[Ranks]:
+        """Start the ranks, which work in ``folder``; none of them outlives the context."""
 
 
 @contextmanager
@@ -249,26 +263,6 @@ def children(pids: Mapping[int, int]) -> dict[int, int]:
     return {rank: pid for rank, pid in pids.items() if pid in own}
 
 
-def watch(
-    ranks: Ranks, job: Job, folder: Path, on_progress: Callable[[str], None], interruption: Interruption
-) -> LaunchOutcome:
-    """Wait for the end of ``ranks``, and end them at the job's time limit or once ``interruption`` noted a signal."""
-    deadline = time.monotonic() + job.time_limit_s
-    progress, shown = folder / PROGRESS_FILE, ""
-    while (ends := ranks.poll()) is None:
-        if interruption.received:
-            ranks.end(signal.SIGTERM)
-            return LaunchOutcome()
-        if time.monotonic() > deadline:
-            ranks.ask()
-            return timed_out(ranks.end(signal.SIGKILL))
-        if progress.exists() and (text := progress.read_text()) != shown:
-            shown = text
-            on_progress(text)
-        time.sleep(POLL_S)
-    return launch_of(ends, folder)
-
-
 def timed_out(ends: Sequence[RankEnd]) -> LaunchOutcome:
     """A launch whose time was over, and where its ranks stood then, as far as they were asked."""
     ends = sorted(ends, key=lambda end: end.rank)
@@ -285,10 +279,13 @@ def launch_of(ends: Sequence[RankEnd], folder: Path) -> LaunchOutcome:
         return LaunchOutcome()
     killed = {rank: end for rank, end in failed.items() if end.out_of_memory}  # the kernel's choice draws the others
     rank, exit_code = first_to_fail({rank: end.exit_code for rank, end in (killed or failed).items()})
+    cause = f"signal {-exit_code} ({signal.Signals(-exit_code).name})" if exit_code < 0 else f"exit status {exit_code}"
+    if (free := shutil.disk_usage(folder).free) < _ROOM_BYTES:  # a rank can then neither leave a result nor say why
+        cause += f"; the disk of {folder} is full ({free} bytes are free)"
     return LaunchOutcome(
         out_of_memory=failed[rank].out_of_memory,
         failed_rank=rank,
-        error=f"rank {rank} ended with {_cause(exit_code)}{_want_of_room(folder)}",
+        error=f"rank {rank} ended with {cause}",
         log_tail=_tails([failed.pop(rank), *failed.values()]),
     )
 
@@ -359,18 +356,6 @@ def _quiet_elastic() -> Iterator[None]:
         yield
     finally:
         logging.disable(before)
-
-
-def _cause(exit_code: int) -> str:
-    if exit_code >= 0:
-        return f"exit status {exit_code}"
-    return f"signal {-exit_code} ({signal.Signals(-exit_code).name})"
-
-
-def _want_of_room(folder: Path) -> str:
-    """A rank on a full disk can neither leave a result nor say why; this can."""
-    free = shutil.disk_usage(folder).free
-    return f"; the disk of {folder} is full ({free} bytes are free)" if free < _ROOM_BYTES else ""
 
 
 def out_of_memory_kills() -> int:

@@ -11,8 +11,8 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,14 +23,14 @@ from torch.distributed.rendezvous import rendezvous
 
 from refshard.errors import LaunchError, SpecError
 from refshard.measure.interruption import Interruption
-from refshard.measure.launchers.base import Job, Launcher, LaunchOutcome, check_fits_machine, environment_elsewhere
+from refshard.measure.launchers.base import Job, check_fits_machine, environment_elsewhere
 from refshard.measure.launchers.ranks import (
     POLL_S,
     RankEnd,
+    RankLauncher,
     Ranks,
     rank_environment,
     started,
-    watch,
     worker_arguments,
 )
 from refshard.measure.meeting import STORE_IS_HELD
@@ -91,45 +91,15 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     trouble: str = ""
 
 
-class Key:
-    """What lies where in rank 0's store, and ``PORT``, the port of that, in torchrun's."""
+PORT = "port"
+"""Where the port of rank 0's store lies in torchrun's. In rank 0's store lie, for ranks and numbers of jobs:
 
-    PORT = "port"
-
-    @staticmethod
-    def job(number: int) -> str:
-        """The job of this number; if there are no more, whether all went well."""
-        return f"job/{number}"
-
-    @staticmethod
-    def call_off(number: int) -> str:
-        """The signal for the job's ranks: to end them, or to ask them before where they stand."""
-        return f"job/{number}/call_off"
-
-    @staticmethod
-    def asked(number: int, rank: int) -> str:
-        """Set when a server has asked its rank where it stands."""
-        return f"job/{number}/asked/{rank}"
-
-    @staticmethod
-    def ends(number: int) -> str:
-        """How many servers have reported their rank's end."""
-        return f"job/{number}/ends"
-
-    @staticmethod
-    def end(number: int, index: int) -> str:
-        """The report of this index, in the order of the ends."""
-        return f"job/{number}/end/{index}"
-
-    @staticmethod
-    def beat(rank: int) -> str:
-        """What a server changes as long as it lives."""
-        return f"beat/{rank}"
-
-    @staticmethod
-    def gone(rank: int) -> str:
-        """Set when a server leaves."""
-        return f"gone/{rank}"
+- ``job/N``: the job, announced; if there are no more, whether all went well
+- ``job/N/call_off``: the signal for its ranks: to end them, or to ask them before where they stand
+- ``job/N/asked/RANK``: set when a server has asked its rank where it stands
+- ``job/N/ends``, ``job/N/end/INDEX``: how many servers have reported their rank's end, and their reports in that order
+- ``beat/RANK``, ``gone/RANK``: what a server changes as long as it lives, and sets when it leaves
+"""
 
 
 def agents_store() -> Store:
@@ -164,11 +134,11 @@ def serve(place: Place) -> bool:
     end_with_parent(os.getppid(), signal.SIGTERM)
     with suppress(KeyboardInterrupt, DistError), Interruption() as interruption:
         agents = agents_store()
-        while not agents.check([Key.PORT]):
+        while not agents.check([PORT]):
             if interruption.received:
                 return False
             time.sleep(_IDLE_S)
-        return Server(place, TCPStore(place.address, int(agents.get(Key.PORT))), interruption).serve()
+        return Server(place, TCPStore(place.address, int(agents.get(PORT))), interruption).serve()
     return False
 
 
@@ -186,16 +156,16 @@ class Server:
             if self._place.rank < announced.job.processes:
                 self._report(number, self._run(number, announced))
             number += 1
-        self._store.set(Key.gone(self._place.rank), "")
+        self._store.set(f"gone/{self._place.rank}", "")
         return announced
 
     def _next(self, number: int) -> Announced | bool:
-        while not self._store.check([Key.job(number)]):
+        while not self._store.check([f"job/{number}"]):
             if self._interruption.received:
                 return False
             self._beat()
             time.sleep(_IDLE_S)
-        return msgspec.json.decode(self._store.get(Key.job(number)), type=Announced | bool)
+        return msgspec.json.decode(self._store.get(f"job/{number}"), type=Announced | bool)
 
     def _run(self, number: int, announced: Announced) -> Report:
         rank = self._place.rank
@@ -236,7 +206,7 @@ class Server:
             if number_of_signal == ASK and not asked:
                 asked = True
                 ranks.ask()
-                self._store.set(Key.asked(number, self._place.rank), "")
+                self._store.set(f"job/{number}/asked/{self._place.rank}", "")
             elif number_of_signal is not None and number_of_signal != ASK:
                 return ranks.end(number_of_signal)
             self._beat()
@@ -247,19 +217,19 @@ class Server:
         """The signal for the job's rank, if there is one."""
         if self._interruption.received:
             return signal.SIGTERM
-        if not self._store.check([Key.call_off(number)]):
+        if not self._store.check([f"job/{number}/call_off"]):
             return None
-        return signal.Signals(int(self._store.get(Key.call_off(number))))
+        return signal.Signals(int(self._store.get(f"job/{number}/call_off")))
 
     def _report(self, number: int, report: Report) -> None:
-        self._store.set(Key.asked(number, self._place.rank), "")  # there is none to wait for
-        index = self._store.add(Key.ends(number), 1) - 1
-        self._store.set(Key.end(number, index), msgspec.json.encode(report).decode())
+        self._store.set(f"job/{number}/asked/{self._place.rank}", "")  # there is none to wait for
+        index = self._store.add(f"job/{number}/ends", 1) - 1
+        self._store.set(f"job/{number}/end/{index}", msgspec.json.encode(report).decode())
 
     def _beat(self) -> None:
         now = time.monotonic()
         if now > self._last_beat + _BEAT_S:
-            self._store.set(Key.beat(self._place.rank), str(now))
+            self._store.set(f"beat/{self._place.rank}", str(now))
             self._last_beat = now
 
 
@@ -274,7 +244,7 @@ _LEAVE_S = 5.0
 _LOOK_S = 1.0
 
 
-class TorchrunLauncher(Launcher):
+class TorchrunLauncher(RankLauncher):
     """Rank 0. Use it as a context: on entry the other ranks have come, and at the end they are sent home."""
 
     def __init__(self, place: Place) -> None:
@@ -287,10 +257,10 @@ class TorchrunLauncher(Launcher):
         end_with_parent(os.getppid(), signal.SIGTERM)
         self._agents = agents_store()
         self._store = _open_store(self._place)
-        self._agents.set(Key.PORT, str(self._store.port))
+        self._agents.set(PORT, str(self._store.port))
         for rank in self._others:
             try:
-                self._store.wait([Key.beat(rank)], timedelta(seconds=_COME_S))
+                self._store.wait([f"beat/{rank}"], timedelta(seconds=_COME_S))
             except DistError:
                 raise LaunchError(
                     f"rank {rank} of torchrun did not connect in {_COME_S:g} s; run the same command on all nodes"
@@ -306,13 +276,14 @@ class TorchrunLauncher(Launcher):
         which torchrun lets a host that failed not tell.
         """
         self._dismissed = True
-        self._store.set(Key.job(self._jobs), msgspec.json.encode(well).decode())
-        gone, deadline = [Key.gone(rank) for rank in self._others], time.monotonic() + _LEAVE_S
+        self._store.set(f"job/{self._jobs}", msgspec.json.encode(well).decode())
+        gone, deadline = [f"gone/{rank}" for rank in self._others], time.monotonic() + _LEAVE_S
         while gone and not self._store.check(gone) and time.monotonic() < deadline:  # some may be lost
             time.sleep(POLL_S)
 
-    def launch(self, job: Job, folder: Path, on_progress: Callable[[str], None]) -> LaunchOutcome:
-        """See :meth:`Launcher.launch`.
+    @contextmanager
+    def start(self, job: Job, folder: Path) -> Iterator[Ranks]:
+        """See :meth:`RankLauncher.start`.
 
         Raises:
             LaunchError: a rank of torchrun is lost, or does not see the folder.
@@ -320,14 +291,12 @@ class TorchrunLauncher(Launcher):
         meeting = _open_store(self._place)
         announced = Announced(job=job, folder=str(folder), port=meeting.port)
         number, self._jobs = self._jobs, self._jobs + 1
-        with Interruption() as interruption:
-            self._store.set(Key.job(number), msgspec.json.encode(announced).decode())
-            try:
-                with start_rank(announced, self._place) as own:
-                    ranks = _Everywhere(own, self._store, number, job.processes)
-                    return watch(ranks, job, folder, on_progress, interruption)
-            finally:
-                self._store.set(Key.call_off(number), str(int(signal.SIGTERM)))
+        self._store.set(f"job/{number}", msgspec.json.encode(announced).decode())
+        try:
+            with start_rank(announced, self._place) as own:
+                yield _Everywhere(own, self._store, number, job.processes)
+        finally:
+            self._store.set(f"job/{number}/call_off", str(int(signal.SIGTERM)))
 
     def check(self, case: CaseSpec, *, oversubscribe: bool) -> None:
         """See :meth:`Launcher.check`. All hosts are of one kind."""
@@ -367,17 +336,17 @@ class _Everywhere(Ranks):
 
     def ask(self) -> None:
         """See :class:`Ranks`. None is ended before all were asked: a rank that lost its peer stands elsewhere."""
-        self._store.set(Key.call_off(self._number), str(int(ASK)))
+        self._store.set(f"job/{self._number}/call_off", str(int(ASK)))
         if 0 in self._running:
             self._own.ask()
-        asked = [Key.asked(self._number, rank) for rank in self._running - {0}]
+        asked = [f"job/{self._number}/asked/{rank}" for rank in self._running - {0}]
         deadline = time.monotonic() + _ANSWER_S
         while asked and not self._store.check(asked) and time.monotonic() < deadline:  # some may be lost
             time.sleep(POLL_S)
 
     def end(self, number: signal.Signals) -> tuple[RankEnd, ...]:
         """See :class:`Ranks`."""
-        self._store.set(Key.call_off(self._number), str(int(number)))
+        self._store.set(f"job/{self._number}/call_off", str(int(number)))
         self._collect(self._own.end(number) if 0 in self._running else None)
         while self._running:
             time.sleep(POLL_S)
@@ -389,8 +358,8 @@ class _Everywhere(Ranks):
         ends = list(own or ())
         if own is not None:
             self._running.discard(0)  # even if it never started, for a signal
-        while self._store.check([Key.end(self._number, self._reports)]):
-            report = msgspec.json.decode(self._store.get(Key.end(self._number, self._reports)), type=Report)
+        while self._store.check([f"job/{self._number}/end/{self._reports}"]):
+            report = msgspec.json.decode(self._store.get(f"job/{self._number}/end/{self._reports}"), type=Report)
             self._reports += 1
             if report.trouble:
                 raise LaunchError(report.trouble)
@@ -407,11 +376,11 @@ class _Everywhere(Ranks):
         if now < self._looked + _LOOK_S or not others:
             return set()
         self._looked, lost = now, set()
-        for rank, beat in zip(others, self._store.multi_get([Key.beat(rank) for rank in others])):
+        for rank, beat in zip(others, self._store.multi_get([f"beat/{rank}" for rank in others])):
             before, since = self._heard[rank]
             if beat != before:
                 self._heard[rank] = (beat, now)
-            elif now > since + _LOST_S or self._store.check([Key.gone(rank)]):
+            elif now > since + _LOST_S or self._store.check([f"gone/{rank}"]):
                 lost.add(rank)
         return lost
 

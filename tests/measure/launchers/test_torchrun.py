@@ -20,7 +20,7 @@ from refshard.errors import SpecError
 from refshard.measure.interruption import Interruption
 from refshard.measure.launchers.base import Job
 from refshard.measure.launchers.ranks import RankEnd, children, timed_out
-from refshard.measure.launchers.torchrun import Announced, Key, Place, Report, Server, TorchrunLauncher, place_of
+from refshard.measure.launchers.torchrun import Announced, Place, Report, Server, TorchrunLauncher, place_of
 from refshard.measure.store import read_run
 from refshard.specs.case import CaseSpec
 from tests.measure.commandline import only_case, processes_of, wait_for, write_suite
@@ -208,16 +208,16 @@ def served(store: HashStore, folder: Path) -> Report:
     """The report of rank 1's server on the first job, which is to work in ``folder``, and on no more."""
     job = Job(program="case", processes=2, time_limit_s=60.0)
     announced = Announced(job=job, folder=str(folder), port=1)
-    store.set(Key.job(0), msgspec.json.encode(announced).decode())
-    store.set(Key.job(1), "true")
+    store.set("job/0", msgspec.json.encode(announced).decode())
+    store.set("job/1", "true")
     place = replace(PLACE, rank=1)
     assert Server(place, store, Interruption()).serve()
-    return msgspec.json.decode(store.get(Key.end(0, 0)), type=Report)
+    return msgspec.json.decode(store.get("job/0/end/0"), type=Report)
 
 
 def test_a_job_that_is_called_off_before_its_folder_is_seen_is_no_trouble(tmp_path: Path) -> None:
     store = HashStore()
-    store.set(Key.call_off(0), str(int(signal.SIGTERM)))
+    store.set("job/0/call_off", str(int(signal.SIGTERM)))
     found = served(store, tmp_path / "not yet")
     assert (found.trouble, found.end.rank, found.end.exit_code) == ("", 1, -signal.SIGTERM)
 
