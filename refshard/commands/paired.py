@@ -10,8 +10,8 @@ from refshard.commands.printing import tell
 from refshard.commands.progress import observer as make_observer
 from refshard.errors import RefshardError, SpecError, StoreError
 from refshard.measure.environment import capture_environment
+from refshard.measure.gate.baseline import noise_file, read_noise
 from refshard.measure.gate.checkout import checked_out
-from refshard.measure.gate.noise import noise_file, read_noise
 from refshard.measure.gate.rounds import PairedRounds, Side, of_strategy, serial
 from refshard.measure.launchers.local import LocalLauncher
 from refshard.records import LaunchRecord

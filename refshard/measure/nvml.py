@@ -136,19 +136,15 @@ class Nvml(GpuSensors):
 
     @property
     def count(self) -> int:
-        """See :attr:`GpuSensors.count`."""
         return len(self._handles)
 
     def driver(self) -> str:
-        """See :meth:`GpuSensors.driver`."""
         return str(self._ask(self._library.nvmlSystemGetDriverVersion) or "")
 
     def cuda(self) -> int | None:
-        """See :meth:`GpuSensors.cuda`."""
         return self._ask(self._library.nvmlSystemGetCudaDriverVersion)
 
     def settings(self, gpu: int) -> GpuSettings:
-        """See :meth:`GpuSensors.settings`."""
         nvml, handle = self._library, self._handles[gpu]
 
         def clocks(question: Callable[..., int]) -> list[int | None]:
@@ -172,7 +168,6 @@ class Nvml(GpuSensors):
         )
 
     def reading(self, gpu: int) -> GpuReading:
-        """See :meth:`GpuSensors.reading`."""
         nvml, handle = self._library, self._handles[gpu]
         bits = self._ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
         return GpuReading(
@@ -183,7 +178,6 @@ class Nvml(GpuSensors):
         )
 
     def condition(self, gpu: int) -> GpuCondition:
-        """See :meth:`GpuSensors.condition`."""
         nvml, handle = self._library, self._handles[gpu]
         asked = (
             nvml.nvmlDeviceGetMemoryInfo,

@@ -237,14 +237,34 @@ def _run_missing(
     plan = [(round_, case) for round_, case in planned if (case.hash, round_) not in kept]
     if not plan and run.end is not None and not run.end.interrupted:
         return
+    header, named = run.header, run.header.suite.named_references
+    # The latest ok record of each spec serves as a peer.
+    ended = {record.spec_hash: record for record in sorted(run.launches, key=lambda record: record.state == "ok")}
     interrupted = True
     try:
-        for record in _records(plan, run, folder, launcher, observer, skipped):
+        for index, (round_, case) in enumerate(plan):
+            observer.case_started(case, round_, index, len(plan))
+            peers = Peers(reference=None, ddp=None)
+            if case.fidelity == "measured":
+                alone, ddp = case.reference(), msgspec.structs.replace(case, strategy="ddp")
+                peers = Peers(
+                    reduced=None if alone in named else reduced_for(case, header.environment),
+                    reference=ended.get(alone.hash),
+                    ddp=ended.get(ddp.hash) if case.world_size > 1 else None,
+                )
+            if case in skipped:
+                blank = blank_record(case, round_, header, datetime.now(UTC))
+                record = msgspec.structs.replace(blank, state="skipped", error=skipped[case])
+            else:
+                with launching(case.name, folder):
+                    record = launch_case(case, round_, header, folder, launcher, observer.case_progressed, peers)
+            if record.state == "ok" or case.hash not in ended:
+                ended[case.hash] = record
             writer.append(record)
             observer.case_ended(record)
         interrupted = False
     finally:
-        writer.close(run.header.run_id, interrupted=interrupted)
+        writer.close(header.run_id, interrupted=interrupted)
 
 
 def round_order(cases: tuple[CaseSpec, ...], round_: int) -> list[CaseSpec]:
@@ -253,12 +273,9 @@ def round_order(cases: tuple[CaseSpec, ...], round_: int) -> list[CaseSpec]:
     """
     shuffled = list(cases)
     random.Random(round_).shuffle(shuffled)
-    # Every strategy is held against the reference, some are against ddp.
-    return (
-        shuffled
-        if round_
-        else sorted(shuffled, key=lambda c: 0 if c == c.reference() else 1 if c.strategy == "ddp" else 2)
-    )
+    if round_ == 0:  # every strategy is compared with the reference, some with ddp
+        shuffled.sort(key=lambda case: 0 if case == case.reference() else 1 if case.strategy == "ddp" else 2)
+    return shuffled
 
 
 def new_run_folder(name: str) -> Path:
@@ -275,36 +292,6 @@ def mark_latest(folder: Path) -> None:
         made.callback(unfinished.unlink, missing_ok=True)
         unfinished.symlink_to(folder.name)
         unfinished.replace(folder.parent / "latest")
-
-
-def _records(
-    plan: list[tuple[int, CaseSpec]],
-    run: Run,
-    folder: Path,
-    launcher: Launcher,
-    observer: Observer,
-    skipped: Mapping[CaseSpec, str],
-) -> Iterator[LaunchRecord]:
-    """Launch the planned cases one after the other. The latest ok record of each spec serves as a peer."""
-    ended = {record.spec_hash: record for record in sorted(run.launches, key=lambda record: record.state == "ok")}
-    named = run.header.suite.named_references
-    for index, (round_, case) in enumerate(plan):
-        observer.case_started(case, round_, index, len(plan))
-        held = case.fidelity == "measured"
-        peers = Peers(
-            reduced=reduced_for(case, run.header.environment) if held and case.reference() not in named else None,
-            reference=ended.get(case.reference().hash) if held else None,
-            ddp=ended.get(msgspec.structs.replace(case, strategy="ddp").hash) if held and case.world_size > 1 else None,
-        )
-        if case in skipped:
-            blank = blank_record(case, round_, run.header, datetime.now(UTC))
-            record = msgspec.structs.replace(blank, state="skipped", error=skipped[case])
-        else:
-            with launching(case.name, folder):
-                record = launch_case(case, round_, run.header, folder, launcher, observer.case_progressed, peers)
-        if record.state == "ok" or case.hash not in ended:
-            ended[case.hash] = record
-        yield record
 
 
 @contextmanager

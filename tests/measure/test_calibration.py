@@ -18,8 +18,7 @@ from refshard.costs import attention_seconds, collective_cost, group_shape, prod
 from refshard.errors import LaunchError, SpecError
 from refshard.measure.calibration import kernels
 from refshard.measure.calibration import profile as fit
-from refshard.measure.calibration.agreement import Agreement, FailedOnSomeRankError
-from refshard.measure.calibration.collectives import divisible, traffic
+from refshard.measure.calibration.collectives import Agreement, FailedOnSomeRankError, divisible, traffic
 from refshard.measure.calibration.kernels import Call, CpuStopwatch, Stopwatch, settled
 from refshard.measure.calibration.plan import measure, plan_calibration, read_profile
 from refshard.measure.calibration.profile import TooLittleError, build_profile

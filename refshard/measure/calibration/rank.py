@@ -22,8 +22,13 @@ from torch.distributed.rendezvous import rendezvous
 from refshard.errors import LaunchError
 from refshard.folders import replace_file
 from refshard.measure.calibration import kernels
-from refshard.measure.calibration.agreement import Agreement, FailedOnSomeRankError
-from refshard.measure.calibration.collectives import make_groups, measure_beside, time_collective
+from refshard.measure.calibration.collectives import (
+    Agreement,
+    FailedOnSomeRankError,
+    make_groups,
+    measure_beside,
+    time_collective,
+)
 from refshard.measure.calibration.kernels import CpuStopwatch, CudaStopwatch
 from refshard.measure.calibration.samples import (
     BESIDE,

@@ -1,32 +1,196 @@
-"""A few steps of a case on the fake device, and what its last one comes to."""
+"""A few steps of a case on the fake device, and what the recordings of its ranks come to, replayed together."""
 
+import gzip
+import hashlib
 import sys
 import traceback
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 import torch.fx.experimental._config as symbolic
 
+from refshard.dryrun.as_trace import as_trace
 from refshard.dryrun.collect import collect, load, save
-from refshard.dryrun.held_back import holds_back
+from refshard.dryrun.device import Rates
+from refshard.dryrun.held_back import UNLIMITED, NotReproducedError, Settled, holds_back, settle
+from refshard.dryrun.memory import account_memory
 from refshard.dryrun.observe import Observer
 from refshard.dryrun.peaks import pool
+from refshard.dryrun.price import price
+from refshard.dryrun.recording import Flag, Kind, Recording
+from refshard.dryrun.replay import NS, Replayed, replay_together
+from refshard.dryrun.request import UNLIMITED_BYTES
+from refshard.dryrun.steps import Step, steps_of
 from refshard.errors import UnsupportedError
-from refshard.measure.dry.rank import RECORDING_FILE, DryCase, DryResult, rank_folder, ranks_of
-from refshard.measure.dry.ranks import BUILT, GPU, asked_for, read_ranks, remarks, steps_for
-from refshard.measure.rank import PROGRESS_FILE, describe
+from refshard.measure.dry.rank import RECORDING_FILE, DryCase, DryResult, StepResult, rank_folder, ranks_of
+from refshard.measure.rank import PROGRESS_FILE, describe, trace_file
 from refshard.measure.trainer import Trainer
-from refshard.records import State
+from refshard.quantities import format_times
+from refshard.records import Census, CollectiveCount, State, StepTrace
 from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.model import known_dimensions
 from refshard.strategies import make_strategy, strategy_for
 from refshard.strategies.base import Strategy
 from refshard.strategies.table import ROWS
+from refshard.tracing.files.writer import as_kineto
+from refshard.tracing.kineto import timeline_of
+from refshard.tracing.memory import highest_of
+from refshard.tracing.overlap import collectives_per_step, step_breakdowns
+
+
+def read_step(recording: Recording, replayed: Replayed, steps: Sequence[Step]) -> StepResult:
+    """The figures of the last of ``steps``: two or more consecutive steps.
+
+    The last step's window begins where the previous one ends, because the device is not drained between steps.
+    """
+    timeline, last = timeline_of(as_trace(recording, replayed, device="", steps=steps)), steps[-1]
+    found = step_breakdowns(timeline)[-1]
+    issued = collectives_per_step(timeline)[last.number]
+    return StepResult(
+        step_s=found.span_ns / NS,
+        trace=StepTrace(
+            rank=recording.rank,
+            step=last.number,
+            span_ns=found.span_ns,
+            compute_ns=found.compute_ns,
+            comm_ns=found.comm_ns,
+            exposed_ns=found.exposed_ns,
+            idle_ns=found.span_ns - found.compute_ns - found.exposed_ns,
+        ),
+        issued=tuple(CollectiveCount(op=op, count=count, bytes=size) for op, count, size in issued),
+        census=census_of(recording, last),
+        memory_course_bytes=highest_of(account_memory(recording).allocated[last.first : last.end].tolist()),
+        host_waits=dict(sorted(Counter(_names(recording, _rows(recording, last, Kind.SYNCHRONISE))).items())),
+    )
+
+
+def census_of(recording: Recording, step: Step) -> Census:
+    """Count a step's launches and collectives, stream waits and allocations; sizes are as the allocator rounds them.
+
+    The order covers launches, collectives, event records and waits in host order, each with its stream. Streams are
+    numbered by their first use in the step.
+    """
+    asked = _rows(recording, step, Kind.LAUNCH, Kind.COLLECTIVE)
+    ordered = _rows(recording, step, Kind.LAUNCH, Kind.COLLECTIVE, Kind.RECORD, Kind.WAIT)
+    numbers: dict[int, int] = {}
+    streams = [numbers.setdefault(stream, len(numbers)) for stream in recording.streams[ordered].tolist()]
+    order = "\n".join(f"{name} {stream}" for name, stream in zip(_names(recording, ordered), streams))
+    allocations = _rows(recording, step, Kind.ALLOCATE)
+    return Census(
+        operators=len(asked),
+        allocations=len(allocations),
+        allocated_bytes=int(recording.sizes[allocations].sum()),
+        order_sha256=hashlib.sha256(order.encode()).hexdigest(),
+        stream_waits=len(_rows(recording, step, Kind.WAIT)),
+    )
+
+
+def remarks(recording: Recording, retries: int) -> Iterator[str]:
+    """Warnings about a rank's figures; ``retries`` counts how often the allocator emptied its cache."""
+    if unknown := int((recording.flags & Flag.VALUE_UNKNOWN != 0).sum()):
+        values = "a value" if unknown == 1 else f"{unknown:,} values"
+        yield f"the host reads {values} that a dry run does not compute; a GPU run may branch differently"
+    yield from retried(retries)
+
+
+def retried(retries: int) -> Iterator[str]:
+    """A warning if the allocator emptied its cache."""
+    if retries:
+        yield f"the allocator emptied its cache {format_times(retries)} for an allocation; the host waits each time"
+
+
+def _rows(recording: Recording, step: Step, *kinds: Kind) -> npt.NDArray[np.int64]:
+    return np.flatnonzero(np.isin(recording.kinds[step.first : step.end], kinds)) + step.first
+
+
+def _names(recording: Recording, rows: npt.NDArray[np.int64]) -> list[str]:
+    return [recording.name_table[name] for name in recording.names[rows].tolist()]
+
+
+GPU = 0
+"""The only GPU that a rank's process sees."""
+BUILT = "build"
+"""The mark between building and the steps; peaks of memory are those of the steps."""
+
+
+def steps_for(case: CaseSpec) -> int:
+    """How many steps a rank takes; the last is like any that would follow. The first makes the optimizer's state, and
+    before the second DDP lays out its buckets anew. In a pipeline without DDP the second step is like the third, and
+    there are as many ranks to follow as it has.
+    """
+    return 2 if case.pipeline_ranks > 1 and case.strategy != "ddp" else 3
+
+
+def read_ranks(
+    asked: DryCase, result: DryResult, recordings: Sequence[Recording], cluster: ClusterSpec, ext: ModuleType,
+    folder: Path,
+) -> DryResult:  # fmt: skip
+    """The ``result`` of the last rank, with what the recordings of all come to; traces, if any, go to ``folder``."""
+    if not any(map(holds_back, recordings)):
+        return msgspec.structs.replace(result, steps=_steps(asked, recordings, cluster, folder))
+    try:
+        result, settled = _settled(asked, result, recordings, cluster, ext)
+    except NotReproducedError as doubt:
+        warning = f"upper bound: memory kept by record_stream() counts until the host waits for the GPU: {doubt}"
+        result = msgspec.structs.replace(result, warnings=(*result.warnings, warning))
+        return msgspec.structs.replace(result, steps=_steps(asked, recordings, cluster, folder))
+    steps = _steps(asked, [one.recording for one in settled], cluster, folder)
+    peaks = (msgspec.structs.replace(step, peak=one.allocator.peak) for step, one in zip(steps, settled))
+    return msgspec.structs.replace(result, steps=tuple(peaks))
+
+
+def _settled(
+    asked: DryCase, result: DryResult, recordings: Sequence[Recording], cluster: ClusterSpec, ext: ModuleType
+) -> tuple[DryResult, tuple[Settled, ...]]:
+    """The ranks as on GPUs: within their memory if they fit, else without a limit."""
+    memory_bytes = cluster.accelerator.memory_bytes
+    as_run = memory_bytes if asked.limited else UNLIMITED_BYTES
+    found = settle(recordings, cluster, ext, GPU, as_run_bytes=as_run, total_bytes=memory_bytes, reset=BUILT)
+    refused = next((one for one in found if one.allocator.refused), None)
+    if refused is not None:
+        result = msgspec.structs.replace(result, limited=_refused(refused))
+        found = settle(recordings, cluster, ext, GPU, as_run_bytes=as_run, total_bytes=UNLIMITED, reset=BUILT)
+    warnings = dict.fromkeys((*result.warnings, *(told for one in found for told in retried(one.allocator.retries))))
+    return msgspec.structs.replace(result, fits=refused is None, warnings=tuple(warnings)), found
+
+
+def _refused(one: Settled) -> DryResult:
+    refused = one.allocator.refused
+    assert refused is not None
+    return DryResult(
+        state="oom", error=refused.message, peak=one.allocator.peak, refused=asked_for(refused.message)
+    )  # fmt: skip
+
+
+def asked_for(error: str) -> str:
+    """How much was asked for, in the words of torch's error."""
+    return error.partition("Tried to allocate ")[2].partition(". ")[0]
+
+
+def _steps(
+    asked: DryCase, recordings: Sequence[Recording], cluster: ClusterSpec, folder: Path
+) -> tuple[StepResult, ...]:
+    """The last step of every rank."""
+    prices = [price(recording, cluster) for recording in recordings]
+    device = cluster.accelerator.device_name or cluster.accelerator.about
+    found = []
+    for recording, replayed in zip(recordings, replay_together(recordings, prices, Rates.of(cluster))):
+        steps = steps_of(recording)[-steps_for(asked.case) :]  # building comes first, in which some optimizers step too
+        found.append(read_step(recording, replayed, steps))
+        if asked.traced:
+            with gzip.open(trace_file(folder, recording.rank), "wt", encoding="utf-8") as file:
+                file.write(as_kineto(as_trace(recording, replayed, device=device, steps=steps[-1:])))
+    return tuple(found)
+
 
 _AT_FIRST = (
     "torch._dynamo",

@@ -1,15 +1,31 @@
-"""Accepted baselines: what exact metrics are meant to be, one file for each fingerprint and suite, made for diffs."""
+"""What a gate keeps for each machine and suite: accepted exact metrics, made for diffs, and the machine's own noise.
+
+Noise is that of the same code against itself, launched again and again.
+"""
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
+import numpy as np
 
 from refshard.errors import SpecError, StoreError
 from refshard.folders import replace_file
 from refshard.measure.environment import COMPARABLE
-from refshard.records import Environment, Run, timestamp
+from refshard.measure.gate.rounds import PairedRounds, Side, log_ratios
+from refshard.measure.launchers.base import Launcher
+from refshard.measure.run import Observer
+from refshard.measure.store import read_run
+from refshard.records import Environment, Run, RunRecord, timestamp
+from refshard.specs.case import CaseSpec
+from refshard.specs.gate import TimeLimits
+from refshard.specs.suite import SuiteSpec
 from refshard.stats.exact import Value, changes, exact_metrics
+from refshard.stats.gate import LogRatios
+from refshard.stats.rehearsal import Noise
+from refshard.version import __version__
 
 _SCHEMA = 1
 
@@ -111,10 +127,131 @@ def read_baseline(path: Path) -> Baseline:
     Raises:
         StoreError: it is damaged, or a newer refshard wrote it.
     """
+    return _decoded(path, path.read_bytes(), Baseline, "damaged baseline ({}); restore it, or accept a new one")
+
+
+K = TypeVar("K", "Baseline", "RecordedNoise")
+
+
+def _decoded(path: Path, data: bytes, kind: type[K], damaged: str) -> K:
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Baseline)
+        found = msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise StoreError(f"{path}: damaged baseline ({error}); restore it, or accept a new one") from None
+        raise StoreError(f"{path}: {damaged.format(error)}") from None
     if found.schema > _SCHEMA:
         raise StoreError(f"{path}: schema {found.schema} is newer than {_SCHEMA}; update refshard")
     return found
+
+
+class RecordedNoise(msgspec.Struct, frozen=True, kw_only=True):
+    """The noise of a suite on the machine with this fingerprint, and who measured it when."""
+
+    schema: int = _SCHEMA
+    suite: str
+    fingerprint: str
+    refshard: str
+    git_commit: str | None
+    measured_at: str
+    limits: TimeLimits
+    noise: Noise
+
+
+def noise_file(folder: Path, environment: Environment, suite: str) -> Path:
+    """Where the noise of ``suite`` lies for machines of this fingerprint."""
+    return folder / environment.id / f"{suite}.noise.json"
+
+
+A, B = "a", "b"
+"""The two sides, as their folders are called."""
+
+
+def record_rounds(
+    suite: SuiteSpec,
+    references: Sequence[CaseSpec],
+    timed: Sequence[CaseSpec],
+    folder: Path,
+    launcher: Launcher,
+    environment: Environment,
+    observer: Observer,
+    tell: Callable[[str], None],
+    *,
+    rounds: int,
+) -> None:
+    """Hold ``rounds`` rounds of the same code against itself, and keep them in ``folder``."""
+    sides = (
+        Side(name=A, launcher=launcher, environment=environment),
+        Side(name=B, launcher=launcher, environment=environment),
+    )
+    with PairedRounds(suite, folder, sides, observer, tell) as held:
+        held.apart(references)
+        held.hold(timed, rounds)
+
+
+def read_rounds(folders: Sequence[Path]) -> tuple[RunRecord, dict[str, LogRatios], int]:
+    """What :func:`record_rounds` kept in each of ``folders``, ended or cut short: the header of the last, ln(B / A) of
+    each case by name, and how many launches they were.
+
+    Raises:
+        StoreError: there are no such rounds in a folder, or they are damaged.
+        SpecError: they are not of one suite and one machine.
+    """
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise SpecError("from: a folder is given twice; give each folder once")
+    rounds: dict[str, list[LogRatios]] = {}
+    launches = 0
+    headers = [read_run(folder / A).header for folder in folders]
+    for folder, header in zip(folders, headers):
+        if (header.suite, header.environment.id) != (headers[-1].suite, headers[-1].environment.id):
+            raise SpecError(f"from: {folder} and {folders[-1]} differ in suite or machine; give folders that match")
+        sides = [
+            [record for record in read_run(folder / side).launches if record.case != record.case.reference()]
+            for side in (A, B)
+        ]
+        launches += sum(len({(record.round, record.case.world_size) for record in side}) for side in sides)
+        for name in dict.fromkeys(record.case.name for record in sides[0]):
+            before, after = ([record for record in side if record.case.name == name] for side in sides)
+            rounds.setdefault(name, []).append(log_ratios(before, after))
+    return headers[-1], {name: np.concatenate(parts) for name, parts in rounds.items()}, launches
+
+
+def keep_noise(noise: Noise, suite: SuiteSpec, environment: Environment, folder: Path) -> Path:
+    """Write what was found; return the file.
+
+    Raises:
+        StoreError: it cannot be written.
+    """
+    made = RecordedNoise(
+        suite=suite.name,
+        fingerprint=environment.id,
+        refshard=__version__,
+        git_commit=environment.git_commit,
+        measured_at=timestamp(),
+        limits=suite.gate.times,
+        noise=noise,
+    )
+    path = noise_file(folder, environment, suite.name)
+    write_json(path, made)
+    return path
+
+
+def newest_noise(folder: Path, fingerprint: str) -> RecordedNoise | None:
+    """The last that was measured on machines of this fingerprint, of whichever suite; None if none was.
+
+    Raises:
+        StoreError: as :func:`read_noise`.
+    """
+    found = [noise for path in sorted((folder / fingerprint).glob("*.noise.json")) if (noise := read_noise(path))]
+    return max(found, key=lambda noise: noise.measured_at, default=None)
+
+
+def read_noise(path: Path) -> RecordedNoise | None:
+    """Read it back; None if there is none.
+
+    Raises:
+        StoreError: it is damaged, or a newer refshard wrote it.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    return _decoded(path, data, RecordedNoise, "damaged ({}); restore it, or measure the noise again")

@@ -13,6 +13,7 @@ import msgspec
 
 from refshard.errors import SpecError
 from refshard.measure.environment import code_sha256, git_state
+from refshard.measure.launchers.local import worker_of
 from refshard.records import Environment
 
 
@@ -66,7 +67,7 @@ def _git(repository: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def _check_importable(revision: str, source: Path) -> None:
     """What ranks import must lie there, and not, say, beside the installed package."""
-    asked = "import refshard.measure.worker as worker; print(worker.__file__)"
+    asked = f"import {worker_of(source)} as worker; print(worker.__file__)"
     environment = {**os.environ, "PYTHONPATH": str(source), "PYTHONSAFEPATH": "1"}
     found = subprocess.run(
         [sys.executable, "-c", asked], capture_output=True, text=True, check=False, env=environment, cwd=source

@@ -220,11 +220,9 @@ class NetlabLauncher(RankLauncher):
             yield ranks
 
     def check(self, case: CaseSpec, *, oversubscribe: bool) -> None:
-        """See :meth:`Launcher.check`."""
         check_fits_machine(case, case.processes, oversubscribe=oversubscribe)
 
     def environment(self, threads: int, beside: Path, on_progress: Callable[[str], None]) -> Environment:
-        """See :meth:`Launcher.environment`."""
         return capture_environment(threads, self._spec.description)
 
 

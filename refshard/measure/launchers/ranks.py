@@ -115,9 +115,9 @@ _ROOM_BYTES = 2**20
 _HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
-def worker_arguments(job: Job, folder: Path) -> tuple[str, ...]:
+def worker_arguments(job: Job, folder: Path, worker: str = "refshard.measure.worker") -> tuple[str, ...]:
     """What follows the Python interpreter on a rank's command line. Its parent must be this process."""
-    return ("-m", "refshard.measure.worker", job.program, str(folder), str(os.getpid()))
+    return ("-m", worker, job.program, str(folder), str(os.getpid()))
 
 
 def rank_environment(
@@ -228,7 +228,6 @@ class _Processes(Ranks):
         self._stacks: dict[int, tuple[str, ...]] = {}
 
     def poll(self) -> tuple[RankEnd, ...] | None:
-        """See :class:`Ranks`."""
         result = self._processes.wait(timeout=0)
         if result is None:
             return None
@@ -247,12 +246,10 @@ class _Processes(Ranks):
         )
 
     def ask(self) -> None:
-        """See :class:`Ranks`."""
         pids = {self._first_rank + index: pid for index, pid in self._processes.pids().items()}
         self._stacks = ask_for_stacks(children(pids), self._folder)
 
     def end(self, number: signal.Signals) -> tuple[RankEnd, ...]:
-        """See :class:`Ranks`."""
         self._processes.close(number)
         return self.poll() or ()
 

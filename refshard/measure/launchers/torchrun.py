@@ -328,7 +328,6 @@ class _Everywhere(Ranks):
         self._looked = time.monotonic()
 
     def poll(self) -> tuple[RankEnd, ...] | None:
-        """See :class:`Ranks`."""
         self._collect(self._own.poll() if 0 in self._running else None)
         if any(end.exit_code for end in self._ends):
             return self.end(signal.SIGTERM)
@@ -345,7 +344,6 @@ class _Everywhere(Ranks):
             time.sleep(POLL_S)
 
     def end(self, number: signal.Signals) -> tuple[RankEnd, ...]:
-        """See :class:`Ranks`."""
         self._store.set(f"job/{self._number}/call_off", str(int(number)))
         self._collect(self._own.end(number) if 0 in self._running else None)
         while self._running:

@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
+from refshard.measure.launchers.local import worker_of
 from refshard.measure.launchers.ranks import log_tail, started
 from refshard.measure.store import read_run
 from refshard.records import METRICS, Run
@@ -199,3 +200,11 @@ def test_a_mistake_is_one_line_of_a_real_process_too() -> None:
     assert done.stdout == ""
     assert done.stderr.startswith("refshard: suite: no such file or suite 'no-such-suite'")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_ranks_of_a_checkout_from_before_the_package_was_renamed_run_its_worker(tmp_path: Path) -> None:
+    assert worker_of(None) == worker_of(tmp_path) == "refshard.measure.worker"
+    worker = tmp_path / "refshard" / "harness" / "worker.py"
+    worker.parent.mkdir(parents=True)
+    worker.touch()
+    assert worker_of(tmp_path) == "refshard.harness.worker"
