@@ -21,7 +21,7 @@ BUDGETS = {
     "refshard/engine": 8_000,
     "refshard/estimate": 2_750,
     "refshard/fakecuda": 750,
-    "refshard/measure": 9_300,
+    "refshard/measure": 9_050,
     "refshard/models": 1_300,
     "refshard/report": 10_550,
     "refshard/specs": 2_250,

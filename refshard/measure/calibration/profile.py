@@ -168,9 +168,8 @@ def build_profile(calibration: Calibration, ranks: Sequence[RankSamples], ended:
     source = f"measured on {first.machine}, {calibration.when}, torch {first.torch}: {calibration.command}"
     missing = _missing(calibration, first.nodes, found.pieces, ended)
     measured = median_collectives([s for name in found.pieces for s in found.of(name, TimedCollective)])
-    links = _links(calibration, first.nodes, measured, source)
+    links, sources = _links(calibration, first.nodes, measured, source)
     library: Library = "nccl" if first.backend == "nccl" else "gloo"
-    sources = dict(links.sources)
     beside = next(iter(found.of(BESIDE, Beside)), Beside(compute=1.0, communication=1.0))
     compute, communication = rounded(beside.compute), rounded(beside.communication)
     for field, part in (("compute_beside_communication", compute), ("communication_beside_compute", communication)):
@@ -181,10 +180,7 @@ def build_profile(calibration: Calibration, ranks: Sequence[RankSamples], ended:
     return ClusterSpec(
         hardware=_hardware(calibration, ranks, found, source, missing),
         library=library,
-        ranks_per_node=links.ranks_per_node,
-        nodes=links.nodes,
-        within=links.within,
-        between=links.between,
+        **links,
         measured=measured,
         about=f"{first.machine}: {_words(calibration, first.nodes)}{_doubt(calibration, ranks)}",
         compute_beside_communication=compute,
@@ -241,7 +237,7 @@ def _hardware(
     (operation,) = operations
     kernel_s = operation.kernel_s
     memory = bytes_per_s([s for s in moves if not s.transcendentals], kernel_s)
-    rates = _rates(found, dtypes, kernel_s)
+    rates, errors = _rates(found, dtypes, kernel_s)
     points = [point for dtype in dtypes for point in found.of(f"{dtype} attention", TimedAttention)]
     silu = [sample for sample in moves if sample.transcendentals]
     binding = {
@@ -257,10 +253,10 @@ def _hardware(
         "host_s": rounded(operation.host_s),
         "multiprocessors": first.multiprocessors,
         "attention_points": attention_points(points),
-        **rates.fields,
+        **rates,
         **binding,
     }
-    said = _sources(source, rates.errors, _clocks(ranks))
+    said = _sources(source, ", ".join(f"{dtype} {error:.0%}" for dtype, error in errors.items()), _clocks(ranks))
     return HardwareSpec(
         device=calibration.device,
         device_name=first.machine if on_gpus else "",
@@ -271,15 +267,10 @@ def _hardware(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Rates:
-    """Fields of the hardware by name, and in words by how much the law of products misses the samples."""
-
-    fields: dict[str, dict[Dtype, Rate]]
-    errors: str
-
-
-def _rates(found: _Found, dtypes: Sequence[Dtype], kernel_s: float) -> _Rates:
+def _rates(
+    found: _Found, dtypes: Sequence[Dtype], kernel_s: float
+) -> tuple[dict[str, dict[Dtype, Rate]], dict[Dtype, float]]:
+    """Fields of the hardware by name, and by how much the law of products misses the samples."""
     fields: dict[str, dict[Dtype, Rate]] = {}
     errors: dict[Dtype, float] = {}
     for suffix, pace in (("", ""), ("_burst", IN_BURSTS)):
@@ -292,8 +283,7 @@ def _rates(found: _Found, dtypes: Sequence[Dtype], kernel_s: float) -> _Rates:
                 errors.setdefault(dtype, fitted.typical_error)
                 matmul[dtype] = fitted.rate
                 attention[dtype] = attention_rate(attended, fitted.rate.peak)
-    words = ", ".join(f"{dtype} {error:.0%}" for dtype, error in errors.items())
-    return _Rates(fields, words)
+    return fields, errors
 
 
 def _bytes_per_s(samples: Sequence[Timed]) -> float:
@@ -343,19 +333,10 @@ def _sources(source: str, errors: str, clocks: Mapping[str, str]) -> dict[str, s
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Links:
-    """What joins ranks, and as many ranks and nodes as anything is known to join."""
-
-    within: LinkSpec
-    between: LinkSpec | None = None
-    ranks_per_node: int = 1
-    nodes: int = 1
-    sources: dict[str, str]
-
-
-def _links(calibration: Calibration, nodes: int, measured: Sequence[MeasuredCollective], source: str) -> _Links:
-    """What joins nodes, and what joins ranks within one, with their sources."""
+def _links(
+    calibration: Calibration, nodes: int, measured: Sequence[MeasuredCollective], source: str
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """What joins nodes, and what joins ranks within one, as many as anything is known to join; and their sources."""
     fitted = f"{source}: latency and bandwidth fitted to all-gathers"
     per_node = calibration.ranks // nodes
     within = fit_link(measured, per_node, 1) if per_node > 1 else None
@@ -363,12 +344,13 @@ def _links(calibration: Calibration, nodes: int, measured: Sequence[MeasuredColl
     sizes = {"ranks_per_node": per_node, "nodes": nodes if between else 1}
     said = {"between": f"{fitted} of all ranks; latency of those of one rank a node"} if between else {}
     if within is not None:
-        return _Links(within=within, between=between, **sizes, sources={**said, "within": fitted})
+        return {"within": within, "between": between, **sizes}, {**said, "within": fitted}
     if between is not None:
         why = "no two ranks share a host" if per_node == 1 else "all-gathers within a node were not measured"
-        return _Links(within=between, between=between, **sizes, sources={**said, "within": f"as between: {why}"})
+        return {"within": between, "between": between, **sizes}, {**said, "within": f"as between: {why}"}
     why = "a single rank talks to no other" if calibration.ranks == 1 else "no all-gather was measured"
-    return _Links(within=LinkSpec(bytes_per_s=1e9, latency_s=0.0), sources={"within": f"a placeholder: {why}"})
+    within = LinkSpec(bytes_per_s=1e9, latency_s=0.0)
+    return {"within": within, "between": None, "ranks_per_node": 1, "nodes": 1}, {"within": f"a placeholder: {why}"}
 
 
 def _between(measured: Sequence[MeasuredCollective], nodes: int, per_node: int) -> LinkSpec | None:

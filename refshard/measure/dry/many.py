@@ -50,7 +50,11 @@ def dry_run_many(
     try:
         _wait(process, cases, work, on_progress, time_limit_s)
     finally:
-        _kill(process)
+        if process.poll() is None:  # end it and all that it forked, which are one session
+            import signal
+
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     return [_results(work / str(place), case) for place, case in enumerate(cases)]
 
 
@@ -68,15 +72,6 @@ def _wait(
         if ended > told and ended < len(cases):
             on_progress(f"dry run {ended + 1} of {len(cases)}")
             told = ended
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End the process and all that it forked, which are one session."""
-    if process.poll() is None:
-        import signal
-
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def _results(folder: Path, case: CaseSpec) -> tuple[DryResult, ...]:

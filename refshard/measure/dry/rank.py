@@ -21,7 +21,7 @@ from refshard.folders import replace_file
 from refshard.measure.worker import end_with_parent
 from refshard.records import Census, CollectiveCount, State, StepTrace
 from refshard.specs.case import CaseSpec
-from refshard.specs.cluster import ClusterSpec, load_cluster
+from refshard.specs.cluster import load_cluster
 
 ASKED_FILE = "dryrun.json"
 
@@ -148,14 +148,17 @@ def prepare(asked: Sequence[DryCase]) -> Prepared:
     """
     first = asked[0]
     cluster = load_cluster(first.case.cluster).of_world_size(first.case.world_size)
-    usable, ext = make_device(first, cluster)
+    hardware, beside = cluster.accelerator, sum(one.bytes for one in overheads(first.case.world_size))
+    if not first.limited:
+        hardware = msgspec.structs.replace(hardware, memory_bytes=UNLIMITED_BYTES)
+    ext = activate(hardware, devices=cluster.ranks_per_node, unusable_bytes=beside)
     # Here, since torch must not be imported before the device is there.
     from refshard.measure.dry.steps import preload
 
     for one in asked:
         if len(asked) > 1 or len(ranks_of(one.case)) > 1:
             preload(one.case)
-    return Prepared(ext=ext, usable_bytes=usable)
+    return Prepared(ext=ext, usable_bytes=hardware.memory_bytes - beside)
 
 
 def _runner(asked: DryCase, device: Prepared, folder: Path) -> Run:
@@ -219,15 +222,6 @@ def _end() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # threads, and tensors that outlive the device, have nothing left to say
-
-
-def make_device(asked: DryCase, cluster: ClusterSpec) -> tuple[int, ModuleType]:
-    """Give this process the case's GPUs: returns the bytes that the allocator may reserve, and the extension."""
-    hardware, beside = cluster.accelerator, sum(one.bytes for one in overheads(asked.case.world_size))
-    if not asked.limited:
-        hardware = msgspec.structs.replace(hardware, memory_bytes=UNLIMITED_BYTES)
-    ext = activate(hardware, devices=cluster.ranks_per_node, unusable_bytes=beside)
-    return hardware.memory_bytes - beside, ext
 
 
 def take_place(rank: int, world_size: int, ranks_per_node: int) -> None:
