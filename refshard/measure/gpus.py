@@ -4,7 +4,7 @@ Throttling slows any strategy that runs while the GPU is hot, so a launch whose 
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import fmean
 from threading import Event, Thread
@@ -133,25 +133,24 @@ def sampled(sensors: GpuSensors | None, interval_s: float = _INTERVAL_S) -> Iter
         return
     samples: list[list[GpuReading]] = []
     ended = Event()
-    thread = Thread(target=_sample, args=(sensors, samples.append, ended, interval_s), daemon=True)
+
+    def readings() -> list[GpuReading]:
+        return [sensors.reading(gpu) for gpu in range(sensors.count)]
+
+    def sample() -> None:
+        while not ended.wait(interval_s):
+            samples.append(readings())
+
+    thread = Thread(target=sample, daemon=True)
     thread.start()
     try:
         yield found
         if not samples:
-            samples.append(_readings(sensors))
+            samples.append(readings())
     finally:
         ended.set()
         thread.join()
-    found.extend(use_of(gpu, readings) for gpu, readings in enumerate(zip(*samples)))
-
-
-def _sample(sensors: GpuSensors, keep: Callable[[list[GpuReading]], None], ended: Event, interval_s: float) -> None:
-    while not ended.wait(interval_s):
-        keep(_readings(sensors))
-
-
-def _readings(sensors: GpuSensors) -> list[GpuReading]:
-    return [sensors.reading(gpu) for gpu in range(sensors.count)]
+    found.extend(use_of(gpu, own) for gpu, own in enumerate(zip(*samples)))
 
 
 def use_of(gpu: int, readings: Sequence[GpuReading]) -> GpuUse:

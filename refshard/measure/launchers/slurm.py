@@ -194,7 +194,10 @@ def submit(
     Raises:
         LaunchError: sbatch refuses the job, what was left does not end, or Slurm is out of reach for long.
     """
-    script = _write(job, folder, options)
+    own = folder / OWN
+    own.mkdir(exist_ok=True)
+    for name, text in zip(("batch.sh", "rank.sh"), scripts(job, folder, options)):
+        (own / name).write_text(text)
     before: frozenset[str] | None = None
     shown = ""
     deadline = time.monotonic() + PATIENCE_S
@@ -210,7 +213,7 @@ def submit(
         if jobs is not None and before is not None:
             if new := jobs.keys() - before:  # the controller took it, though its answer was lost
                 return _only(max(new, key=int), jobs.keys() - before, ask)
-            failed, said = ask("sbatch", "--parsable", f"--job-name={job_name(folder)}", script)
+            failed, said = ask("sbatch", "--parsable", f"--job-name={job_name(folder)}", str(own / "batch.sh"))
             if not failed:
                 number = said.split(";")[0]
                 return _only(number, (_named(folder, ask)[0] or {}).keys() - before, ask)
@@ -236,16 +239,6 @@ def _check_passing(said: str) -> None:
 def cancel_named(folder: Path, ask: Ask) -> None:
     """Cancel every job that works in ``folder``, if Slurm can be asked."""
     ask("scancel", f"--user={os.getuid()}", f"--name={job_name(folder)}")
-
-
-def _write(job: Job, folder: Path, options: tuple[str, ...]) -> str:
-    """Write what Slurm is to run; return the path for sbatch."""
-    own = folder / OWN
-    own.mkdir(exist_ok=True)
-    batch, rank = scripts(job, folder, options)
-    (own / "batch.sh").write_text(batch)
-    (own / "rank.sh").write_text(rank)
-    return str(own / "batch.sh")
 
 
 def _named(folder: Path, ask: Ask) -> tuple[dict[str, str] | None, str]:
