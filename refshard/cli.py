@@ -16,7 +16,7 @@ import typer
 from refshard import resources
 from refshard.commands.printing import OUTPUT_OPTIONS, printed
 from refshard.errors import RefshardError, SpecError
-from refshard.harness.interruption import ignore_more, interruptible, mortal
+from refshard.measure.interruption import ignore_more, interruptible, mortal
 from refshard.report.blocks import Answer
 from refshard.version import __version__
 
@@ -100,7 +100,7 @@ def _interruptible(left: str) -> Iterator[None]:
 
 
 @contextmanager
-def _harness_errors() -> Iterator[None]:
+def _errors_of_gate() -> Iterator[None]:
     """An error that nobody foresaw must not end as a regression does, with status 1."""
     try:
         yield
@@ -153,24 +153,24 @@ def run(
     with mortal():
         from refshard.commands import matrix
         from refshard.commands import run as command
-        from refshard.commands.launching import serve_harness
+        from refshard.commands.launching import serve_rank
 
-    if (status := serve_harness(launcher)) is not None:
+    if (status := serve_rank(launcher)) is not None:
         raise typer.Exit(status)
-    options = matrix.Options(
+    of_suite = matrix.Options(
         strategies=strategy, models=model, world_sizes=world_size, rounds=rounds, changes=tuple(changes or ())
     )
-    asked = command.Asked(
-        suite=matrix.asked_suite(suite, options), output=out, resume=resume, oversubscribe=oversubscribe,
+    options = command.Options(
+        suite=matrix.chosen_suite(suite, of_suite), output=out, resume=resume, oversubscribe=oversubscribe,
         launcher=launcher, sbatch=sbatch, only=tuple(only or ()), dry_run_on=dry_run_on, dry_run_first=dry_run_first,
         launch_all=launch_all,
     )  # fmt: skip
-    if write is not None and (suite_asked := command.chosen(asked)) is not None:
-        matrix.keep(suite_asked, write)
+    if write is not None and (chosen := command.chosen(options)) is not None:
+        matrix.keep(chosen, write)
     if dry_run:
-        return command.listed(asked)
+        return command.listed(options)
     with _interruptible("finished launches are saved. Resume with: refshard run --resume FOLDER"):
-        return command.run(asked)
+        return command.run(options)
 
 
 @app.command()
@@ -488,16 +488,16 @@ def calibrate(
         raise SpecError(f"from: nothing is measured; leave out {', '.join(sorted(extra))}")
     with mortal():
         from refshard.commands import calibrate as command
-        from refshard.commands.launching import serve_harness
+        from refshard.commands.launching import serve_rank
 
-    if (status := serve_harness(launcher)) is not None:
+    if (status := serve_rank(launcher)) is not None:
         raise typer.Exit(status)
-    asked = command.Asked(
+    options = command.Options(
         ranks=ranks, threads=threads, network=network, device=command.device(device), quick=quick, sweeps=sweeps,
         launcher=launcher, sbatch=sbatch,
     )  # fmt: skip
     with _interruptible("samples are saved. Make a profile of them with: refshard calibrate --from FOLDER"):
-        return command.from_samples(earlier, out) if earlier else command.calibrate(out, asked)
+        return command.from_samples(earlier, out) if earlier else command.calibrate(out, options)
 
 
 def _given(context: typer.Context) -> set[str]:
@@ -560,13 +560,13 @@ def gate(
     with mortal():
         from refshard.commands import gate as command
 
-    asked = command.Asked(
+    options = command.Options(
         suite=suite, baseline=baseline, candidate=candidate, strategies=command.two_strategies(strategies),
         exact=exact, portable=portable, oversubscribe=oversubscribe, baselines=baselines,
     )  # fmt: skip
     outputs = command.Outputs(summary=summary, junit=junit, annotate=annotate)
-    with _interruptible("finished launches are saved; there is no verdict"), _harness_errors():
-        return command.gate(asked, outputs)
+    with _interruptible("finished launches are saved; there is no verdict"), _errors_of_gate():
+        return command.gate(options, outputs)
 
 
 @app.command()

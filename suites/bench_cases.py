@@ -17,7 +17,7 @@ import pytest
 from refshard.commands.progress import Lines
 from refshard.commands.run import Asked, launcher_of
 from refshard.errors import RefshardError
-from refshard.harness.run import new_run_folder, round_order, run_suite
+from refshard.measure.run import new_run_folder, round_order, run_suite
 from refshard.records import LaunchRecord
 from refshard.replay import Replay
 from refshard.specs.case import CaseSpec

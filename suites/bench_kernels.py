@@ -13,7 +13,7 @@ from multiprocessing.queues import SimpleQueue
 from typing import Any
 
 from refshard.fakecuda import activate
-from refshard.harness.dry.rank import take_place
+from refshard.measure.dry.rank import take_place
 from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import load_cluster
 from refshard.specs.model import load_model
@@ -55,7 +55,7 @@ def stepping(way: str, model: str) -> Callable[[], object]:
     import torch
     import torch.distributed as dist
 
-    from refshard.harness.trainer import Trainer
+    from refshard.measure.trainer import Trainer
     from refshard.models.llama import Llama, next_token_loss
     from refshard.strategies import strategy_for
 

@@ -16,7 +16,7 @@ import pytest
 
 from refshard import resources
 from refshard.analysis.evidence import gather
-from refshard.harness.store import read_run
+from refshard.measure.store import read_run
 from refshard.records import LaunchRecord, Run
 from refshard.report.run.page import Extras, write_dashboard
 from refshard.report.run.why import MOST_TRACED, Traced, read_traces

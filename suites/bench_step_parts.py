@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 import refshard
 from refshard.engine.api import engine_of
 from refshard.engine.schedule import OpKind
-from refshard.harness.trainer import Trainer
+from refshard.measure.trainer import Trainer
 from refshard.models.llama import Llama, next_token_loss
 from refshard.specs.case import CaseSpec
 from refshard.specs.model import load_model

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from refshard import resources
-from refshard.harness.store import RECORDS, RunWriter, read_run
+from refshard.measure.store import RECORDS, RunWriter, read_run
 from refshard.records import LaunchRecord, RunRecord
 
 RECORDED = resources.root() / "profiles" / "recorded" / "xeon-2-cores" / "engine"

@@ -20,7 +20,7 @@ BUDGETS = {
     "refshard/emulate": 1_400,
     "refshard/engine": 8_000,
     "refshard/fakecuda": 750,
-    "refshard/harness": 9_500,
+    "refshard/measure": 9_050,
     "refshard/models": 1_300,
     "refshard/plan": 2_550,
     "refshard/report": 10_400,

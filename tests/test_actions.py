@@ -114,7 +114,7 @@ def test_a_baseline_and_a_suite_of_another_repository(tmp_path: Path, stubs: str
     (call,) = calls(tmp_path)
     assert call[call.index("--baseline") + 1] == "origin/main"
     assert "--exact" in call
-    assert Path(call[call.index("--candidate") + 1], "refshard", "harness").is_dir(), "refshard comes with the action"
+    assert Path(call[call.index("--candidate") + 1], "refshard", "measure").is_dir(), "refshard comes with the action"
     assert "## Gate: mine" in (tmp_path / "summary.md").read_text()
 
 

@@ -159,4 +159,4 @@ def test_importing_refshard_or_its_command_line_does_not_import_torch() -> None:
 @pytest.mark.processes
 def test_a_rank_imports_nothing_heavier_than_torch() -> None:
     heavy = {"pandas", "plotly", "scipy", "rich", "typer", "tabulate", "jinja2", "psutil", "transformers"}
-    assert not modules_after("import refshard.harness.rank, refshard.harness.calibration.rank") & heavy
+    assert not modules_after("import refshard.measure.rank, refshard.measure.calibration.rank") & heavy

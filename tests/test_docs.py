@@ -94,7 +94,7 @@ def test_console_blocks_name_what_exists(language: str, code: str) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize(("language", "code"), of_language("sbatch"))
 def test_sbatch_blocks_are_a_shells(language: str, code: str) -> None:
-    """A real Slurm runs them in ``tests/harness/launchers/test_slurm.py``."""
+    """A real Slurm runs them in ``tests/measure/launchers/test_slurm.py``."""
     assert subprocess.run(["sh", "-n"], input=code, capture_output=True, text=True).stderr == ""
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from refshard.harness.store import RECORDS, read_run
-from tests.harness.commandline import processes_of, wait_for
+from refshard.measure.store import RECORDS, read_run
+from tests.measure.commandline import processes_of, wait_for
 
 pytestmark = pytest.mark.processes
 

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from statistics import median
 
-from refshard.harness.store import read_run
+from refshard.measure.store import read_run
 from refshard.quantities import GIB, MIB
 from tests.printed import as_json
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from refshard.harness.store import RunWriter, read_run
+from refshard.measure.store import RunWriter, read_run
 from refshard.records import LaunchRecord
 from refshard.stats.exact import exact_metrics
-from tests.harness.commandline import write_suite
+from tests.measure.commandline import write_suite
 from tests.report.runs import FAILED, run
 
 pytestmark = pytest.mark.processes
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import pytest
 
-from refshard.harness.store import read_run
+from refshard.measure.store import read_run
 from refshard.replay import replay, replay_clock
 
 

@@ -12,9 +12,8 @@ from refshard.commands.launching import check_launcher, make_launcher
 from refshard.commands.printing import tell
 from refshard.errors import SpecError
 from refshard.folders import STDOUT, replace_file
-from refshard.harness.calibrate import is_begun, measure, plan_calibration, read_profile
-from refshard.harness.launchers.torchrun.launcher import TorchrunLauncher
-from refshard.harness.launchers.torchrun.server import place_of
+from refshard.measure.calibration.plan import is_begun, measure, plan_calibration, read_profile
+from refshard.measure.launchers.torchrun import TorchrunLauncher, place_of
 from refshard.report.blocks import Answer
 from refshard.report.calibration import profile_answer
 from refshard.specs.case import Device
@@ -28,7 +27,7 @@ _SAMPLES = ".samples"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class Options:
     """What to measure, as the command line says it. ``sbatch`` are options for the launcher ``slurm``."""
 
     ranks: int | None = None
@@ -41,7 +40,7 @@ class Asked:
     sbatch: str | None = None
 
 
-def calibrate(output: Path | None, asked: Asked) -> Answer:
+def calibrate(output: Path | None, options: Options) -> Answer:
     """Measure, and write the profile to ``output``, or to a new file under ``runs/``.
 
     While ranks measure, their samples lie in a folder beside it. That is removed once everything was measured.
@@ -50,17 +49,17 @@ def calibrate(output: Path | None, asked: Asked) -> Answer:
         RefshardError: what was asked for cannot be measured, or too little was measured for a profile.
         KeyboardInterrupt: it was cut short; samples until then are kept.
     """
-    check_launcher(asked.launcher, asked.sbatch)
-    if asked.network is not None and asked.launcher is not None:
+    check_launcher(options.launcher, options.sbatch)
+    if options.network is not None and options.launcher is not None:
         raise SpecError("network: --network brings its own launcher; leave out --network or --launcher")
-    network = None if asked.network is None else _network(asked.network)
+    network = None if options.network is None else _network(options.network)
     plan = plan_calibration(
-        ranks=asked.ranks, threads=asked.threads, network=network, device=asked.device, quick=asked.quick,
-        sweeps=asked.sweeps, place=place_of(os.environ) if asked.launcher == "torchrun" else None,
-        elsewhere=asked.launcher == "slurm",
+        ranks=options.ranks, threads=options.threads, network=network, device=options.device, quick=options.quick,
+        sweeps=options.sweeps, place=place_of(os.environ) if options.launcher == "torchrun" else None,
+        elsewhere=options.launcher == "slurm",
     )  # fmt: skip
     target = output or _new_profile()
-    with make_launcher(asked.launcher or "local", asked.sbatch, network) as launcher:
+    with make_launcher(options.launcher or "local", options.sbatch, network) as launcher:
         folder = _samples_folder(target)
         tell(f"samples: {folder}")
         try:

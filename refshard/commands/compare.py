@@ -6,8 +6,8 @@ from pathlib import Path
 from refshard.analysis.evidence import gather
 from refshard.commands.folders import find_run
 from refshard.errors import SpecError
-from refshard.harness.environment import changes
-from refshard.harness.store import holds_run, read_run
+from refshard.measure.environment import changes
+from refshard.measure.store import holds_run, read_run
 from refshard.report.blocks import Answer
 from refshard.report.run.compare import compare_runs, compare_strategies
 

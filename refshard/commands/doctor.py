@@ -4,10 +4,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from refshard.harness.doctor.abilities import Ability, abilities
-from refshard.harness.doctor.facts import Facts, gather
-from refshard.harness.doctor.findings import Finding, findings
-from refshard.harness.nvml import gpu_sensors
+from refshard.measure.doctor.facts import Facts, gather
+from refshard.measure.doctor.findings import Ability, Finding, abilities, findings
+from refshard.measure.nvml import gpu_sensors
 from refshard.quantities import format_bytes
 from refshard.report.blocks import Answer, Cell, Column, Marked, Style, Table, Text, Verdict
 

@@ -9,7 +9,7 @@ from refshard.specs.model import check_trainable, known_dimensions
 from refshard.specs.reading import convert
 from refshard.strategies import check_case
 
-PROGRAM = "refshard.harness.dry.train"
+PROGRAM = "refshard.measure.dry.train"
 
 
 class Training(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ from datetime import datetime
 from pathlib import Path
 
 from refshard.errors import StoreError, nearest
-from refshard.harness.store import holds_run, read_run
+from refshard.measure.store import holds_run, read_run
 from refshard.records import Run
 from refshard.report.blocks import Answer, Cell, Column, Marked, Notes, Table
 

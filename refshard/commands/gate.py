@@ -6,20 +6,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from refshard import resources
-from refshard.commands.asked import check_gated, run_folder
 from refshard.commands.folders import find_run
+from refshard.commands.launching import check_gated, run_folder
 from refshard.commands.paired import side_by_side
 from refshard.commands.printing import warn
 from refshard.commands.progress import observer as make_observer
 from refshard.errors import SpecError
 from refshard.folders import replace_file
-from refshard.harness.environment import capture_environment
-from refshard.harness.gate.baseline import Baseline, baseline_file, machine_of, read_baseline, read_others
-from refshard.harness.gate.baseline import accept as accept_run
-from refshard.harness.gate.checkout import checked_out
-from refshard.harness.launchers.local import LocalLauncher
-from refshard.harness.run import run_suite
-from refshard.harness.store import read_run
+from refshard.measure.environment import capture_environment
+from refshard.measure.gate.baseline import Baseline, baseline_file, machine_of, read_baseline, read_others
+from refshard.measure.gate.baseline import accept as accept_run
+from refshard.measure.gate.checkout import checked_out
+from refshard.measure.launchers.local import LocalLauncher
+from refshard.measure.run import run_suite
+from refshard.measure.store import read_run
 from refshard.records import Environment, LaunchRecord, Run
 from refshard.report.blocks import Answer
 from refshard.report.forms import as_markdown
@@ -33,7 +33,7 @@ from refshard.strategies import check_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class Options:
     """What to compare, and how.
 
     With a ``baseline`` (a revision or a checkout), it and the ``candidate`` are both launched here; with
@@ -87,23 +87,23 @@ class Outputs:
                 raise SpecError(f"{field}: {path} cannot be written; name a file in a folder that is there")
 
 
-def gate(asked: Asked, outputs: Outputs) -> Answer:
+def gate(options: Options, outputs: Outputs) -> Answer:
     """Hold the gate; the status is that of ``refshard gate``.
 
     Raises:
         SpecError: what is asked for makes no sense; nothing was launched.
         KeyboardInterrupt: it was cut short; finished launches are saved.
     """
-    if asked.baseline is None and asked.strategies is None:
-        found = _beside_accepted(asked)
+    if options.baseline is None and options.strategies is None:
+        found = _beside_accepted(options)
     else:
         found = side_by_side(
-            asked.suite,
-            revisions=(asked.candidate if asked.baseline is None else asked.baseline, asked.candidate),
-            strategies=asked.strategies,
-            exact=asked.exact,
-            oversubscribe=asked.oversubscribe,
-            baselines=asked.baselines,
+            options.suite,
+            revisions=(options.candidate if options.baseline is None else options.baseline, options.candidate),
+            strategies=options.strategies,
+            exact=options.exact,
+            oversubscribe=options.oversubscribe,
+            baselines=options.baselines,
         )
     return _put_out(found, outputs)
 
@@ -150,21 +150,21 @@ def accept(run: Path, reason: str, baselines: Path = resources.BASELINES) -> str
     return "\n".join([f"accepted: {path}, {count}", *lines])
 
 
-def _beside_accepted(asked: Asked) -> GateReport:
-    suite = load_suite(find_suite(asked.suite))
-    cases = check_gated(suite, oversubscribe=asked.oversubscribe)
+def _beside_accepted(options: Options) -> GateReport:
+    suite = load_suite(find_suite(options.suite))
+    cases = check_gated(suite, oversubscribe=options.oversubscribe)
     environment = capture_environment(cases[0].threads_per_rank)
-    accepted = find_accepted(asked, suite, environment)
+    accepted = find_accepted(options, suite, environment)
     if isinstance(accepted, str):
-        return GateReport(baseline="accepted", candidate=asked.candidate, mismatch=accepted)
+        return GateReport(baseline="accepted", candidate=options.candidate, mismatch=accepted)
     own = accepted.fingerprint == environment.id
-    with checked_out(asked.candidate, Path.cwd()) as source, make_observer() as observer:
+    with checked_out(options.candidate, Path.cwd()) as source, make_observer() as observer:
 
         def launched(name: str) -> tuple[Path, dict[str, list[LaunchRecord]]]:
             folder, launcher = run_folder(name), LocalLauncher(source.folder)
             here = source.of(environment)
             return folder, _by_case(
-                run_suite(suite, folder, launcher, observer, here, oversubscribe=asked.oversubscribe)
+                run_suite(suite, folder, launcher, observer, here, oversubscribe=options.oversubscribe)
             )
 
         def held(records: Mapping[str, list[LaunchRecord]]) -> tuple[GateCase, ...]:
@@ -181,7 +181,7 @@ def _beside_accepted(asked: Asked) -> GateReport:
     whose = f"no baseline for this machine: compared with {accepted.machine['cpu']}, machine-independent metrics only"
     made = GateReport(
         baseline=f"accepted {accepted.fingerprint}",
-        candidate=asked.candidate,
+        candidate=options.candidate,
         cases=found,
         must_accept=True,
         notes=(
@@ -234,12 +234,12 @@ def beside(
     return GateCase(name=name, changes=tuple(found.values()))
 
 
-def find_accepted(asked: Asked, suite: SuiteSpec, environment: Environment) -> Baseline | str:
+def find_accepted(options: Options, suite: SuiteSpec, environment: Environment) -> Baseline | str:
     """What was accepted for this machine, or, if that may be, for another with the same software; or why nothing."""
-    path = baseline_file(asked.baselines, environment, suite.name)
+    path = baseline_file(options.baselines, environment, suite.name)
     if path.exists():
         return read_baseline(path)
-    others = read_others(asked.baselines, suite.name)
+    others = read_others(options.baselines, suite.name)
     remedy = f"`refshard run {suite.name}` here and `refshard accept` it"
     if not others:
         return f"no baseline for this suite ({path} does not exist); {remedy}"
@@ -247,7 +247,7 @@ def find_accepted(asked: Asked, suite: SuiteSpec, environment: Environment) -> B
     differing = {o.fingerprint: [field for field in here if o.machine.get(field) != here[field]] for o in others}
     closest = min(others, key=lambda other: len(differing[other.fingerprint]))
     alike = [other for other in others if not {"torch", "gpus"} & set(differing[other.fingerprint])]
-    if asked.portable and alike:
+    if options.portable and alike:
         return min(alike, key=lambda other: len(differing[other.fingerprint]))
     told = "; ".join(f"{f} was {closest.machine.get(f)} and is {here[f]}" for f in differing[closest.fingerprint])
     return f"no baseline for this machine ({environment.id}); the closest is {closest.fingerprint}: {told}; {remedy}"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from refshard.analysis.history import series_of
 from refshard.errors import SpecError, StoreError, nearest
-from refshard.harness.store import RECORDS, read_run
+from refshard.measure.store import RECORDS, read_run
 from refshard.records import METRICS, Run
 from refshard.report.blocks import Answer
 from refshard.report.run.history import history_answer

@@ -1,24 +1,27 @@
-"""What the command line says of where ranks run: ``--launcher`` and ``--sbatch``."""
+"""What commands that launch a suite have in common: ``--launcher``, ``--sbatch``, the run folder, a gate's cases."""
 
 import os
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
+from refshard.commands.printing import tell
 from refshard.errors import SpecError, nearest
-from refshard.harness.launchers.base import Launcher
-from refshard.harness.launchers.local import LocalLauncher
-from refshard.harness.launchers.netlab import network as networks
-from refshard.harness.launchers.netlab.launcher import NetlabLauncher
-from refshard.harness.launchers.slurm.launcher import SlurmLauncher
-from refshard.harness.launchers.torchrun.launcher import TorchrunLauncher
-from refshard.harness.launchers.torchrun.server import place_of, serve
-from refshard.specs.suite import NetworkSpec
+from refshard.measure.launchers.base import Launcher
+from refshard.measure.launchers.local import LocalLauncher
+from refshard.measure.launchers.netlab import NetlabLauncher
+from refshard.measure.launchers.netlab import check as check_network
+from refshard.measure.launchers.slurm import SlurmLauncher
+from refshard.measure.launchers.torchrun import TorchrunLauncher, place_of, serve
+from refshard.measure.run import check_suite, new_run_folder
+from refshard.specs.case import CaseSpec
+from refshard.specs.suite import NetworkSpec, SuiteSpec
 
 LAUNCHERS = ("local", "torchrun", "slurm")
 """Those that the command line chooses from; ``netlab`` comes with what is said of its network."""
 
 
-def serve_harness(launcher: str | None) -> int | None:
-    """If rank 0 of torchrun is the harness and this process another rank, serve it and return the exit status."""
+def serve_rank(launcher: str | None) -> int | None:
+    """If this process is a rank of torchrun other than 0, serve rank 0 and return the exit status."""
     if launcher != "torchrun" or (place := place_of(os.environ)).rank == 0:
         return None
     return 0 if serve(place) else 1
@@ -55,5 +58,27 @@ def make_launcher(
         return nullcontext(SlurmLauncher(sbatch or ""))
     if network is None:
         return nullcontext(LocalLauncher())
-    networks.check(network)
+    check_network(network)
     return nullcontext(NetlabLauncher(network))
+
+
+def run_folder(name: str) -> Path:
+    """A fresh folder name under ``runs/`` of the current directory, which is told."""
+    folder = new_run_folder(name)
+    tell(f"run folder: {folder}")
+    return folder
+
+
+def check_gated(suite: SuiteSpec, *, oversubscribe: bool) -> tuple[CaseSpec, ...]:
+    """The cases of ``suite``.
+
+    Raises:
+        SpecError: a gate cannot launch them, or could not tell them apart.
+    """
+    if suite.network is not None:
+        raise SpecError("suite: a gate launches ranks on this machine only; leave out 'network'")
+    cases = check_suite(suite, LocalLauncher(), oversubscribe=oversubscribe)
+    names = [case.name for case in cases]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise SpecError(f"suite: two cases are named {twice}, but a gate needs unique names; move one to another suite")
+    return cases

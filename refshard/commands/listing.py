@@ -6,7 +6,7 @@ from typing import Any, get_args
 from refshard import resources
 from refshard.engine.placement import MODES
 from refshard.errors import SpecError, nearest
-from refshard.harness.duration import earlier_launches, expected, recorded_folders
+from refshard.measure.duration import earlier_launches, expected, recorded_folders
 from refshard.quantities import format_duration
 from refshard.report.blocks import Answer, Block, Cell, Column, Marked, Notes, Quantity, Row, Table, table
 from refshard.specs.cluster import load_cluster

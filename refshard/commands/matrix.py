@@ -41,7 +41,7 @@ class Options:
         return bool(self.changes) or self.rounds is not None or any(one is not None for one in lists)
 
 
-def asked_suite(suite: str | None, options: Options) -> SuiteSpec | None:
+def chosen_suite(suite: str | None, options: Options) -> SuiteSpec | None:
     """The suite that is named, with the options' keys in place of its own; without a name, one of the options alone;
     None without either. ``-`` reads TOML from standard input.
 

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from refshard import resources
-from refshard.commands.asked import check_gated, run_folder
+from refshard.commands.launching import check_gated, run_folder
 from refshard.commands.printing import tell
 from refshard.commands.progress import observer as make_observer
 from refshard.errors import SpecError
-from refshard.harness.environment import capture_environment
-from refshard.harness.gate.noise import keep_noise, read_rounds, record_rounds
-from refshard.harness.gate.series import kind, serial
-from refshard.harness.launchers.local import LocalLauncher
+from refshard.measure.environment import capture_environment
+from refshard.measure.gate.baseline import keep_noise, read_rounds, record_rounds
+from refshard.measure.gate.rounds import kind, serial
+from refshard.measure.launchers.local import LocalLauncher
 from refshard.report.blocks import Answer
 from refshard.report.gate.formats import noise_answer
 from refshard.specs.suite import find_suite, load_suite

@@ -5,16 +5,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from refshard.commands.asked import check_gated, run_folder
+from refshard.commands.launching import check_gated, run_folder
 from refshard.commands.printing import tell
 from refshard.commands.progress import observer as make_observer
 from refshard.errors import RefshardError, SpecError, StoreError
-from refshard.harness.environment import capture_environment
-from refshard.harness.gate.checkout import checked_out
-from refshard.harness.gate.noise import noise_file, read_noise
-from refshard.harness.gate.rounds import PairedRounds, Side, of_strategy
-from refshard.harness.gate.series import serial
-from refshard.harness.launchers.local import LocalLauncher
+from refshard.measure.environment import capture_environment
+from refshard.measure.gate.baseline import noise_file, read_noise
+from refshard.measure.gate.checkout import checked_out
+from refshard.measure.gate.rounds import PairedRounds, Side, of_strategy, serial
+from refshard.measure.launchers.local import LocalLauncher
 from refshard.records import LaunchRecord
 from refshard.report.gate.formats import GateCase, GateReport
 from refshard.specs.case import CaseSpec

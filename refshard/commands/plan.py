@@ -191,9 +191,9 @@ def _size(options: Options, model: ModelSpec, cluster: ClusterSpec, failures: Fa
 def _with_dry_runs(size: Size, options: Options, model: ModelSpec, cluster: ClusterSpec, count: int) -> Size:
     """The size with its first ``count`` rows that can be dry-run and fit, and how their closed forms compare."""
     from refshard.fakecuda.build import extension
-    from refshard.harness.dry.many import dry_run_many
-    from refshard.harness.dry.proxies import Extrapolated, Setting
-    from refshard.harness.dry.rounds import Rounds, dry_run_rounds
+    from refshard.measure.dry.many import dry_run_many
+    from refshard.measure.dry.proxies import Extrapolated, Setting
+    from refshard.measure.dry.rounds import Rounds, dry_run_rounds
 
     extension()  # builds the fake device if there is none
     name = options.cluster

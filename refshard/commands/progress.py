@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from refshard.commands.printing import LOG
-from refshard.harness.run import Observer
+from refshard.measure.run import Observer
 from refshard.plain import plain
 from refshard.quantities import format_duration, format_rate, format_seconds
 from refshard.records import LaunchRecord
@@ -90,7 +90,6 @@ class Lines(Observer):
         """Nothing is held."""
 
     def case_started(self, case: CaseSpec, round_: int, index: int, total: int) -> None:
-        """See :class:`Observer`."""
         self._course.start(case, round_, index, total)
 
     def case_progressed(self, text: str) -> None:
@@ -99,7 +98,6 @@ class Lines(Observer):
             print(f"  {text}", file=sys.stderr, flush=True)
 
     def case_ended(self, record: LaunchRecord) -> None:
-        """See :class:`Observer`."""
         course, took_s = self._course, self._course.end()
         step_time = _step_time_s(record)
         told = plain(record.error or "") if step_time is None else f"step time {format_seconds(step_time)}"
@@ -134,16 +132,13 @@ class Bars(Observer):
         self._live.stop()
 
     def case_started(self, case: CaseSpec, round_: int, index: int, total: int) -> None:
-        """See :class:`Observer`."""
         self._course.start(case, round_, index, total)
         self._live.refresh()
 
     def case_progressed(self, text: str) -> None:
-        """See :class:`Observer`."""
         self._course.progress(text)
 
     def case_ended(self, record: LaunchRecord) -> None:
-        """See :class:`Observer`."""
         self._course.end()
         self._console.print(ended(record, self._course))
 

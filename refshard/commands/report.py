@@ -19,9 +19,9 @@ from refshard.commands.folders import find_run
 from refshard.commands.printing import write_page
 from refshard.errors import SpecError, StoreError
 from refshard.folders import STDOUT, replace_file
-from refshard.harness.dry.first import folder_of_dry_runs
-from refshard.harness.gate.noise import newest_noise
-from refshard.harness.store import holds_run, read_run
+from refshard.measure.dry.first import folder_of_dry_runs
+from refshard.measure.gate.baseline import newest_noise
+from refshard.measure.store import holds_run, read_run
 from refshard.records import Run
 from refshard.report.run.index import card, index_page
 from refshard.report.run.page import Extras, write_dashboard

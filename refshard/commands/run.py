@@ -15,13 +15,13 @@ from refshard.commands.printing import tell
 from refshard.commands.progress import observer
 from refshard.commands.report import report
 from refshard.errors import SpecError, StoreError
-from refshard.harness.dry.first import cases_to_skip
-from refshard.harness.duration import earlier_launches, expected, recorded_folders
-from refshard.harness.interruption import ignore_more
-from refshard.harness.launchers.base import Launcher
-from refshard.harness.launchers.torchrun.launcher import TorchrunLauncher
-from refshard.harness.run import check_folder, check_suite, mark_latest, new_run_folder, resume_run, run_suite
-from refshard.harness.store import read_run
+from refshard.measure.dry.first import cases_to_skip
+from refshard.measure.duration import earlier_launches, expected, recorded_folders
+from refshard.measure.interruption import ignore_more
+from refshard.measure.launchers.base import Launcher
+from refshard.measure.launchers.torchrun import TorchrunLauncher
+from refshard.measure.run import check_folder, check_suite, mark_latest, new_run_folder, resume_run, run_suite
+from refshard.measure.store import read_run
 from refshard.records import Environment, Run
 from refshard.report.blocks import Answer
 from refshard.report.run.answer import run_answer
@@ -31,7 +31,7 @@ from refshard.specs.suite import SuiteSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class Options:
     """What to measure, and where.
 
     ``suite`` is None if a run is to be resumed: that in the folder ``resume``, of which only what is missing is
@@ -54,7 +54,7 @@ class Asked:
     launch_all: bool = False
 
 
-def run(asked: Asked) -> Answer:
+def run(options: Options) -> Answer:
     """Measure; the status is 1 if a case did not end well.
 
     Raises:
@@ -62,93 +62,84 @@ def run(asked: Asked) -> Answer:
             full.
         KeyboardInterrupt: the run was cut short; finished launches are saved, and the message says how to resume.
     """
-    if asked.output is not None and str(asked.output) == "-":
+    if options.output is not None and str(options.output) == "-":
         raise SpecError("out: a run is a folder, so it cannot go to standard output; name a folder")
-    if asked.resume is not None and asked.output is not None:
+    if options.resume is not None and options.output is not None:
         raise SpecError("out: a resumed run stays in its folder; leave out --out")
-    given = chosen(asked)
-    if given is None and asked.resume is None:
+    given = chosen(options)
+    if given is None and options.resume is None:
         raise SpecError("suite: none given; name one (`refshard list suites`), add --strategy, or --resume a run")
-    suite = read_run(find_run(asked.resume)).header.suite if asked.resume is not None else given
+    suite = read_run(find_run(options.resume)).header.suite if options.resume is not None else given
     assert suite is not None
-    with launcher_of(suite, asked) as launcher:
-        finished, dashboard = _run(suite, given, asked, launcher)
+    with launcher_of(suite, options) as launcher:
+        finished, dashboard = _run(suite, given, options, launcher)
         if isinstance(launcher, TorchrunLauncher):
             launcher.dismiss(well=finished.well)
     return run_answer(gather(finished), more=f"dashboard: {dashboard}", status=0 if finished.well else 1)
 
 
-def chosen(asked: Asked) -> SuiteSpec | None:
+def chosen(options: Options) -> SuiteSpec | None:
     """The suite with what is asked of it: some of its cases only, or dry runs in place of measurements.
 
     Raises:
         SpecError: a run is resumed, whose cases are chosen already.
     """
-    given = asked.suite
-    for option, is_given in (("only", bool(asked.only)), ("dry-run-on", asked.dry_run_on is not None)):
-        if is_given and (asked.resume is not None or given is None):
+    given = options.suite
+    for option, is_given in (("only", bool(options.only)), ("dry-run-on", options.dry_run_on is not None)):
+        if is_given and (options.resume is not None or given is None):
             raise SpecError(f"{option}: a resumed run has its cases already; leave out --{option}, or --resume")
-    if given is not None and asked.only:
-        given = msgspec.structs.replace(given, only=asked.only)
-    if given is not None and asked.dry_run_on is not None:
-        given = given.as_dry_run(asked.dry_run_on)
+    if given is not None and options.only:
+        given = msgspec.structs.replace(given, only=options.only)
+    if given is not None and options.dry_run_on is not None:
+        given = given.as_dry_run(options.dry_run_on)
     return given
 
 
-def listed(asked: Asked) -> Answer:
+def listed(options: Options) -> Answer:
     """What ``run`` would launch, and how long that would take; nothing is launched.
 
     Raises:
         SpecError: no suite is given, or it is wrong.
     """
-    suite = chosen(asked)
+    import torch
+
+    suite = chosen(options)
     if suite is None:
         raise SpecError("dry-run: no suite given; name one, or add --strategy")
     cases = check_suite(suite, None, oversubscribe=True)
     earlier = earlier_launches([*recorded_folders(), Path("runs")])
-    found = expected(suite, earlier, gpus=_has_gpus())
+    found = expected(suite, earlier, gpus=torch.cuda.is_available())
     return planned_answer(suite, cases, **asdict(found))
 
 
-def _has_gpus() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
-def _run(suite: SuiteSpec, given: SuiteSpec | None, asked: Asked, launcher: Launcher) -> tuple[Run, Path]:
-    cases = check_suite(suite, launcher, oversubscribe=asked.oversubscribe)
-    folder = asked.resume or asked.output or new_run_folder(suite.name)
-    check_folder(folder, given, resume=asked.resume is not None)
+def _run(suite: SuiteSpec, given: SuiteSpec | None, options: Options, launcher: Launcher) -> tuple[Run, Path]:
+    cases = check_suite(suite, launcher, oversubscribe=options.oversubscribe)
+    folder = options.resume or options.output or new_run_folder(suite.name)
+    check_folder(folder, given, resume=options.resume is not None)
     tell(f"run folder: {folder}")
     try:
         environment = launcher.environment(cases[0].threads_per_rank, folder, lambda text: tell(f"  {text}"))
-        skipped = _to_skip(suite, asked, environment, folder)
+        skipped = _to_skip(suite, options, environment, folder)
         with observer() as shown:
-            if asked.resume is not None:
-                finished = resume_run(
-                    folder, launcher, shown, environment, suite=given, oversubscribe=asked.oversubscribe,
-                    skipped=skipped,
-                )  # fmt: skip
+            if options.resume is not None:
+                finished = resume_run(folder, launcher, shown, environment, suite=given, cases=cases, skipped=skipped)
             else:
-                if asked.output is None:
+                if options.output is None:
                     mark_latest(folder)  # before anything is launched: a run that is cut short can be found too
-                finished = run_suite(
-                    suite, folder, launcher, shown, environment, oversubscribe=asked.oversubscribe, skipped=skipped
-                )
+                finished = run_suite(suite, folder, launcher, shown, environment, cases=cases, skipped=skipped)
         return finished, report([folder], None)
     except KeyboardInterrupt:
         ignore_more()
         raise KeyboardInterrupt(_cut_short(folder)) from None
 
 
-def _to_skip(suite: SuiteSpec, asked: Asked, environment: Environment, folder: Path) -> Mapping[CaseSpec, str]:
+def _to_skip(suite: SuiteSpec, options: Options, environment: Environment, folder: Path) -> Mapping[CaseSpec, str]:
     """Cases whose dry run says that they will not fit, and why; none if they are to be launched all the same."""
-    cluster = asked.dry_run_first or ("auto" if suite.dry_run_first else "no")
+    cluster = options.dry_run_first or ("auto" if suite.dry_run_first else "no")
     found = {} if cluster == "no" else cases_to_skip(suite, cluster, environment, folder, tell)
     if found:
-        tell("they are launched anyway" if asked.launch_all else "they are skipped; --launch-all launches them")
-    return {} if asked.launch_all else found
+        tell("they are launched anyway" if options.launch_all else "they are skipped; --launch-all launches them")
+    return {} if options.launch_all else found
 
 
 def _cut_short(folder: Path) -> str:
@@ -162,17 +153,17 @@ def _cut_short(folder: Path) -> str:
     return f"{len(kept.launches)}{of} launches saved. Resume with: {resume}"
 
 
-def launcher_of(suite: SuiteSpec, asked: Asked) -> AbstractContextManager[Launcher]:
+def launcher_of(suite: SuiteSpec, options: Options) -> AbstractContextManager[Launcher]:
     """The launcher that is asked for, or the suite's, once it is known to work here.
 
     Raises:
         RefshardError: there is no such launcher, or it does not work here.
     """
-    name = asked.launcher or suite.launcher
-    if suite.network is not None and asked.launcher in LAUNCHERS:
+    name = options.launcher or suite.launcher
+    if suite.network is not None and options.launcher in LAUNCHERS:
         raise SpecError(
             f"launcher: got '{name}', but this suite creates its own hosts (launcher = \"netlab\"); leave out "
             "--launcher, or measure a suite without [network]"
         )
-    check_launcher(asked.launcher, asked.sbatch, suite.launcher)
-    return make_launcher(name, asked.sbatch, suite.network)
+    check_launcher(options.launcher, options.sbatch, suite.launcher)
+    return make_launcher(name, options.sbatch, suite.network)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from refshard.analysis.evidence import gather
 from refshard.commands.folders import find_run, runs_answer, runs_in
-from refshard.harness.store import holds_run, read_run
+from refshard.measure.store import holds_run, read_run
 from refshard.report.blocks import Answer
 from refshard.report.run.answer import run_answer
 

@@ -55,8 +55,8 @@ def validate(
 def _of_run(folder: Path) -> Answer:
     from refshard.analysis.evidence import gather
     from refshard.analysis.validation import validated
-    from refshard.harness.dry.first import folder_of_dry_runs
-    from refshard.harness.store import holds_run, read_run  # these bring torch and pandas
+    from refshard.measure.dry.first import folder_of_dry_runs
+    from refshard.measure.store import holds_run, read_run  # these bring torch and pandas
     from refshard.report.run.validation import validation_answer
 
     dry = folder_of_dry_runs(folder)

@@ -9,7 +9,7 @@ import pytest
 
 from refshard import resources
 from refshard.analysis.evidence import gather
-from refshard.harness.store import read_run
+from refshard.measure.store import read_run
 from refshard.report.run.page import Extras
 from refshard.report.run.why import read_traces
 from tests.browser.visits import CONTENT, Visit, earlier, visiting, wide, written

@@ -8,10 +8,9 @@ from typer.testing import CliRunner
 
 from refshard.cli import app
 from refshard.commands.doctor import report
-from refshard.harness.doctor.abilities import abilities
-from refshard.harness.doctor.facts import Facts
-from refshard.harness.doctor.findings import findings
-from tests.harness.doctor.machines import CPU_ONLY, DGX, with_gpu
+from refshard.measure.doctor.facts import Facts
+from refshard.measure.doctor.findings import abilities, findings
+from tests.measure.doctor.machines import CPU_ONLY, DGX, with_gpu
 from tests.report.printed import as_csv, as_json, rows, tables, text, verdict
 
 

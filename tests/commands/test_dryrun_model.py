@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from refshard.cli import app
 from refshard.commands.dryrun_model import PROGRAM, Training, training_command
 from refshard.errors import SpecError
-from refshard.harness.dry.train import read_case
+from refshard.measure.dry.train import read_case
 from refshard.specs.case import CaseSpec
 from tests.fakecuda.needs import needs_device
 

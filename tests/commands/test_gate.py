@@ -11,16 +11,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from refshard.commands.gate import Asked, beside, find_accepted, peak_alone, two_strategies
+from refshard.commands.gate import Options, beside, find_accepted, peak_alone, two_strategies
 from refshard.errors import SpecError
-from refshard.harness.gate.baseline import Baseline
-from refshard.harness.gate.baseline import accept as accept_run
-from refshard.harness.run import run_suite
+from refshard.measure.gate.baseline import Baseline
+from refshard.measure.gate.baseline import accept as accept_run
+from refshard.measure.run import run_suite
 from refshard.records import LaunchRecord
 from refshard.specs.gate import RULES
 from refshard.stats.exact import OPERATORS, PEAK, exact_metrics
-from tests.harness.commandline import write_suite
-from tests.harness.fakes import ENVIRONMENT, FakeLauncher, Silent, make_suite
+from tests.measure.commandline import write_suite
+from tests.measure.fakes import ENVIRONMENT, FakeLauncher, Silent, make_suite
 
 ROOT = Path(__file__).parents[2]
 PATCHES = {
@@ -179,7 +179,7 @@ def test_noise_is_measured_kept_and_told(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_meant_is_refused(asked: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError, match=message):
-        Asked(suite="gate", **asked)
+        Options(suite="gate", **asked)
 
 
 @pytest.mark.parametrize("given", ["ddp", "ddp,ddp", "a,b,c"])
@@ -201,16 +201,16 @@ def test_a_baseline_of_another_machine_serves_for_what_no_machine_changes(tmp_pa
     suite, theirs = make_suite(), msgspec.structs.replace(ENVIRONMENT, id="f", cpu="other", torch="2.13.0")
     finished = run_suite(suite, tmp_path / "run", FakeLauncher(), Silent(), theirs)
     accept_run(finished, tmp_path / "baselines", "as it is")
-    asked = Asked(suite="fake", baselines=tmp_path / "baselines")
-    found = find_accepted(asked, suite, ENVIRONMENT)
+    options = Options(suite="fake", baselines=tmp_path / "baselines")
+    found = find_accepted(options, suite, ENVIRONMENT)
     assert isinstance(found, str)
     assert (
         "no baseline for this machine (e); the closest is f: cpu was other and is c; `refshard run fake` here" in found
     )
-    found = find_accepted(replace(asked, portable=True), suite, ENVIRONMENT)
+    found = find_accepted(replace(options, portable=True), suite, ENVIRONMENT)
     assert isinstance(found, Baseline)
     assert found.fingerprint == "f"
     newer = msgspec.structs.replace(ENVIRONMENT, torch="3.0")
-    refused = find_accepted(replace(asked, portable=True), suite, newer)
+    refused = find_accepted(replace(options, portable=True), suite, newer)
     assert isinstance(refused, str), "another torch has other operators"
     assert "torch was 2.13.0 and is 3.0" in refused

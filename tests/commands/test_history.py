@@ -8,11 +8,11 @@ import pytest
 
 from refshard.commands.history import history
 from refshard.errors import SpecError
-from refshard.harness.launchers.base import LaunchOutcome
-from refshard.harness.run import run_suite
-from refshard.harness.store import RunWriter, read_run
+from refshard.measure.launchers.base import LaunchOutcome
+from refshard.measure.run import run_suite
+from refshard.measure.store import RunWriter, read_run
 from refshard.specs.case import CaseSpec
-from tests.harness.fakes import ENVIRONMENT, FakeLauncher, Silent, make_suite, rank_result, write_rank
+from tests.measure.fakes import ENVIRONMENT, FakeLauncher, Silent, make_suite, rank_result, write_rank
 from tests.report.printed import as_csv, as_json, rows, tables
 
 

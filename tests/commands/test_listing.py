@@ -68,7 +68,7 @@ import msgspec
 from refshard.commands import listing
 from refshard.errors import UnsupportedError
 from refshard.strategies import strategy_for
-from tests.harness.fakes import make_suite
+from tests.measure.fakes import make_suite
 rows, blocks = listing.strategies(cuda=False)
 print(*blocks[-1].sentences, sep="\\n")
 case = make_suite().cases()[0]

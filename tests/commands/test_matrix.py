@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from refshard import resources
 from refshard.cli import app
-from refshard.commands.matrix import Options, asked_suite, keep
+from refshard.commands.matrix import Options, chosen_suite, keep
 from refshard.errors import SpecError
 from refshard.specs.suite import SuiteSpec, find_suite, load_suite, parse_suite
 from refshard.specs.writing import to_toml
@@ -44,7 +44,7 @@ def elsewhere(tmp_path: Path) -> Iterator[Path]:
 
 
 def made(base: str | None = None, **options: Any) -> SuiteSpec:
-    found = asked_suite(base, Options(**options))
+    found = chosen_suite(base, Options(**options))
     assert found is not None
     return found
 
@@ -96,7 +96,7 @@ class TestOptionsAlone:
         }
 
     def test_without_options_and_without_a_suite_there_is_none(self) -> None:
-        assert asked_suite(None, Options()) is None
+        assert chosen_suite(None, Options()) is None
 
 
 class TestOverASuite:
@@ -144,7 +144,7 @@ class TestMistakes:
     )  # fmt: skip
     def test_a_wrong_option_is_refused(self, options: dict[str, Any], message: str) -> None:
         with pytest.raises(SpecError) as refused:
-            asked_suite(None, Options(**options))
+            chosen_suite(None, Options(**options))
         assert message in str(refused.value)
         assert "\n" not in str(refused.value)
 

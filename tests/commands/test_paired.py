@@ -7,13 +7,13 @@ import pytest
 
 from refshard.commands.paired import Comparison, gone_and_come, shared, suite_in
 from refshard.errors import SpecError
-from refshard.harness.gate.rounds import PairedRounds, Side
-from refshard.harness.launchers.base import LaunchOutcome
+from refshard.measure.gate.rounds import PairedRounds, Side
+from refshard.measure.launchers.base import LaunchOutcome
 from refshard.report.gate.formats import GateCase
 from refshard.specs.case import CaseSpec
 from refshard.specs.gate import GateSpec
 from refshard.specs.reading import convert
-from tests.harness.fakes import CENSUS, ENVIRONMENT, FakeLauncher, Silent, good, make_suite, rank_result, write_rank
+from tests.measure.fakes import CENSUS, ENVIRONMENT, FakeLauncher, Silent, good, make_suite, rank_result, write_rank
 
 SUITE = make_suite(matrix={"strategy": ["ddp", "refshard-yafsdp"], "world_size": [2], "model": ["llama-tiny"]})
 QUICK = convert({"times": {"screen_rounds": 6, "confirm_rounds": 6}}, GateSpec, where="gate")

@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 
 from refshard.commands.progress import Bars, Course, Lines, bars
-from refshard.harness.run import run_suite
-from tests.harness.commandline import write_suite
-from tests.harness.fakes import ENVIRONMENT, FakeLauncher, make_suite
+from refshard.measure.run import run_suite
+from tests.measure.commandline import write_suite
+from tests.measure.fakes import ENVIRONMENT, FakeLauncher, make_suite
 from tests.report.runs import run
 
 ENDED = run().launches

@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from refshard.harness.dry.many import dry_run_many
-from refshard.harness.dry.result import DryResult
+from refshard.measure.dry.many import dry_run_many
+from refshard.measure.dry.rank import DryResult
 from refshard.plan.collectives import issued_by_rank
 from refshard.plan.cost_models import COST_MODELS
 from refshard.plan.estimate import estimate

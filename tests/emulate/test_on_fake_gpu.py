@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from refshard.harness.run import run_suite
+from refshard.measure.run import run_suite
 from refshard.quantities import GIB
 from refshard.records import CollectiveCount, LaunchRecord
 from refshard.specs.model import load_model, parameter_count
@@ -22,8 +22,8 @@ from refshard.tracing.kineto import read_timeline
 from tests.emulate import make_cluster, write_cluster
 from tests.emulate.nvrtc import fake_driver
 from tests.fakecuda.fresh import needs_device
-from tests.harness.fake_gpus import FakeGpus
-from tests.harness.fakes import ENVIRONMENT, Silent, make_suite
+from tests.measure.fake_gpus import FakeGpus
+from tests.measure.fakes import ENVIRONMENT, Silent, make_suite
 
 pytestmark = pytest.mark.processes
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from refshard.analysis.evidence import gather
-from refshard.harness.launchers.local import LocalLauncher
-from refshard.harness.run import run_suite
+from refshard.measure.launchers.local import LocalLauncher
+from refshard.measure.run import run_suite
 from refshard.records import Run
 from refshard.report.run import views
 from refshard.report.run.answer import run_answer
@@ -15,7 +15,7 @@ from refshard.specs.reading import convert
 from refshard.specs.suite import SuiteSpec, find_suite, load_suite
 from refshard.tracing.kineto import read_timeline
 from tests.emulate import make_cluster, write_cluster
-from tests.harness.fakes import ENVIRONMENT, Silent
+from tests.measure.fakes import ENVIRONMENT, Silent
 from tests.report import printed
 
 # Elastic leaves the files of its logs to the garbage collector.

@@ -15,7 +15,7 @@ import refshard
 from refshard.emulate.process_group import emulated_world
 from refshard.emulate.world import EmulatedWorld
 from refshard.engine.placement import MODES
-from refshard.harness.trainer import Trainer
+from refshard.measure.trainer import Trainer
 from refshard.records import CollectiveCount
 from refshard.specs.case import CaseSpec
 from refshard.strategies import make_strategy

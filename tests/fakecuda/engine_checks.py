@@ -19,8 +19,8 @@ from refshard.engine.comm_memory import CommMemory
 from refshard.engine.local_part import LocalPart
 from refshard.engine.placement import MODES
 from refshard.errors import UnsupportedError
-from refshard.harness.rank import describe, state_of
-from refshard.harness.trainer import Trainer
+from refshard.measure.rank import describe, state_of
+from refshard.measure.trainer import Trainer
 from refshard.specs.case import CaseSpec
 from refshard.specs.model import load_model
 from refshard.strategies import make_strategy

@@ -3,9 +3,9 @@
 import pytest
 
 from refshard.engine.placement import MODES
-from refshard.harness.failure import failure_of
-from refshard.harness.launchers.base import LaunchOutcome
-from refshard.harness.measure import RankResult
+from refshard.measure.assemble import failure_of
+from refshard.measure.launchers.base import LaunchOutcome
+from refshard.measure.timing import RankResult
 from refshard.specs.case import CaseSpec
 from tests.fakecuda.engine_checks import BACKENDS, CASES
 from tests.fakecuda.fresh import Seen, see

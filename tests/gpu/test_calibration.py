@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from refshard.fakecuda.activate import is_active
-from refshard.harness.calibrate import measure, read_profile
-from refshard.harness.launchers.local import LocalLauncher
-from tests.harness.calibrations import calibration
+from refshard.measure.calibration.plan import measure, read_profile
+from refshard.measure.launchers.local import LocalLauncher
+from tests.measure.calibrations import calibration
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.processes,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.skipif(is_active(), reason="tests/harness/test_calibrating.py calibrates fake devices"),
+    pytest.mark.skipif(is_active(), reason="tests/measure/test_calibrating.py calibrates fake devices"),
 ]
 
 

@@ -19,7 +19,7 @@ from refshard.costs import collective_cost, group_shape
 from refshard.emulate.process_group import emulated_world
 from refshard.emulate.world import EmulatedWorld
 from refshard.fakecuda import is_active
-from refshard.harness.trainer import Trainer
+from refshard.measure.trainer import Trainer
 from refshard.records import CollectiveCount
 from refshard.specs.case import CaseSpec
 from refshard.strategies import strategy_for

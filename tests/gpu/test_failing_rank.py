@@ -6,12 +6,12 @@ import msgspec
 import pytest
 
 from refshard.fakecuda import is_active
-from refshard.harness.launchers.local import LocalLauncher
-from refshard.harness.run import run_suite
+from refshard.measure.launchers.local import LocalLauncher
+from refshard.measure.run import run_suite
 from refshard.quantities import MIB
-from tests.harness.fake_gpus import FakeGpus
-from tests.harness.fakes import ENVIRONMENT, Silent, make_suite
-from tests.harness.faults import planting
+from tests.measure.fake_gpus import FakeGpus
+from tests.measure.fakes import ENVIRONMENT, Silent, make_suite
+from tests.measure.faults import planting
 
 TIME_LIMIT_S = 240.0
 """Less than what NCCL waits for a peer: ranks that wait for it to give up are out of time."""

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from refshard.fakecuda.activate import is_active
-from refshard.harness.gpu_use import watched_gpus
-from refshard.harness.gpus import describe_gpus, visible_uuids
-from refshard.harness.nvml import gpu_sensors
+from refshard.measure.gpus import describe_gpus, visible_uuids, watched_gpus
+from refshard.measure.nvml import gpu_sensors
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from refshard.harness.store import read_run
+from refshard.measure.store import read_run
 from refshard.plan.cost_models import COST_MODELS
 from refshard.plan.memory import PARTS
 from refshard.quantities import GIB, MIB

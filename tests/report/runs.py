@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from refshard.harness.store import RunWriter
+from refshard.measure.store import RunWriter
 from refshard.quantities import MIB
 from refshard.records import (
     METRICS,

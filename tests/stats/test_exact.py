@@ -5,11 +5,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from refshard.harness.run import run_suite
+from refshard.measure.run import run_suite
 from refshard.records import LaunchRecord
 from refshard.specs.gate import RULES, GateSpec, MetricRule
 from refshard.stats.exact import Exact, changes, exact_metrics, portable
-from tests.harness.fakes import ENVIRONMENT, FakeLauncher, Silent, make_suite
+from tests.measure.fakes import ENVIRONMENT, FakeLauncher, Silent, make_suite
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from refshard.errors import RefshardError, UnsupportedError
-from refshard.harness.launchers.ranks import rank_environment
-from refshard.harness.trainer import Trainer
+from refshard.measure.launchers.ranks import rank_environment
+from refshard.measure.trainer import Trainer
 from refshard.models.llama import Llama, initialise
 from refshard.records import parity_tolerance
 from refshard.specs.case import CaseSpec

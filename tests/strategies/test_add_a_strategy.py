@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from refshard.harness.store import read_run
+from refshard.measure.store import read_run
 from refshard.records import LaunchRecord
 from refshard.specs.suite import load_suite
 from tests.fakecuda.needs import needs_device

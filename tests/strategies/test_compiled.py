@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from refshard.errors import UnsupportedError
-from refshard.harness.trainer import Trainer
+from refshard.measure.trainer import Trainer
 from refshard.records import parity_tolerance
 from refshard.specs.case import CaseSpec
 from refshard.strategies import make_strategy

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from refshard.errors import UnsupportedError
-from refshard.harness.trainer import Trainer
+from refshard.measure.trainer import Trainer
 from refshard.records import parity_tolerance
 from refshard.specs.case import CaseSpec
 from refshard.specs.layers import layers_of_stages

@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from refshard.harness.subject import build_model, is_deferred
-from refshard.harness.trainer import Trainer
+from refshard.measure.trainer import Trainer, build_model, is_deferred
 from refshard.models.llama import Llama, initialise
 from refshard.specs.case import CaseSpec
 from refshard.specs.model import load_model

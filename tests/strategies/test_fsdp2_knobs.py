@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from refshard.errors import UnsupportedError
-from refshard.harness.trainer import Trainer
+from refshard.measure.trainer import Trainer
 from refshard.models.llama import Llama
 from refshard.specs.case import CaseSpec
 from refshard.strategies import make_strategy

@@ -20,7 +20,7 @@ from refshard import strategies
 from refshard.analysis.efficiency import link_bytes
 from refshard.engine.placement import MODES
 from refshard.errors import SpecError, UnsupportedError
-from refshard.harness.trainer import Trainer
+from refshard.measure.trainer import Trainer
 from refshard.models.llama import Llama, initialise
 from refshard.records import CollectiveCount, parity_tolerance
 from refshard.specs.case import WHOLE_BATCH, CaseSpec

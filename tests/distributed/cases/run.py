@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from refshard.errors import RefshardError
-from refshard.harness.worker import ASK
+from refshard.measure.worker import ASK
 from tests.distributed.cases import corpus, deliberate
 from tests.distributed.cases.case import Case, Kind
 from tests.distributed.cases.sides import Bare, Engine, Fsdp2, Side, Variant

@@ -9,7 +9,7 @@ import pytest
 
 from refshard import resources
 from refshard.analysis.evidence import Evidence, gather
-from refshard.harness.store import read_run
+from refshard.measure.store import read_run
 from refshard.records import Run
 from refshard.report.run.page import Extras, page
 from refshard.report.run.why import COPIES, MOST_TRACED, PARTS, Traced, parts_of, read_traces, why

@@ -1,1 +1,0 @@
-"""Ranks on hosts that this machine makes of itself, joined by links of a limited rate."""

@@ -1,1 +1,0 @@
-"""Ranks that a torchrun of the user has started."""

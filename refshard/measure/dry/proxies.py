@@ -1,0 +1,223 @@
+"""Configurations of a plan as dry runs of the real code: cut in depth, and extrapolated.
+
+Layers are alike, so a few of them tell what each costs. A *proxy* has the configuration's tensor, context and data
+parallelism, microbatch and schedule on the same kind of nodes, but at most 4 pipeline ranks, 2 stages on each, twice as
+many microbatches as ranks, and few layers. Step time is linear in the number of layers and of checkpointed layers, so
+two or three proxies give it at full depth. In a dry run no rank is late, so the time that ranks wait for late ones is
+added in closed form. That also says how a full pipeline with all microbatches relates to the proxy's. Memory is that of
+the closed form, and as much more as the largest proxy's dry run needs more than the closed form says of it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from refshard.errors import SpecError, UnsupportedError
+from refshard.measure.dry.rank import DryResult
+from refshard.plan.estimate import checkpointed_layers, estimate
+from refshard.plan.space import Candidates
+from refshard.specs.case import CaseSpec
+from refshard.specs.cluster import ClusterSpec
+from refshard.specs.configuration import Configuration
+from refshard.specs.layers import layers_of_stages
+from refshard.specs.model import ModelSpec, parameter_count
+from refshard.specs.reading import convert
+from refshard.specs.writing import to_toml
+from refshard.strategies import check_case
+from refshard.strategies.table import ROWS, not_dry_run
+
+MOST_RANKS, MOST_STAGES, MOST_MICROBATCHES = 4, 2, 2
+"""Of a proxy: pipeline ranks, stages on each, and microbatches without a pipeline."""
+FEW, MORE = 2, 4
+"""Layers of the proxies without a pipeline; with one, 1 and 2 on each stage."""
+_SEQUENCE_PARALLEL = ("fsdp2", "ddp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What is dry-run: a model on a cluster, each with the name under which cases know it."""
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    cluster_name: str
+    seq_len: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proxies:
+    """The proxies of one configuration: ``small``, and cases by how many layers, and how many of them checkpointed."""
+
+    full: Configuration
+    small: Configuration
+    cases: Mapping[tuple[int, int], CaseSpec]
+
+
+class Closed(NamedTuple):
+    """What a closed form says: seconds of a step, those in them in which ranks wait for late ones, and bytes."""
+
+    step_s: float
+    late_s: float
+    peak_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extrapolated:
+    """What the proxies of one configuration come to: seconds of a step, and bytes that the caching allocator hands out
+    and reserves on the rank that needs most, with no limit. Near the limit, an allocator gives back what it does not
+    use, so that less is reserved. ``beyond_bytes`` of what is allocated are more than in closed form.
+    """
+
+    step_s: float
+    allocated_bytes: int
+    reserved_bytes: int
+    beyond_bytes: int
+
+
+def proxies_of(configuration: Configuration, setting: Setting, folder: Path) -> Proxies | str:
+    """Its proxies, whose models are written to ``folder``; or why there are none."""
+    if configuration.strategy not in ROWS:
+        return f"refshard does not run {configuration.strategy}"
+    if configuration.precision not in ("bf16", "fp32") or configuration.compiled or configuration.offload:
+        return "fp8, compiled blocks and offload are not dry-run"
+    if configuration.expert > 1 or setting.model.experts:
+        return "mixtures of experts are not dry-run"
+    if not configuration.reduce_each:
+        return "refshard's sharded strategies reduce gradients after each microbatch; this row reduces once a step"
+    small = _small(configuration)
+    try:
+        cases = {point: _case(small, setting, folder, *point) for point in _points(configuration, small)}
+        for case in cases.values():
+            check_case(case, cuda=True)
+            if reason := not_dry_run(case):
+                return reason
+    except (SpecError, UnsupportedError) as error:
+        return str(error)
+    return Proxies(full=configuration, small=small, cases=cases)
+
+
+def extrapolate(
+    proxies: Proxies, setting: Setting, results: Mapping[tuple[int, int], Sequence[DryResult]]
+) -> Extrapolated | str:
+    """What the dry runs of the proxies come to at full size; or why they come to nothing."""
+    figures = {}
+    for point, ranks in results.items():
+        failed = next((one for one in ranks if one.state != "ok"), None)
+        if failed is not None or not ranks or not ranks[-1].steps:
+            return (failed.error or failed.state) if failed is not None else "the dry run did not end"
+        figures[point] = _figures(ranks)
+    layers, checkpointed = _full_depth(proxies, setting)
+    step_s = _linear({point: found[0] for point, found in figures.items()}, layers, checkpointed)
+    full = closed(proxies.full, setting, setting.model.n_layers)
+    small = closed(proxies.small, setting, round(layers))
+    largest = max(figures)
+    known = msgspec.structs.replace(proxies.small, checkpointing=_policy(proxies.small, largest[1]))
+    known_bytes = closed(known, setting, largest[0]).peak_bytes
+    _, allocated, reserved = figures[largest]
+    return Extrapolated(
+        step_s=(step_s + small.late_s) * full.step_s / small.step_s,
+        allocated_bytes=round(full.peak_bytes + allocated - known_bytes),
+        reserved_bytes=round(full.peak_bytes + reserved - known_bytes), beyond_bytes=round(allocated - known_bytes),
+    )  # fmt: skip
+
+
+def closed(configuration: Configuration, setting: Setting, layers: int) -> Closed:
+    """The closed form of so many layers."""
+    model = msgspec.structs.replace(setting.model, n_layers=layers)
+    cluster = setting.cluster.of_world_size(configuration.world_size)
+    one = estimate(model, cluster, setting.seq_len, Candidates.of([configuration]))
+    return Closed(float(one.step_s[0]), float(one.straggling_s[0]), float(one.memory.peak[0]))
+
+
+def _small(one: Configuration) -> Configuration:
+    """The configuration with a short pipeline and few microbatches."""
+    if one.pipeline == 1:
+        return msgspec.structs.replace(one, microbatches=min(one.microbatches, MOST_MICROBATCHES))
+    ranks = min(one.pipeline, MOST_RANKS)
+    stages = min(one.interleave, MOST_STAGES)
+    return msgspec.structs.replace(
+        one, pipeline=ranks, interleave=stages, microbatches=min(one.microbatches, 2 * ranks)
+    )
+
+
+def _points(full: Configuration, small: Configuration) -> list[tuple[int, int]]:
+    """Numbers of layers, and of those that are checkpointed: enough to tell the effect of each that matters."""
+    few, more = (FEW, MORE) if small.pipeline == 1 else (1, 2)
+    stages = small.pipeline * small.interleave if small.pipeline > 1 else 1
+    few, more = few * stages, more * stages
+    if full.checkpointing in ("none", "selective"):
+        return [(few, 0), (more, 0)]
+    if full.checkpointing == "full":
+        return [(few, few), (more, more)]
+    return [(few, 0), (more, 0), (more, more)]
+
+
+def _case(small: Configuration, setting: Setting, folder: Path, layers: int, checkpointed: int) -> CaseSpec:
+    ranks = small.world_size
+    fields = {
+        "strategy": small.strategy, "world_size": ranks, "model": _model_file(setting.model, layers, folder),
+        "global_batch": small.global_batch, "seq_len": setting.seq_len, "microbatches": small.microbatches,
+        "checkpointing": _policy(small, checkpointed), "precision": small.precision, "replicas": _replicas(small),
+        "tensor_parallel": small.tensor,
+        "sequence_parallel": small.tensor > 1 and small.strategy in _SEQUENCE_PARALLEL,
+        "context_parallel": small.context, "pipeline_parallel": small.pipeline, "interleave": small.interleave,
+        "schedule": small.schedule, "fidelity": "dryrun", "cluster": setting.cluster_name,
+    }  # fmt: skip
+    return convert(fields, CaseSpec, where="plan")
+
+
+def _policy(small: Configuration, checkpointed: int) -> str:
+    """A proxy's checkpointing: of all of its layers or of none."""
+    if small.checkpointing == "selective":
+        return "selective"
+    return "full" if checkpointed else "none"
+
+
+def _replicas(small: Configuration) -> int:
+    """A case's replicas are of what shards; a strategy that shards nothing replicates by itself."""
+    return small.replicate if small.shard > 1 else 1
+
+
+def _model_file(model: ModelSpec, layers: int, folder: Path) -> str:
+    path = folder / f"layers-{layers}.toml"
+    if not path.exists():
+        cut = msgspec.structs.replace(model, n_layers=layers, source=f"{layers} layers of: {model.source}")
+        path.write_text(to_toml(msgspec.structs.replace(cut, params=parameter_count(cut))))
+    return str(path)
+
+
+def _figures(ranks: Sequence[DryResult]) -> tuple[float, float, float]:
+    """Seconds of the last step, and the most bytes that were handed out on any rank, and reserved."""
+    peaks = [step.peak for step in ranks[-1].steps if step.peak] or [rank.peak for rank in ranks]
+    return (
+        max(step.step_s for step in ranks[-1].steps),
+        float(max(peak.allocated for peak in peaks)),
+        float(max(peak.reserved for peak in peaks)),
+    )
+
+
+def _full_depth(proxies: Proxies, setting: Setting) -> tuple[float, float]:
+    """How many layers the small pipeline would have with as many on each rank as the full one, and how many of them
+    checkpointed.
+    """
+    full, small = proxies.full, proxies.small
+    per_rank = max(map(len, layers_of_stages(setting.model.n_layers, full.pipeline)))
+    layers = float(per_rank * small.pipeline) if full.pipeline > 1 else float(setting.model.n_layers)
+    if full.checkpointing in ("none", "selective"):
+        return layers, 0.0
+    share = checkpointed_layers(full.checkpointing, per_rank) / per_rank
+    return layers, share * layers
+
+
+def _linear(figures: Mapping[tuple[int, int], float], layers: float, checkpointed: float) -> float:
+    """The figure at full depth: a constant, and so much for each layer and each checkpointed one."""
+    points = sorted(figures)
+    (few, first), (more, second) = points[0], points[1]
+    each = (figures[points[1]] - figures[points[0]]) / (more - few)
+    found = figures[points[0]] + each * (layers - few)
+    if len(points) > 2:
+        extra = (figures[points[2]] - figures[points[1]]) / (points[2][1] - second)
+        found += extra * (checkpointed - first)
+    return found
