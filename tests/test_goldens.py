@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from refshard.report import forms
 from refshard.report.blocks import Answer
 from refshard.report.dryrun.answer import dryrun_answer
 from tests.report.dryruns import analysed, doubtful
+from tests.report.pages import Page
 
 ROOT = Path(__file__).parents[1]
 GOLDENS = Path(__file__).parent / "goldens"
@@ -47,11 +49,20 @@ COMMANDS = {
     "show-h200": f"show {RECORDED}/h200/suite",
     "show-dry-runs": f"show {RECORDED}/dryrun/llama3_8b_h100",
     "compare-strategies": f"compare ddp --run {RECORDED}/epyc-2-cores/quickstart",
+    "compare-runs": f"compare {RECORDED}/epyc-2-cores/quickstart {RECORDED}/epyc-2-cores/quickstart",
+    "compare-machines": f"compare {RECORDED}/xeon-2-cores/engine {RECORDED}/xeon-2-cores/engine_network",
+    "history": f"history {RECORDED}/epyc-2-cores",
+    "validate-network": f"validate {RECORDED}/xeon-2-cores/validation_network",
     "plan-70b": "plan --model llama3-70b --cluster dgx-h100 --nodes 32 --tokens-per-step 4M",
     "plan-does-not-fit": "plan --model llama3.1-405b --cluster dgx-h100 --tokens-per-step 1M",
     "list-strategies": "list strategies",
     "list-models": "list models",
     "list-clusters": "list clusters",
+}
+PAGES = {
+    "page-quickstart": "epyc-2-cores/quickstart",
+    "page-network": "xeon-2-cores/engine_network",
+    "page-dry-runs": "dryrun/llama3_8b_h100",
 }
 
 
@@ -77,6 +88,15 @@ def _command(words: str, *options: str) -> str:
     return made.stdout
 
 
+def _page(folder: str) -> str:
+    """The text of a run's page, comparisons that wait in templates included."""
+    with TemporaryDirectory() as out:
+        path = Path(out) / "page.html"
+        _command(f"report {RECORDED}/{folder} --out {path}")
+        lines = (" ".join(line.split()) for line in Page(path.read_text(encoding="utf-8")).text.splitlines())
+    return "".join(f"{line}\n" for line in lines if line)
+
+
 def _outputs() -> dict[str, Callable[[], str]]:
     found: dict[str, Callable[[], str]] = {}
     for name, words in COMMANDS.items():
@@ -85,7 +105,7 @@ def _outputs() -> dict[str, Callable[[], str]]:
     for name in DRY_RUNS:
         found[f"{name}.txt"] = partial(lambda name: forms.as_text(_dry(name), forms.Paper(), verbose=True), name)
         found[f"{name}.json"] = partial(lambda name: _readable(forms.as_json(_dry(name), "dryrun")), name)
-    return found
+    return found | {f"{name}.txt": partial(_page, folder) for name, folder in PAGES.items()}
 
 
 OUTPUTS = _outputs()
