@@ -5,6 +5,7 @@ and long lists only their first elements, so that a file stays readable.
 """
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -89,11 +90,12 @@ def _command(words: str, *options: str) -> str:
 
 
 def _page(folder: str) -> str:
-    """The text of a run's page, comparisons that wait in templates included."""
+    """The text of a run's page, a line for each row of a table, comparisons that wait in templates included."""
     with TemporaryDirectory() as out:
         path = Path(out) / "page.html"
         _command(f"report {RECORDED}/{folder} --out {path}")
-        lines = (" ".join(line.split()) for line in Page(path.read_text(encoding="utf-8")).text.splitlines())
+        rows = re.sub(r"</t[hd]>\s*(?=<t[hd])", " | ", path.read_text(encoding="utf-8"))
+        lines = (" ".join(line.split()) for line in Page(rows).text.splitlines())
     return "".join(f"{line}\n" for line in lines if line)
 
 
