@@ -94,7 +94,10 @@ def _page(folder: str) -> str:
     with TemporaryDirectory() as out:
         path = Path(out) / "page.html"
         _command(f"report {RECORDED}/{folder} --out {path}")
-        rows = re.sub(r"</t[hd]>\s*(?=<t[hd])", " | ", path.read_text(encoding="utf-8"))
+        html = re.sub(
+            r"(?s)<t[hd]\b.*?</t[hd]>", lambda cell: " ".join(cell[0].split()), path.read_text(encoding="utf-8")
+        )
+        rows = re.sub(r"</(t[hd]|dt|dd)>\s*(?=<(t[hd]|dd))", " | ", html)
         lines = (" ".join(line.split()) for line in Page(rows).text.splitlines())
     return "".join(f"{line}\n" for line in lines if line)
 

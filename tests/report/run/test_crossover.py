@@ -7,7 +7,8 @@ import pytest
 
 from refshard.analysis.evidence import gather
 from refshard.records import Run
-from refshard.report.run.crossover import crossovers
+from refshard.report.run.curves import crossovers
+from tests.report.printed import rows
 from tests.report.runs import CASES, run
 
 
@@ -33,8 +34,8 @@ def test_curves_are_ratios_over_the_tokens_of_a_rank() -> None:
     assert found.chart.alternative == (
         "Step time relative to ddp: fsdp2 2.00 at 256 tokens per rank, 0.75 at 2,048 tokens per rank (faster at 2,048)."
     )
-    assert list(found.table["tokens per rank"]) == ["256", "1,024", "2,048"]
-    assert list(found.table["peak memory / ddp"]) == ["0.68"] * 3
+    assert [row["tokens per rank"] for row in rows(found.table)] == ["256", "1,024", "2,048"]
+    assert [row["peak memory / ddp"] for row in rows(found.table)] == ["0.68"] * 3
     assert len(found.cases) == 3
 
 

@@ -7,8 +7,9 @@ from refshard.analysis.evidence import Evidence, gather
 from refshard.analysis.validation import validated
 from refshard.quantities import MIB
 from refshard.records import LaunchRecord, Run
+from refshard.report.blocks import Notes, Table
 from refshard.report.run.page import page
-from refshard.report.run.validation import dry_runs, dry_runs_of, validation_answer
+from refshard.report.run.predictions import dry_runs, dry_runs_of, validation_answer
 from tests.report.printed import rows, tables, verdict
 from tests.report.runs import CLUSTER, run
 
@@ -68,20 +69,23 @@ def evidence(device: str = H100) -> Evidence:
 def test_each_dry_run_stands_beside_its_case_with_errors_and_states() -> None:
     found = dry_runs(evidence())
     assert found is not None
-    rows = {row["case"].partition(",")[0]: row for row in found.table.to_dict("records")}
-    assert rows.keys() == MEASURED_S.keys()
-    assert (rows["ddp"]["measured"], rows["ddp"]["dry run"], rows["ddp"]["error"]) == ("skipped", "oom", "-")
-    assert rows["ddp"]["peak reserved in the dry run"] == "92.2 GiB"
-    fsdp2 = rows["fsdp2"]
-    assert (fsdp2["measured"], fsdp2["dry run"], fsdp2["on"]) == ("ok", "ok", CLUSTER)
-    assert (fsdp2["step time measured"], fsdp2["step time in the dry run"], fsdp2["error"]) == (
+    notes, table = found.blocks
+    assert isinstance(notes, Notes)
+    assert isinstance(table, Table)
+    by_case = {row["case"].partition(",")[0]: row for row in rows(table)}
+    assert by_case.keys() == MEASURED_S.keys()
+    ddp, fsdp2 = by_case["ddp"], by_case["fsdp2"]
+    assert (ddp["measured"], ddp["prediction"], ddp["error"]) == ("skipped", "oom", "-")
+    assert ddp["peak reserved predicted"] == "92.2 GiB"
+    assert (fsdp2["measured"], fsdp2["prediction"], fsdp2["on"]) == ("ok", "ok", CLUSTER)
+    assert (fsdp2["step time measured"], fsdp2["step time predicted"], fsdp2["error"]) == (
         "60.0 ms",
         "66.0 ms",
         "+10.0 %",
     )
-    assert (fsdp2["peak reserved measured"], fsdp2["its error"]) == ("1.95 GiB", "+1.0 %")
-    assert len(found.findings) == 1
-    assert found.findings[0].startswith("Dry run: median error of the step time 10.0 %, at most 10.0 %")
+    assert (fsdp2["peak reserved measured"], fsdp2["error of reserved"]) == ("1.95 GiB", "+1.0 %")
+    assert len(notes.sentences) == 1
+    assert notes.sentences[0].startswith("Dry run: median error of the step time 10.0 %, at most 10.0 %")
 
 
 def test_validate_prints_those_of_which_both_ended_ok() -> None:

@@ -9,11 +9,11 @@ from refshard.analysis.gpu_memory import gpu_memory_of
 from refshard.analysis.rankings import rankings
 from refshard.quantities import GIB
 from refshard.records import GpuMemory, Run
-from refshard.report.run import views
 from refshard.report.run.answer import run_answer
-from refshard.report.run.device_limit import device_limit
+from refshard.report.run.charts import device_limit, tradeoff
 from refshard.report.run.page import page
-from refshard.report.run.tradeoff import tradeoff
+from refshard.report.run.rows import as_json
+from refshard.report.run.tables import case_table, gpu_memory_table
 from tests.report import printed
 from tests.report.runs import CASES, run, with_record
 
@@ -43,12 +43,9 @@ def evidence() -> Evidence:
 
 
 def test_a_gpus_memory_is_what_is_reserved_of_the_device(evidence: Evidence) -> None:
-    cases = evidence.settings[0].cases
-    table = views.summary_table(cases)
-    assert set(table["peak reserved"]) == {"71.2 of 79.2 GiB"}
-    assert "peak memory" not in table
     (shown,) = printed.tables(run_answer(evidence))
     assert {row["peak reserved"] for row in printed.rows(shown)} == {"71.2 of 79.2 GiB"}
+    assert "peak memory" not in printed.rows(shown)[0]
     place = [column.head for column in shown.columns].index("peak reserved")
     assert place <= 4, "one of the first columns, which narrow terminals show"
     (ranking,) = rankings(evidence)
@@ -61,8 +58,8 @@ def test_a_gpus_memory_is_what_is_reserved_of_the_device(evidence: Evidence) -> 
 
 
 def test_the_other_kinds_have_a_table_on_the_page(evidence: Evidence) -> None:
-    table = views.gpu_memory_table(evidence.settings[0].cases)
-    assert table.iloc[1].to_dict() == {
+    table = gpu_memory_table(evidence.settings[0].cases)
+    assert printed.rows(table)[1] == {
         "case": "ddp, 2 ranks", "reserved": "71.2 of 79.2 GiB reserved", "active": "61.0 GiB", "allocated": "60.0 GiB",
         "requested": "59.0 GiB", "used on the device": "73.2 of 79.2 GiB", "outside the allocator": "2.00 GiB",
         "retries": "6",
@@ -73,7 +70,7 @@ def test_the_other_kinds_have_a_table_on_the_page(evidence: Evidence) -> None:
 
 
 def test_programs_read_it_too(evidence: Evidence) -> None:
-    row = views.as_json(evidence)[1]
+    row = as_json(evidence)[1]
     assert row["peak_requested_bytes"] == 59 * GIB
     assert row["gpu_used_bytes"] - row["gpu_outside_bytes"] == pytest.approx(71.2 * GIB, abs=1)
     assert (row["gpu_total_bytes"], row["allocation_retries"]) == (int(79.2 * GIB), 6)
@@ -89,12 +86,12 @@ def test_several_launches_have_the_median_of_their_fullest_rank() -> None:
 
 def test_memory_of_a_case_on_a_cpu_is_shown_as_before() -> None:
     evidence = gather(run(CASES, rounds=1, failed=False))
-    table = views.summary_table(evidence.settings[0].cases)
-    assert "440 MiB" in set(table["peak memory"])
-    assert "peak reserved" not in table
-    assert views.gpu_memory_table(evidence.cases).empty
+    table = printed.rows(case_table(evidence.settings[0].cases, title=""))
+    assert "440 MiB" in {row["peak memory"] for row in table}
+    assert "peak reserved" not in table[0]
+    assert gpu_memory_table(evidence.cases).rows == []
     assert "Memory of the fullest GPU" not in "".join(page(evidence))
-    assert views.as_json(evidence)[1]["gpu_total_bytes"] is None
+    assert as_json(evidence)[1]["gpu_total_bytes"] is None
 
 
 def test_where_one_case_lacks_it_both_columns_stand() -> None:
@@ -102,7 +99,6 @@ def test_where_one_case_lacks_it_both_columns_stand() -> None:
     made = on_gpus(run(CASES, rounds=1, failed=False), (memory(RESERVED),))
     old = made.launches[1]
     made = with_record(made, 1, gpu_memory=(), metrics={**old.metrics, "peak_reserved_bytes": None})
-    table = views.summary_table(gather(made).settings[0].cases)
-    assert table["peak memory"].tolist()[1:3] == ["440 MiB", "300 MiB"]
-    assert table["peak reserved"].tolist()[1:3] == ["-", "71.2 of 79.2 GiB"]
-    assert views.memory_metric(gather(made).settings[0].cases) == "peak_memory_bytes"
+    table = printed.rows(case_table(gather(made).settings[0].cases, title=""))
+    assert [row["peak memory"] for row in table][1:3] == ["440 MiB", "300 MiB"]
+    assert [row["peak reserved"] for row in table][1:3] == ["-", "71.2 of 79.2 GiB"]

@@ -3,7 +3,7 @@
 import msgspec
 
 from refshard.analysis.evidence import gather
-from refshard.report.run.index import card, index_page
+from refshard.report.run.page import card, index_page
 from tests.analysis.test_evidence import later
 from tests.report.pages import Page
 from tests.report.runs import CASES, HOSTILE, run

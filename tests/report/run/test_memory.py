@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from refshard.analysis.evidence import gather
-from refshard.report.run.memory import memory_over_step
-from refshard.report.run.validation import dry_runs_of
+from refshard.report.run.charts import memory_over_step
+from refshard.report.run.predictions import dry_runs_of
 from tests.report.run.test_dry_runs_beside import dry, measured
 from tests.report.runs import CASES, run, with_record
 

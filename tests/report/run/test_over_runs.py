@@ -5,8 +5,10 @@ import msgspec
 from refshard.analysis.evidence import gather
 from refshard.analysis.history import series_of
 from refshard.records import Run
-from refshard.report.run.over_runs import OverRuns, over_runs
+from refshard.report.run.charts import Drawn
+from refshard.report.run.curves import trend
 from tests.analysis.test_evidence import later, quicker
+from tests.report.printed import rows
 from tests.report.runs import CASES, run
 
 
@@ -23,8 +25,8 @@ def runs(*factors: float) -> list[Run]:
     return made
 
 
-def of(found: list[Run]) -> OverRuns | None:
-    return over_runs(found, gather(*found))
+def of(found: list[Run]) -> Drawn | None:
+    return trend(found, gather(*found))
 
 
 def test_each_case_is_drawn_beside_its_first_run() -> None:
@@ -35,7 +37,7 @@ def test_each_case_is_drawn_beside_its_first_run() -> None:
     assert found.chart.figure["layout"]["xaxis"]["ticktext"] == ["run0", "run1", "run2"]
     assert "0.900 times" in found.chart.alternative
     assert [case.strategy for case in found.cases] == ["single", "ddp", "fsdp2"]
-    assert set(found.table["launches per run"]) == {"1"}
+    assert {row["launches per run"] for row in rows(found.table)} == {"1"}
 
 
 def test_one_run_or_other_machines_have_no_history() -> None:

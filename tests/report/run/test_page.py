@@ -18,11 +18,12 @@ from refshard.analysis.evidence import gather
 from refshard.folders import replace_file
 from refshard.records import GpuUse, Run
 from refshard.report.draw.render import PLOTLY
-from refshard.report.run.page import SCRIPTS, in_short, page, short_names, write_dashboard
-from refshard.report.run.power import power_table
+from refshard.report.run.page import SCRIPTS, page, views_of, write_dashboard
+from refshard.report.run.tables import power_table
+from refshard.report.run.trust import in_short
 from refshard.report.run.trust import trust as trust_facts
-from refshard.report.run.view import views_of
 from tests.report.pages import Page
+from tests.report.printed import rows
 from tests.report.runs import CASES, HOSTILE, run, with_record
 
 CHARTS = {"v0-tradeoff", "v0-breakdown", "v0-over-step", "t0-losses"}
@@ -276,11 +277,10 @@ def test_of_many_comparisons_the_first_is_shown_and_the_others_wait_in_templates
 
 
 def test_names_of_comparisons_leave_out_what_all_share() -> None:
-    views = views_of(gather(many(2)), {})
-    assert short_names(views) == [
+    assert [view.name for view in views_of(gather(many(2)), {})] == [
         "2 ranks, global batch of 8 sequences of 256 tokens", "2 ranks, global batch of 8 sequences of 257 tokens",
     ]  # fmt: skip
-    assert short_names(views[:1]) == ["2 ranks"]
+    assert [view.name for view in views_of(gather(many(1)), {})] == ["2 ranks"]
 
 
 def test_trust_is_one_line_that_unfolds(seen: Page) -> None:
@@ -315,8 +315,7 @@ def test_power_and_clocks_are_shown_where_they_were_recorded() -> None:
                  throttled={"power cap": 5})  # fmt: skip
     made = with_record(run(failed=False), 1, gpu_use=(use, replace_use(use)))
     assert "Power and clocks" not in drawn(run()).text
-    table = power_table(gather(made).cases)
-    assert table.to_dict("records") == [
+    assert rows(power_table(gather(made).cases)) == [
         {
             "case": "ddp, 2 ranks", "power, mean": "600 W", "power, highest": "700 W", "SM clock, mean": "1,700 MHz",
             "SM clock, lowest": "1,100 MHz", "throttled": "power cap 25.0 %",

@@ -8,9 +8,11 @@ import pytest
 
 from refshard.analysis.evidence import gather
 from refshard.records import Run
-from refshard.report.run.scaling import Scaling, scalings
+from refshard.report.run.charts import Drawn
+from refshard.report.run.curves import scalings
 from refshard.specs.case import Fidelity
 from refshard.specs.suite import NetworkSpec
+from tests.report.printed import rows
 from tests.report.runs import CASES, CLUSTER, on_hosts, run, spec
 
 RATES = {"ddp": {2: 100.0, 4: 90.0}, "fsdp2": {2: 80.0, 4: 76.0, 8: 60.0}}
@@ -28,7 +30,7 @@ def scaled(rates: Mapping[str, Mapping[int, float]], fidelity: Fidelity = "measu
     return msgspec.structs.replace(base, launches=tuple(records))
 
 
-def curves(found: Scaling) -> dict[str, Any]:
+def curves(found: Drawn) -> dict[str, Any]:
     return {trace["name"]: (trace["x"], trace["y"]) for trace in found.chart.figure["data"]}
 
 
@@ -42,7 +44,13 @@ def test_a_curve_for_each_strategy_and_a_level_for_the_best() -> None:
     assert found.chart.alternative == (
         "Scaling efficiency: best ddp 90.0 % (2 to 4 ranks), worst fsdp2 75.0 % (2 to 8 ranks)."
     )
-    assert list(found.table["scaling efficiency"]) == ["100.0 %", "90.0 %", "100.0 %", "95.0 %", "75.0 %"]
+    assert [row["scaling efficiency"] for row in rows(found.table)] == [
+        "100.0 %",
+        "90.0 %",
+        "100.0 %",
+        "95.0 %",
+        "75.0 %",
+    ]
     assert [case.spec.world_size for case in found.cases] == [2, 4, 2, 4, 8]
 
 
@@ -65,7 +73,10 @@ def test_its_heading_names_what_all_of_its_curves_share() -> None:
     both = msgspec.structs.replace(other, launches=(*scaled(RATES).launches, *other.launches))
     for made in (other, both, scaled(RATES, "simulated")):
         (found,) = scalings(gather(made))
-        assert found.label == "llama-mini, global batch of 8 sequences of 256 tokens"
+        assert (
+            found.table.caption.removeprefix("Throughput over world sizes: ")
+            == "llama-mini, global batch of 8 sequences of 256 tokens"
+        )
 
 
 def test_one_world_size_is_no_curve() -> None:
@@ -96,4 +107,4 @@ def test_the_bound_is_drawn_where_the_wire_has_a_rate() -> None:
         if case.spec.world_size == 2
     )
     assert rates[0] == pytest.approx(best, rel=1e-4)
-    assert "-" not in set(found.table["of the physical bound"])
+    assert "-" not in {row["of the physical bound"] for row in rows(found.table)}

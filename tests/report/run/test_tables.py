@@ -5,17 +5,18 @@ import math
 from dataclasses import replace
 
 import msgspec
-import pandas as pd
 import pytest
 
 from refshard.analysis.cases import BREAKDOWN
-from refshard.analysis.evidence import gather
+from refshard.analysis.evidence import Setting, gather
 from refshard.analysis.proof import bit_identical, proof_summary
 from refshard.quantities import MIB
 from refshard.records import METRICS, CollectiveCount, Run
-from refshard.report.blocks import Marked
-from refshard.report.run import views
+from refshard.report.blocks import Marked, Section, Table, Text
+from refshard.report.run import cells, charts
+from refshard.report.run import rows as flat
 from refshard.report.run.answer import run_answer
+from refshard.report.run.tables import case_table, proof_table, states
 from refshard.stats.sample import Summary
 from tests.report.printed import rows, tables, text, verdict
 from tests.report.runs import CASES, FAILED, HOSTILE, STRATEGIES, both, proof, run, with_record
@@ -38,13 +39,13 @@ def summary(median: float, low: float, high: float) -> Summary:
 
 
 def test_json_has_an_object_per_case_with_flat_keys() -> None:
-    found = views.as_json(gather(run()))
+    found = flat.as_json(gather(run()))
     assert [row["strategy"] for row in found] == list(STRATEGIES)
     assert all(row.keys() == KEYS for row in found)
 
 
 def test_json_values_are_those_of_the_run() -> None:
-    fsdp2 = views.as_json(gather(run()))[2]
+    fsdp2 = flat.as_json(gather(run()))[2]
     assert fsdp2["case"] == "fsdp2-w2-llama-mini-b8x256"
     assert (fsdp2["state"], fsdp2["rounds"], fsdp2["samples"], fsdp2["world_size"]) == ("ok", 3, 60, 2)
     assert fsdp2["step_time_s"] == pytest.approx(0.060, rel=1e-4)
@@ -57,30 +58,30 @@ def test_json_values_are_those_of_the_run() -> None:
 
 
 def test_what_does_not_exist_is_null_in_json() -> None:
-    single, *_ = views.as_json(gather(run()))
+    single, *_ = flat.as_json(gather(run()))
     assert single["overlap_ratio"] is None
     assert single["bit_identical_to_ddp"] is None
     bare = with_record(run(CASES[:1], rounds=1, failed=False), 0, step_times_s=((0.5,),))
-    (row,) = views.as_json(gather(bare))
+    (row,) = flat.as_json(gather(bare))
     assert (row["step_time_s"], row["step_time_low_s"], row["step_time_high_s"]) == (0.5, None, None)
 
 
 def test_json_is_safe_even_for_numbers_that_json_lacks() -> None:
     made = run()
     broken = {**made.launches[1].metrics, "mfu": math.nan, "tflops": math.inf}
-    text = json.dumps(views.as_json(gather(with_record(made, 1, metrics=broken))), allow_nan=False)
+    text = json.dumps(flat.as_json(gather(with_record(made, 1, metrics=broken))), allow_nan=False)
     assert len(json.loads(text)) == 6
 
 
 def test_a_failed_case_keeps_its_error_and_the_figures_of_the_round_that_ended_ok() -> None:
-    tuned = views.as_json(gather(run()))[3]
+    tuned = flat.as_json(gather(run()))[3]
     assert (tuned["strategy"], tuned["state"], tuned["rounds"], tuned["samples"]) == (FAILED, "failed", 3, 40)
     assert tuned["error"] == f"RuntimeError: mat1 and mat2 shapes differ {HOSTILE}\nsecond line"
     assert tuned["proof"] == "incomplete"
 
 
 def test_rows_are_the_json_as_a_table() -> None:
-    table = views.rows(gather(run()))
+    table = flat.rows(gather(run()))
     assert table.shape == (6, len(KEYS))
     assert table.loc[table["strategy"] == "ddp", "peak_memory_bytes"].item() == 440 * MIB
 
@@ -115,25 +116,6 @@ def test_bits_are_identical_only_if_every_round_says_so(
     assert bit_identical(gather(made).cases[0]) is expected
 
 
-def test_pivot_is_strategy_by_world_size() -> None:
-    table = views.pivot(gather(run()).settings[0], "peak_memory_bytes")
-    nan = pytest.approx(math.nan, nan_ok=True)
-    assert table.to_dict("index") == {
-        "single": {1: 420 * MIB, 2: nan},
-        "ddp": {1: nan, 2: 440 * MIB},
-        "fsdp2": {1: nan, 2: 300 * MIB},
-        FAILED: {1: nan, 2: nan},
-        "refshard-fsdp": {1: nan, 2: 280 * MIB},
-        "refshard-yafsdp": {1: nan, 2: 240 * MIB},
-    }
-    assert list(table.index) == list(STRATEGIES)
-
-
-def test_pivot_of_nothing_is_empty() -> None:
-    made = with_record(run(CASES[:1], rounds=1, failed=False), 0, state="failed")
-    assert views.pivot(gather(made).settings[0], "tflops").isna().all(axis=None)
-
-
 @pytest.mark.parametrize(
     ("metric", "text"),
     [
@@ -146,12 +128,12 @@ def test_pivot_of_nothing_is_empty() -> None:
 )
 def test_each_metric_has_its_format(metric: str, text: str) -> None:
     (case,) = [case for case in gather(run()).cases if case.strategy == "refshard-yafsdp"]
-    assert views.format_metric(metric, case.metrics[metric]) == text
+    assert cells.metric_text(case, metric) == text
 
 
 def test_a_case_without_communication_exposes_nothing_to_speak_of() -> None:
-    texts = {case.strategy: views.exposed_text(case) for case in gather(run()).cases}
-    assert (texts["single"], texts["refshard-yafsdp"]) == ("-", "1.00 ms (2.4 %)")
+    texts = {case.strategy: cells.exposed(case) for case in gather(run()).cases}
+    assert (texts["single"], texts["refshard-yafsdp"]) == (None, "1.00 ms (2.4 %)")
 
 
 @pytest.mark.parametrize(
@@ -160,11 +142,10 @@ def test_a_case_without_communication_exposes_nothing_to_speak_of() -> None:
         (summary(0.0412, 0.0408, 0.0419), "41.2 ms (40.8 to 41.9)"),
         (summary(0.9, 0.7, 1.2), "900 ms (700 ms to 1.20 s)"),
         (Summary(median=0.9, low=0.0, high=math.inf, n=20, launches=1), "900 ms (n = 1: no interval)"),
-        (None, "-"),
     ],
 )
-def test_step_time_with_its_interval(given: Summary | None, text: str) -> None:
-    assert views.step_time_text(given) == text
+def test_step_time_with_its_interval(given: Summary, text: str) -> None:
+    assert cells.with_interval(given).replace("\n", " ") == text
 
 
 def test_breakdown_adds_up_to_the_traced_step() -> None:
@@ -174,20 +155,21 @@ def test_breakdown_adds_up_to_the_traced_step() -> None:
 
 
 def test_losses_have_a_row_per_step_and_a_column_per_case() -> None:
-    table = views.losses(gather(run()).trainings[0])
-    assert table.shape == (30, 6)
-    assert table.loc[1, "single, 1 rank"] == pytest.approx(6.93)
+    curves = charts.losses_of(gather(run()).trainings[0])
+    assert {case.label: len(losses) for case, losses in curves.items()}["single, 1 rank"] == 30
+    assert next(losses[0] for losses in curves.values()) == pytest.approx(6.93)
 
 
 def test_losses_of_different_lengths_leave_dashes() -> None:
     made = with_record(run(failed=False), 1, losses=(6.5,))
-    text = views.loss_table(gather(made).trainings[0])
-    assert text["ddp, 2 ranks"].tolist()[:2] == ["6.5", "-"]
-    assert text["step"].tolist()[:2] == ["1", "2"]
+    drawn = charts.losses(gather(made).trainings[0], "t")
+    assert drawn is not None
+    assert [(row["step"], row["ddp, 2 ranks"]) for row in rows(drawn.table)][:2] == [("1", "6.5"), ("2", "-")]
+    assert [column.case for column in drawn.table.columns] == [None, *range(5)], "a filter hides columns of cases"
 
 
 def test_proof_table_says_what_was_announced_and_traced() -> None:
-    table = views.proof_table(gather(run())).set_index("case").to_dict("index")
+    table = {row.pop("case"): row for row in rows(proof_table(gather(run())))}
     assert list(table["refshard-yafsdp, 2 ranks"].values()) == [
         "proved", "13", "26 all_gather (48.0 MiB), 13 reduce_scatter (24.0 MiB)", "the same",
         "2.0e-07 over 10 steps", "yes",
@@ -199,24 +181,28 @@ def test_proof_table_shows_a_trace_that_differs() -> None:
     made = run(CASES[1:2], rounds=1, failed=False)
     traced = (CollectiveCount(op="all_reduce", count=3, bytes=24 * MIB),)
     changed = msgspec.structs.replace(proof(CASES[1]), traced=traced)
-    table = views.proof_table(gather(with_record(made, 0, proof=changed)))
-    assert table["collectives traced"].item() == "3 all_reduce (24.0 MiB)"
+    (row,) = rows(proof_table(gather(with_record(made, 0, proof=changed))))
+    assert row["collectives traced"] == "3 all_reduce (24.0 MiB)"
 
 
 def test_the_note_on_collectives_is_in_the_proof_table_and_the_rows() -> None:
     made = run(CASES[1:2], rounds=1, failed=False)
     changed = msgspec.structs.replace(proof(CASES[1]), traced=(), collectives_note="not checked, because of no sizes")
     evidence = gather(with_record(made, 0, proof=changed))
-    assert views.proof_table(evidence)["collectives traced"].item() == "not checked, because of no sizes"
-    assert views.as_json(evidence)[0]["collectives_note"] == "not checked, because of no sizes"
+    assert rows(proof_table(evidence))[0]["collectives traced"] == "not checked, because of no sizes"
+    assert flat.as_json(evidence)[0]["collectives_note"] == "not checked, because of no sizes"
 
 
 def test_state_table_has_a_row_per_launch_with_its_log() -> None:
-    table = views.state_table(gather(run()))
-    assert len(table) == 18
-    (failed,) = table[table["state"] == "failed"].to_dict("records")
+    table, log = states(gather(run())).blocks
+    assert isinstance(table, Table)
+    assert len(table.rows) == 18
+    (failed,) = [row for row in rows(table) if row["state"] == "failed"]
     assert (failed["case"], failed["round"], failed["duration"]) == ("fsdp2-tuned, 2 ranks", "3", "3.25 s")
-    assert failed["log"].splitlines()[1] == f"rank 1: {HOSTILE}"
+    assert isinstance(log, Section)
+    assert isinstance(log.blocks[0], Text)
+    assert log.title == "Log of fsdp2-tuned, 2 ranks, round 3 (failed)"
+    assert log.blocks[0].text.splitlines()[1] == f"rank 1: {HOSTILE}"
 
 
 def test_the_table_shows_every_case_with_the_most_important_columns_first() -> None:
@@ -284,21 +270,24 @@ def empty(made: Run) -> Run:
 
 def test_a_run_cut_off_before_its_first_case_has_empty_views() -> None:
     made = empty(run())
-    assert views.as_json(gather(made)) == []
-    assert views.rows(gather(made)).empty
-    assert views.proof_table(gather(made)).empty
-    assert isinstance(views.state_table(gather(made)), pd.DataFrame)
+    assert flat.as_json(gather(made)) == []
+    assert flat.rows(gather(made)).empty
+    assert proof_table(gather(made)).rows == []
     assert tables(run_answer(gather(made))) == []
     assert text(run_answer(gather(made))).startswith("Not finished: 0 of 18 launches are done; the run was cut off")
+
+
+def heads(setting: Setting) -> list[str]:
+    return [column.head for column in case_table(setting.cases, title="").columns]
 
 
 def test_no_table_shows_the_losses_of_what_is_emulated() -> None:
     emulated = run(rounds=1, failed=False, fidelity="emulated")
     (setting,) = gather(emulated).settings
-    assert "loss parity" not in views.summary_table(setting.cases).columns
-    assert set(views.proof_table(gather(emulated))["loss parity"]) == {"compares with nothing"}
-    assert {(row["loss_parity"], row["parity_note"], row["cluster"]) for row in views.as_json(gather(emulated))} == {
+    assert "loss parity" not in heads(setting)
+    assert {row["loss parity"] for row in rows(proof_table(gather(emulated)))} == {"compares with nothing"}
+    assert {(row["loss_parity"], row["parity_note"], row["cluster"]) for row in flat.as_json(gather(emulated))} == {
         (None, "compares with nothing", "dgx-h100")
     }
     for setting in gather(both("emulated")).settings:
-        assert ("loss parity" in views.summary_table(setting.cases).columns) == ("measured" in setting.label)
+        assert ("loss parity" in heads(setting)) == ("measured" in setting.label)

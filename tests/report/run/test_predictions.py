@@ -6,7 +6,7 @@ import pytest
 from refshard.analysis.evidence import gather
 from refshard.analysis.validation import as_objects, errors, in_order, scaled, validated
 from refshard.records import LaunchRecord, Run
-from refshard.report.run.validation import findings, validation_answer
+from refshard.report.run.predictions import findings, validation_answer
 from refshard.specs.case import Fidelity
 from tests.report.printed import as_csv, rows, tables, verdict
 from tests.report.runs import run
