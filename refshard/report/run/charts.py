@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import plotly.graph_objects as go
 
@@ -39,8 +40,25 @@ class Drawn:
     @property
     def section(self) -> Section:
         """Both, for a page, which hides them with the last of their cases."""
-        blocks: list[Block] = [Charts(draw=lambda: [self.chart], titled=self.titled), self.table]
+        blocks: list[Block] = [drawn(self.chart, titled=self.titled), self.table]
         return Section(title="", blocks=blocks, cases=[case.number for case in self.cases])
+
+
+def drawn(chart: Chart, *, titled: bool = True) -> Charts:
+    """A block of one chart."""
+    return Charts(draw=lambda: [chart], titled=titled)
+
+
+def polyline(
+    name: str, x: Sequence[float], y: Iterable[float], line: Mapping[str, Any], meta: Mapping[str, Any], *,
+    hover: str = "", marker: Mapping[str, Any] | None = None, customdata: Sequence[str] | None = None,
+) -> go.Scatter:  # fmt: skip
+    """A line through points, with markers if ``marker`` describes them; ``hover`` is what pointing at one says."""
+    return go.Scatter(
+        name=label_text(name), x=list(x), y=[float(f"{value:.7g}") for value in y], line=line, marker=marker, meta=meta,
+        mode="lines+markers" if marker else "lines", hoverinfo=None if hover else "skip", customdata=customdata,
+        hovertemplate=f"{hover}<extra></extra>" if hover else None,
+    )  # fmt: skip
 
 
 def colour(setting: Setting, strategy: str) -> str:
@@ -57,20 +75,15 @@ def breakdown_chart(setting: Setting, identity: str) -> Chart:
     shares = {
         case.strategy: share for case in found if case.metrics["comm_s"] and (share := case.exposed_share) is not None
     }
-    return chart(identity, "Parts of a traced step", step_parts(found, BREAKDOWN), _exposed(shares))
+    text = exposed_text(shares, "Exposed") if shares else "No case with communication has a traced step."
+    return chart(identity, "Parts of a traced step", step_parts(found, BREAKDOWN), text)
 
 
-def _exposed(shares: Mapping[str, float]) -> str:
-    """The least and the largest share of exposed communication."""
-    if not shares:
-        return "No case with communication has a traced step."
+def exposed_text(shares: Mapping[str, float], lead: str) -> str:
+    """The least and the largest share of a step in exposed communication, by strategy."""
     least, most = min(shares, key=lambda name: shares[name]), max(shares, key=lambda name: shares[name])
-    if len(shares) == 1:
-        return f"Exposed communication takes {format_percent(shares[least])} of a traced step of {least}."
-    return (
-        f"Exposed communication takes from {format_percent(shares[least])} of a traced step ({least}) "
-        f"to {format_percent(shares[most])} ({most})."
-    )
+    text = f"{lead} communication takes {format_percent(shares[least])} of a traced step ({least})"
+    return f"{text}." if least == most else f"{text} to {format_percent(shares[most])} ({most})."
 
 
 def step_parts(found: Mapping[CaseResult, Mapping[str, float]], parts: Iterable[str]) -> go.Figure:
@@ -227,19 +240,15 @@ def memory_over_step(setting: Setting, identity: str, dry_runs: Mapping[CaseResu
     for case, courses in found:
         texts: dict[bool, list[str]] = {False: [], True: []}  # by whether it is a dry run
         for one, course in courses:
-            name, dotted = label_text(case.strategy), one is not case
+            dotted = one is not case
             any_dotted = any_dotted or dotted
             texts[dotted].append(f"{format_bytes(max(course))}{' in its dry run' if dotted else ''}")
-            figure.add_scatter(
-                name=name,
-                x=[float(f"{100 * place / max(len(course) - 1, 1):.4g}") for place in range(len(course))],
-                y=[float(f"{highest / size:.5g}") for highest in course],
-                mode="lines",
-                showlegend=one is courses[0][0],
-                line={"color": colour(setting, case.strategy), "width": 2, "dash": "dot" if dotted else "solid"},
-                meta={"case": case.number},
-                hovertemplate=f"{name}, {spelled(one.fidelity)}<br>%{{y:,.4g}} {unit}<extra></extra>",
-            )
+            line = {"color": colour(setting, case.strategy), "width": 2, "dash": "dot" if dotted else "solid"}
+            x = [float(f"{100 * place / max(len(course) - 1, 1):.4g}") for place in range(len(course))]
+            y = [float(f"{highest / size:.5g}") for highest in course]
+            hover = f"{label_text(case.strategy)}, {spelled(one.fidelity)}<br>%{{y:,.4g}} {unit}"
+            trace = polyline(case.strategy, x, y, line, {"case": case.number}, hover=hover)
+            figure.add_trace(trace.update(showlegend=one is courses[0][0]))
         peaks.append(f"{case.strategy} peaks at {', '.join([*texts[False], *texts[True]])}")
     figure.update_layout(template=THEME, height=300, showlegend=True)
     figure.update_xaxes(title_text="% of the step, in the host's order")
@@ -353,19 +362,16 @@ def draw_losses(training: Setting, curves: Curves) -> go.Figure:
     figure = go.Figure()
     for place, (case, each) in enumerate(curves.items()):
         wider = len(curves) - 1 - place
-        figure.add_scatter(
-            name=label_text(case.label),
-            x=list(range(1, len(each) + 1)),
-            y=[None if math.isnan(loss) else float(f"{loss:.7g}") for loss in each],
-            mode="lines+markers",
-            line={
-                "color": colour(training, case.strategy),
-                "width": 1.5 + 1.25 * wider,
-                "dash": DASHES[place % len(DASHES)],
-            },
-            marker={"symbol": MARKERS[place % len(MARKERS)], "size": 6 + wider},
-            meta={"case": case.number},
-            hovertemplate=f"{label_text(case.label)}<br>step %{{x}}: %{{y:.6g}}<extra></extra>",
+        line = {
+            "color": colour(training, case.strategy),
+            "width": 1.5 + 1.25 * wider,
+            "dash": DASHES[place % len(DASHES)],
+        }
+        marker = {"symbol": MARKERS[place % len(MARKERS)], "size": 6 + wider}
+        known = {step: loss for step, loss in enumerate(each, 1) if not math.isnan(loss)}
+        hover = f"{label_text(case.label)}<br>step %{{x}}: %{{y:.6g}}"
+        figure.add_trace(
+            polyline(case.label, list(known), known.values(), line, {"case": case.number}, hover=hover, marker=marker)
         )
     figure.update_layout(template=THEME, height=300 + 8 * len(curves), showlegend=True)
     figure.update_xaxes(title_text="step")

@@ -5,9 +5,9 @@ Two runs are not interleaved, so the ratio of their times includes the machine's
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from refshard.analysis.cases import CaseResult
 from refshard.analysis.compared import compared
@@ -29,10 +29,6 @@ RELEVANT = TimeLimits().relevant
 """A ratio this near to 1 is no change."""
 MOST_NAMED = 4
 _OUTCOMES: dict[str, Style] = {"slower": "bad", "faster": "good", "unknown": "doubtful"}
-_RUN_COLUMNS = (
-    "case", "strategy", "world_size", "step_time_a_s", "step_time_b_s", "step_time_ratio", "step_time_ratio_low",
-    "step_time_ratio_high", "time", "why_not_compared", "peak_memory_a_bytes", "peak_memory_b_bytes", "exact_changes",
-)  # fmt: skip
 
 
 # --- strategies of one run
@@ -211,7 +207,7 @@ class Against:
 def compare_runs(a: Evidence, b: Evidence, machines: Sequence[str]) -> Answer:
     """Every case that both runs have, B over A. ``machines`` says what differs between the two machines."""
     found = against(b, a)
-    rows = [_row(one) for one in found.changed]
+    rows = [{name: value(one) for name, value in _ROW.items()} for one in found.changed]
     return Answer(
         data={
             "a": [run.header.run_id for run in a.runs], "b": [run.header.run_id for run in b.runs],
@@ -219,7 +215,7 @@ def compare_runs(a: Evidence, b: Evidence, machines: Sequence[str]) -> Answer:
             "cases": rows,
         },
         rows=rows,
-        columns=_RUN_COLUMNS,
+        columns=list(_ROW),
         blocks=[
             found.table("A", "B", title=f"A: {found.baseline}"),
             Notes(sentences=[f"{difference}." for difference in machines], title="Machine or software differ")
@@ -242,16 +238,26 @@ def against_section(found: Against) -> Section:
     return Section(title=f"Compared with {found.baseline}", id="against", blocks=blocks)
 
 
-def _row(one: Changed) -> dict[str, Any]:
-    bounded = one.interval if one.interval and one.interval.bounded else None
-    values = (
-        one.case.name, one.case.strategy, one.case.spec.world_size, one.before.metrics["step_time_s"],
-        one.case.metrics["step_time_s"], one.ratio, bounded.low if bounded else None, bounded.high if bounded else None,
-        one.outcome, one.why_not or None, one.before.metrics["peak_memory_bytes"],
-        one.case.metrics["peak_memory_bytes"],
-        None if one.exact is None else [f"{c.metric}: {c.before} -> {c.after} ({c.verdict})" for c in one.exact],
-    )  # fmt: skip
-    return dict(zip(_RUN_COLUMNS, values))
+_ROW: dict[str, Callable[[Changed], object]] = {
+    "case": lambda one: one.case.name,
+    "strategy": lambda one: one.case.strategy,
+    "world_size": lambda one: one.case.spec.world_size,
+    "step_time_a_s": lambda one: one.before.metrics["step_time_s"],
+    "step_time_b_s": lambda one: one.case.metrics["step_time_s"],
+    "step_time_ratio": lambda one: one.ratio,
+    "step_time_ratio_low": lambda one: one.interval.low if one.interval and one.interval.bounded else None,
+    "step_time_ratio_high": lambda one: one.interval.high if one.interval and one.interval.bounded else None,
+    "time": lambda one: one.outcome,
+    "why_not_compared": lambda one: one.why_not or None,
+    "peak_memory_a_bytes": lambda one: one.before.metrics["peak_memory_bytes"],
+    "peak_memory_b_bytes": lambda one: one.case.metrics["peak_memory_bytes"],
+    "exact_changes": lambda one: (
+        None
+        if one.exact is None
+        else [f"{change.metric}: {change.before} -> {change.after} ({change.verdict})" for change in one.exact]
+    ),
+}
+"""A case of two runs, for programs."""
 
 
 def against(evidence: Evidence, baseline: Evidence) -> Against:

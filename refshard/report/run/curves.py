@@ -19,7 +19,7 @@ from refshard.report.blocks import Quantity, Row, Table, table
 from refshard.report.draw.charts import THEME, chart, label_text
 from refshard.report.draw.palette import DASHES, INK, MARKERS, OKABE_ITO
 from refshard.report.run.cells import ratio_text
-from refshard.report.run.charts import Drawn, colour
+from refshard.report.run.charts import Drawn, colour, polyline
 from refshard.report.run.origin import run_names
 from refshard.report.run.tables import moved, trend_row
 from refshard.specs.case import Fidelity, spelled
@@ -142,20 +142,18 @@ def _draw_scaling(curves: Sequence[Curve]) -> go.Figure:
     shown = sorted(curves, key=lambda curve: -max(curve.rates))[:MOST_CURVES]
     shown = [curve for curve in curves if curve in shown]
     figure = go.Figure()
-    for curve, name in _names(shown).items():
+    for one, name in _names(shown).items():
         # The strategy by its colour and marker, the fidelity by the dash and whether the marker is filled.
-        hollow = "" if curve.place[0] == "measured" else "-open"
-        label = label_text(f"{curve.strategy}{curve.where}")
-        figure.add_scatter(
-            name=label_text(name),
-            x=[case.spec.world_size for case in curve.cases],
-            y=[float(f"{rate:.6g}") for rate in curve.rates],
-            mode="lines+markers",
-            line={"color": colour(curve.setting, curve.strategy), "dash": _DASH[curve.place[0]]},
-            marker={"symbol": _marker(curve.setting, curve.strategy) + hollow, "size": 9},
-            meta={"cases": [case.number for case in curve.cases]},
-            hovertemplate=f"{label}<br>%{{x}} ranks: %{{y:,.4g}} tokens/s/GPU<extra></extra>",
-        )
+        hollow = "" if one.place[0] == "measured" else "-open"
+        figure.add_trace(
+            polyline(
+                name, [case.spec.world_size for case in one.cases], one.rates,
+                {"color": colour(one.setting, one.strategy), "dash": _DASH[one.place[0]]},
+                {"cases": [case.number for case in one.cases]},
+                marker={"symbol": _marker(one.setting, one.strategy) + hollow, "size": 9},
+                hover=f"{label_text(f'{one.strategy}{one.where}')}<br>%{{x}} ranks: %{{y:,.4g}} tokens/s/GPU",
+            )
+        )  # fmt: skip
     figure.add_traces([*_ideals(shown), *_bounds(shown)])
     sizes = sorted({case.spec.world_size for curve in shown for case in curve.cases})
     _over(figure, "ranks", sizes, len(shown))
@@ -176,10 +174,8 @@ def _marker(setting: Setting, strategy: str) -> str:
 
 
 def _level(name: str, ends: tuple[int, int], y: float, cases: Iterable[CaseResult]) -> go.Scatter:
-    return go.Scatter(
-        name=label_text(name), x=list(ends), y=[float(f"{y:.6g}")] * 2, mode="lines", hoverinfo="skip",
-        line={"color": INK, "dash": DASHES[4], "width": 1.5}, meta={"any": [case.number for case in cases]},
-    )  # fmt: skip
+    line = {"color": INK, "dash": DASHES[4], "width": 1.5}
+    return polyline(name, ends, [y, y], line, {"any": [case.number for case in cases]})
 
 
 def _ideals(curves: Sequence[Curve]) -> Iterable[go.Scatter]:
@@ -203,16 +199,12 @@ def _bounds(curves: Sequence[Curve]) -> Iterable[go.Scatter]:
             best[case.spec.world_size] = max(best.get(case.spec.world_size, (0.0, 0)), (rate, case.number))
     if best:
         sizes = sorted(best)
-        yield go.Scatter(
-            name="bound by compute and network",
-            x=sizes,
-            y=[float(f"{best[size][0]:.6g}") for size in sizes],
-            mode="lines+markers",
+        yield polyline(
+            "bound by compute and network", sizes, [best[size][0] for size in sizes],
+            {"color": INK, "dash": "dot", "width": 1.5}, {"cases": [best[size][1] for size in sizes]},
             marker={"symbol": "line-ns", "size": 12, "color": INK},
-            line={"color": INK, "dash": "dot", "width": 1.5},
-            meta={"cases": [best[size][1] for size in sizes]},
-            hovertemplate="%{x} ranks: at most %{y:,.4g} tokens/s/GPU<extra></extra>",
-        )
+            hover="%{x} ranks: at most %{y:,.4g} tokens/s/GPU",
+        )  # fmt: skip
 
 
 # --- step time relative to DDP over tokens per rank
@@ -266,17 +258,15 @@ def _crossover(curves: Sequence[tuple[Setting, Sequence[Ratio]]], identity: str)
     for setting, each in curves:
         timed = [(tokens(ratio.case), ratio.step_time) for ratio in each if ratio.step_time is not None]
         name = each[0].case.strategy
-        figure.add_scatter(
-            name=label_text(name),
-            x=[count for count, _ in timed],
-            y=[float(f"{time.ratio:.4g}") for _, time in timed],
-            mode="lines+markers",
-            line={"color": colour(setting, name)},
-            marker={"symbol": _marker(setting, name), "size": 9},
-            meta={"cases": [ratio.case.number for ratio in each]},
-            customdata=[ratio_text(time) for _, time in timed],
-            hovertemplate=f"{label_text(name)}<br>%{{x:,}} tokens per rank: %{{customdata}}<extra></extra>",
-        )
+        figure.add_trace(
+            polyline(
+                name, [count for count, _ in timed], [time.ratio for _, time in timed],
+                {"color": colour(setting, name)}, {"cases": [ratio.case.number for ratio in each]},
+                marker={"symbol": _marker(setting, name), "size": 9},
+                customdata=[ratio_text(time) for _, time in timed],
+                hover=f"{label_text(name)}<br>%{{x:,}} tokens per rank: %{{customdata}}",
+            )
+        )  # fmt: skip
         first, last = (f"{time.ratio:.2f} at {count:,} tokens per rank" for count, time in (timed[0], timed[-1]))
         faster = ", ".join(f"{count:,}" for count, time in timed if time.high < 1)
         texts.append(f"{name} {first}, {last}{f' (faster at {faster})' if faster else ''}")
@@ -328,17 +318,16 @@ def _draw_trend(runs: Sequence[Run], shown: dict[Series, CaseResult]) -> go.Figu
     place_of = {(run.header.run_id, run.header.started_at): place for place, run in enumerate(ordered)}
     figure = go.Figure()
     for place, (one, case) in enumerate(shown.items()):
-        figure.add_scatter(
-            name=label_text(one.case),
-            x=[place_of[point.run, point.started_at] for point in one.points],
-            y=[float(f"{point.value / one.points[0].value:.5g}") for point in one.points],
-            mode="lines+markers",
-            line={"color": OKABE_ITO[place % len(OKABE_ITO)], "dash": DASHES[place % len(DASHES)]},
-            marker={"symbol": MARKERS[place % len(MARKERS)], "size": 8},
-            meta={"case": case.number},
-            customdata=[f"{label_text(point.run)}: {format_seconds(point.value)}" for point in one.points],
-            hovertemplate=f"{label_text(one.case)}<br>%{{customdata}}<extra></extra>",
-        )
+        points = [(place_of[point.run, point.started_at], point.value / one.points[0].value) for point in one.points]
+        figure.add_trace(
+            polyline(
+                one.case, [x for x, _ in points], [y for _, y in points],
+                {"color": OKABE_ITO[place % len(OKABE_ITO)], "dash": DASHES[place % len(DASHES)]},
+                {"case": case.number}, marker={"symbol": MARKERS[place % len(MARKERS)], "size": 8},
+                customdata=[f"{label_text(point.run)}: {format_seconds(point.value)}" for point in one.points],
+                hover=f"{label_text(one.case)}<br>%{{customdata}}",
+            )
+        )  # fmt: skip
     figure.update_layout(template=THEME, height=300 + 12 * len(shown), showlegend=True)
     names = [label_text(name) for name in run_names(ordered)]
     places = list(range(0, len(names), -(-len(names) // 12)))

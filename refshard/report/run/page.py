@@ -15,7 +15,7 @@ from refshard.analysis.rankings import Ranking, rankings
 from refshard.analysis.ratios import pairs
 from refshard.folders import replace_file
 from refshard.records import METRICS
-from refshard.report.blocks import Block, Charts, Fact, Facts, Notes, Row, Section, Text, cell_text, table
+from refshard.report.blocks import Block, Fact, Facts, Notes, Row, Section, Text, cell_text, table
 from refshard.report.draw.charts import Chart, theme
 from refshard.report.draw.embed import embedded
 from refshard.report.draw.render import fill, resource, script
@@ -161,7 +161,7 @@ def _sections(
     step: list[Block] = []
     if any(case.ok and case.breakdown for case in shown.cases):
         parts = charts.breakdown_chart(shown, f"{prefix}-breakdown")
-        step += [Charts(draw=lambda: [parts], titled=False), tables.breakdown_table(shown.cases)]
+        step += [charts.drawn(parts, titled=False), tables.breakdown_table(shown.cases)]
     step += why(shown, traced, prefix, with_layers=with_layers)
     if step:
         yield Section(title="Where a step goes", id="why", blocks=step)
@@ -173,17 +173,13 @@ def _sections(
     over_step = charts.memory_over_step(own, f"{prefix}-over-step", dry)
     memory = tables.gpu_memory_table(shown.cases)
     if over_step or memory.rows:
-        blocks: list[Block] = [memory, *([_drawn(over_step)] if over_step else [])]
+        blocks: list[Block] = [memory, *([charts.drawn(over_step)] if over_step else [])]
         yield Section(title="Memory", id="memory", blocks=blocks)
     power = tables.power_table(shown.cases)
     if power.rows:
         yield Section(title="Power and clocks", id="power", blocks=[power])
     if losses:
         yield Section(title="Losses", id="losses", blocks=losses)
-
-
-def _drawn(chart: Chart) -> Charts:
-    return Charts(draw=lambda: [chart])
 
 
 def _record(evidence: Evidence, baseline: Evidence | None) -> Section:
@@ -262,7 +258,7 @@ def index_page(cards: Sequence[Card], every: Sequence[Evidence]) -> Iterable[str
     together = gather(*(run for evidence in every for run in evidence.runs))
     sections: list[Section] = []
     if over_runs := trend(together.runs, together):
-        blocks: list[Block] = [_drawn(over_runs.chart), over_runs.table]
+        blocks: list[Block] = [charts.drawn(over_runs.chart), over_runs.table]
         sections.append(Section(title="Trend of each case over runs", id="history", nav="Trend", blocks=blocks))
     differences = origin.environment_differences(together.runs)
     if differences.rows:

@@ -12,9 +12,9 @@ from refshard.analysis.evidence import Evidence, Setting
 from refshard.errors import TraceError
 from refshard.quantities import format_percent, format_rate
 from refshard.records import Run
-from refshard.report.blocks import Block, Charts, Marked, Quantity, Row, Section, table
+from refshard.report.blocks import Block, Marked, Quantity, Row, Section, table
 from refshard.report.draw.charts import Chart, chart
-from refshard.report.run.charts import step_parts
+from refshard.report.run.charts import drawn, exposed_text, step_parts
 from refshard.report.trace import charts as trace_charts
 from refshard.report.trace import jobs as trace_jobs
 from refshard.report.trace import tables as trace_tables
@@ -89,15 +89,19 @@ def why(setting: Setting, traced: Mapping[CaseResult, Traced], prefix: str, *, w
     parts = {one.case: parts_of(one.figures) for one in here}
     inside: list[Block] = []
     if any(one[COPIES] > LEAST_SHARE * sum(one.values()) for one in parts.values()):
-        drawn = chart(f"{prefix}-traced", "Rank 0's traced step", step_parts(parts, PARTS), _sentence(parts))
-        inside.append(Charts(draw=lambda: [drawn]))
+        shares = {
+            case.strategy: one["exposed communication"] / (sum(one.values()) or 1.0) for case, one in parts.items()
+        }
+        text = exposed_text(shares, "Rank 0, one round: exposed")
+        whole = chart(f"{prefix}-traced", "Rank 0's traced step", step_parts(parts, PARTS), text)
+        inside.append(drawn(whole))
     inside.append(
         table([_row(one) for one in here], text=["bus bandwidth"], cases=[one.case.number for one in here],
               caption="Rank 0's trace, per step (click a case to open its trace)")
     )  # fmt: skip
     blocks: list[Block] = [Section(title="Rank 0's trace in numbers", folded=True, blocks=inside)]
     layers = [
-        Section(title=f"{case.label}: {layer.title[0].lower()}{layer.title[1:]}", blocks=[_untitled(layer)],
+        Section(title=f"{case.label}: {layer.title[0].lower()}{layer.title[1:]}", blocks=[drawn(layer, titled=False)],
                 cases=[case.number])
         for case, layer in (_layers(here, prefix) if with_layers else ())
     ]  # fmt: skip
@@ -107,23 +111,10 @@ def why(setting: Setting, traced: Mapping[CaseResult, Traced], prefix: str, *, w
     return blocks
 
 
-def _untitled(layer: Chart) -> Charts:
-    """A chart under a heading that names it."""
-    return Charts(draw=lambda: [layer], titled=False)
-
-
 def parts_of(figures: TraceFigures) -> dict[str, float]:
     """Of the mean step, s."""
     split = trace_charts.mean_split(figures)
     return {part: sum(split[name] for name in names) / 1e9 for part, names in PARTS.items()}
-
-
-def _sentence(parts: Mapping[CaseResult, Mapping[str, float]]) -> str:
-    """The least and the largest share of a step in exposed communication, and whose it is."""
-    shares = {case.strategy: one["exposed communication"] / (sum(one.values()) or 1.0) for case, one in parts.items()}
-    least, most = min(shares, key=lambda name: shares[name]), max(shares, key=lambda name: shares[name])
-    text = f"Rank 0, one round: exposed communication takes {format_percent(shares[least])} of a step ({least})"
-    return f"{text}." if least == most else f"{text} to {format_percent(shares[most])} ({most})."
 
 
 def _row(one: Traced) -> Row:

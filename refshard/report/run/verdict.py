@@ -95,43 +95,34 @@ def overview(found: Sequence[Finding]) -> tuple[str, ...]:
     for fidelity in fidelities:
         here = [finding for finding in found if finding.cases[0].fidelity == fidelity]
         ranked = [one for one in here if sum(c.ok and c.strategy != REFERENCE_STRATEGY for c in one.cases) > 1]
-        if len(ranked) >= MANY:
-            noun = f"{spelled(fidelity)} comparisons" if len(fidelities) > 1 else "comparisons"
-            speed = _wins([finding.fastest for finding in ranked], noun)
-            sentences.append(f"{speed} {_least([finding.lowest_memory for finding in ranked])}")
+        if len(ranked) < MANY:
+            continue
+        count = f"{len(ranked)} {f'{spelled(fidelity)} ' if len(fidelities) > 1 else ''}comparisons"
+        alone, ties, unranked = _led([finding.fastest for finding in ranked])
+        rest = [f"{ties} {'was a tie' if ties == 1 else 'were ties'}"] if ties else []
+        rest += [f"{unranked} {'was' if unranked == 1 else 'were'} not ranked"] if unranked else []
+        if alone:
+            (name, times), *others = alone
+            text = f"{name} was fastest in {times} of {count}{''.join(f', {other} in {n}' for other, n in others)}"
+            text += f"{'; ' if rest else ''}{', '.join(rest)}."
+        elif ties == len(ranked):
+            text = f"All {count} are ties for the fastest strategy."
+        else:
+            text = f"No strategy alone was fastest in {count}: {', '.join(rest)}."
+        alone, ties, _ = _led([finding.lowest_memory for finding in ranked])
+        least = [f"{name} in {times}" for name, times in alone]
+        least += [f"{ties} {'tie' if ties == 1 else 'ties'}"] if ties else []
+        sentences.append(f"{text} Lowest memory: {', '.join(least)}." if least else text)
     return tuple(sentences)
 
 
-def _alone(leads: Sequence[tuple[str, ...]]) -> list[tuple[str, int]]:
-    """How often each strategy led alone, most often first."""
+def _led(leads: Sequence[tuple[str, ...]]) -> tuple[list[tuple[str, int]], int, int]:
+    """How often each strategy led alone, most often first, how many comparisons were ties, and how many are not
+    ranked.
+    """
     alone = Counter(names[0] for names in leads if len(names) == 1)
-    return sorted(alone.items(), key=lambda item: (-item[1], item[0]))
-
-
-def _wins(leads: Sequence[tuple[str, ...]], noun: str) -> str:
-    """Which strategy was fastest how often, and how many comparisons were ties or were not ranked."""
-    ties, unranked = sum(len(names) > 1 for names in leads), sum(not names for names in leads)
-    if ties == len(leads):
-        return f"All {ties} {noun} are ties for the fastest strategy."
-    if unranked == len(leads):
-        return f"None of {unranked} {noun} is ranked by time."
-    alone = _alone(leads)
-    if not alone:
-        return f"None of {len(leads)} {noun} has a single fastest strategy: {ties} ties, {unranked} not ranked."
-    (name, count), *others = alone
-    text = f"{name} was fastest in {count} of {len(leads)} {noun}"
-    text += "".join(f", {other} in {times}" for other, times in others)
-    rest = [f"{ties} {'was a tie' if ties == 1 else 'were ties'}"] if ties else []
-    rest += [f"{unranked} {'was' if unranked == 1 else 'were'} not ranked"] if unranked else []
-    return f"{text}{'; ' if rest else ''}{', '.join(rest)}."
-
-
-def _least(leads: Sequence[tuple[str, ...]]) -> str:
-    """Which strategy needed the least memory how often."""
-    parts = [f"{name} in {count}" for name, count in _alone(leads)]
-    ties = sum(len(names) > 1 for names in leads)
-    parts += [f"{ties} {'tie' if ties == 1 else 'ties'}"] if ties else []
-    return f"Lowest memory: {', '.join(parts)}." if parts else ""
+    ordered = sorted(alone.items(), key=lambda item: (-item[1], item[0]))
+    return ordered, sum(len(names) > 1 for names in leads), sum(not names for names in leads)
 
 
 def notes(evidence: Evidence) -> list[str]:

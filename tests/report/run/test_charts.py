@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import msgspec
 import plotly.graph_objects as go
 import pytest
 
@@ -10,7 +11,9 @@ from refshard.analysis.cases import BREAKDOWN
 from refshard.analysis.evidence import Setting, gather
 from refshard.report.draw.palette import OKABE_ITO
 from refshard.report.run import charts
-from refshard.report.run.charts import difference, draw_losses, losses, losses_of
+from refshard.report.run.charts import difference, draw_losses, losses, losses_of, memory_over_step
+from refshard.report.run.predictions import dry_runs_of
+from tests.report.run.test_predictions import dry, measured
 from tests.report.runs import CASES, HOSTILE, run, with_record
 
 SETTING = gather(run()).settings[0]
@@ -87,19 +90,6 @@ def test_nothing_to_draw_draws_nothing() -> None:
     assert losses(setting, "s") is None
 
 
-def test_the_breakdown_in_a_sentence() -> None:
-    assert charts.breakdown_chart(SETTING, "s").alternative == (
-        "Exposed communication takes from 2.4 % of a traced step (refshard-yafsdp) to 25.8 % (fsdp2)."
-    )
-
-
-def test_curves_in_a_sentence() -> None:
-    assert sentence(TRAINING).startswith(
-        "6 loss curves go from 6.93 to 5.108 in 30 steps. In the proof of run they differ from one unsharded "
-        "rank by at most 3.1e-07 (fsdp2, 2 ranks)."
-    )
-
-
 def test_one_curve_in_a_sentence() -> None:
     (training,) = gather(run(CASES[:1], rounds=1, failed=False)).trainings
     assert sentence(training) == "The loss goes from 6.93 to 5.108 in 30 steps. All equal those of one unsharded rank. "
@@ -112,3 +102,43 @@ def test_the_largest_difference_of_two_curves() -> None:
     )
     assert difference({a: [2.0], b: [2.0, 1.5]}) == "No two curves differ at any step."
     assert difference({a: [2.0]}) == ""
+
+
+def test_each_case_has_its_recorded_course_in_its_colour() -> None:
+    found = memory_over_step(gather(run(CASES[1:], rounds=1, failed=False)).settings[0], "s", {})
+    assert found is not None
+    curves = found.figure["data"]
+    assert [curve["name"] for curve in curves] == [case.strategy for case in CASES[1:]]
+    for curve, case in zip(curves, CASES[1:]):
+        assert (curve["x"], max(curve["y"])) == ([0, 50, 100], case.peak_mib)
+        assert (curve["line"]["dash"], curve["showlegend"]) == ("solid", True)
+    assert len({curve["line"]["color"] for curve in curves}) == len(curves)
+    assert found.alternative == (
+        "Rank 0 of 2 ranks: ddp peaks at 440 MiB; fsdp2 peaks at 300 MiB; refshard-fsdp peaks at 280 MiB; "
+        "refshard-yafsdp peaks at 240 MiB."
+    )
+
+
+@pytest.mark.parametrize("on_gpus", [False, True])
+def test_the_dry_run_of_a_measured_case_is_dotted_beside_it(on_gpus: bool) -> None:
+    """Where the measurement has no course, as on a GPU, the prediction stands alone."""
+    predicted, made = dry(), measured()
+    if on_gpus:
+        bare = tuple(msgspec.structs.replace(record, memory_course_bytes=()) for record in made.launches)
+        made = msgspec.structs.replace(made, launches=bare)
+    evidence = gather(predicted, made)
+    setting = next(setting for setting in evidence.settings if setting.cases[0].fidelity == "measured")
+    found = memory_over_step(setting, "s", dry_runs_of(evidence))
+    assert found is not None
+    curves = [curve for curve in found.figure["data"] if curve["name"] == "fsdp2"]
+    assert [curve["line"]["dash"] for curve in curves] == (["dot"] if on_gpus else ["solid", "dot"])
+    assert [curve["showlegend"] for curve in curves] == ([True] if on_gpus else [True, False])
+    assert "fsdp2, dry run" in curves[-1]["hovertemplate"]
+    own = "" if on_gpus else "300 MiB, "
+    assert f"fsdp2 peaks at {own}300 MiB in its dry run" in found.alternative
+    assert found.alternative.endswith("Dotted: dry runs.")
+
+
+def test_without_a_recorded_course_there_is_no_chart() -> None:
+    made = with_record(run(CASES[1:2], rounds=1, failed=False), 0, memory_course_bytes=())
+    assert memory_over_step(gather(made).settings[0], "s", {}) is None

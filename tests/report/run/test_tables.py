@@ -3,21 +3,28 @@
 import json
 import math
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
 
 from refshard.analysis.cases import BREAKDOWN
-from refshard.analysis.evidence import Setting, gather
+from refshard.analysis.evidence import Evidence, Setting, gather
+from refshard.analysis.gpu_memory import gpu_memory_of
 from refshard.analysis.proof import bit_identical, proof_summary
-from refshard.quantities import MIB
-from refshard.records import METRICS, CollectiveCount, Run
+from refshard.analysis.rankings import rankings
+from refshard.quantities import GIB, MIB
+from refshard.records import METRICS, CollectiveCount, GpuMemory, Run
 from refshard.report.blocks import Marked, Section, Table, Text
 from refshard.report.run import cells, charts
 from refshard.report.run import rows as flat
 from refshard.report.run.answer import run_answer
-from refshard.report.run.tables import case_table, proof_table, states
+from refshard.report.run.charts import device_limit, tip, tradeoff
+from refshard.report.run.page import page
+from refshard.report.run.rows import as_json
+from refshard.report.run.tables import Headline, case_table, failures, gpu_memory_table, headline, proof_table, states
 from refshard.stats.sample import Summary
+from tests.report import printed
 from tests.report.printed import rows, tables, text, verdict
 from tests.report.runs import CASES, FAILED, HOSTILE, STRATEGIES, both, proof, run, with_record
 
@@ -116,21 +123,6 @@ def test_bits_are_identical_only_if_every_round_says_so(
     assert bit_identical(gather(made).cases[0]) is expected
 
 
-@pytest.mark.parametrize(
-    ("metric", "text"),
-    [
-        ("step_time_s", "40.0 ms"),
-        ("tokens_per_s_gpu", "25,600"),
-        ("overlap_ratio", "95.0 %"),
-        ("loss_parity", "2.0e-07"),
-        ("perturbation", "1.02"),
-    ],
-)
-def test_each_metric_has_its_format(metric: str, text: str) -> None:
-    (case,) = [case for case in gather(run()).cases if case.strategy == "refshard-yafsdp"]
-    assert cells.metric_text(case, metric) == text
-
-
 def test_a_case_without_communication_exposes_nothing_to_speak_of() -> None:
     texts = {case.strategy: cells.exposed(case) for case in gather(run()).cases}
     assert (texts["single"], texts["refshard-yafsdp"]) == (None, "1.00 ms (2.4 %)")
@@ -154,27 +146,12 @@ def test_breakdown_adds_up_to_the_traced_step() -> None:
     assert FAILED not in found
 
 
-def test_losses_have_a_row_per_step_and_a_column_per_case() -> None:
-    curves = charts.losses_of(gather(run()).trainings[0])
-    assert {case.label: len(losses) for case, losses in curves.items()}["single, 1 rank"] == 30
-    assert next(losses[0] for losses in curves.values()) == pytest.approx(6.93)
-
-
 def test_losses_of_different_lengths_leave_dashes() -> None:
     made = with_record(run(failed=False), 1, losses=(6.5,))
     drawn = charts.losses(gather(made).trainings[0], "t")
     assert drawn is not None
     assert [(row["step"], row["ddp, 2 ranks"]) for row in rows(drawn.table)][:2] == [("1", "6.5"), ("2", "-")]
     assert [column.case for column in drawn.table.columns] == [None, *range(5)], "a filter hides columns of cases"
-
-
-def test_proof_table_says_what_was_announced_and_traced() -> None:
-    table = {row.pop("case"): row for row in rows(proof_table(gather(run())))}
-    assert list(table["refshard-yafsdp, 2 ranks"].values()) == [
-        "proved", "13", "26 all_gather (48.0 MiB), 13 reduce_scatter (24.0 MiB)", "the same",
-        "2.0e-07 over 10 steps", "yes",
-    ]  # fmt: skip
-    assert table["fsdp2, 2 ranks"]["bit-identical to DDP"] == "no: reduces in another order"
 
 
 def test_proof_table_shows_a_trace_that_differs() -> None:
@@ -291,3 +268,159 @@ def test_no_table_shows_the_losses_of_what_is_emulated() -> None:
     }
     for setting in gather(both("emulated")).settings:
         assert ("loss parity" in heads(setting)) == ("measured" in setting.label)
+
+
+def of(evidence: Evidence) -> Headline:
+    (ranking,) = rankings(evidence)
+    return headline(ranking, ranking.setting)
+
+
+def test_the_fastest_comes_first_then_what_failed_then_references() -> None:
+    table = rows(of(gather(run())).table)
+    assert [row["strategy"] for row in table] == [
+        "refshard-yafsdp", "refshard-fsdp", "ddp", "fsdp2", "fsdp2-tuned", "single, 1 rank",
+    ]  # fmt: skip
+    assert [row["vs"] for row in table] == [
+        "1",
+        "1.20 (1.20 to 1.20)",
+        "1.25 (1.25 to 1.25)",
+        "1.50 (1.50 to 1.50)",
+        "-",
+        "-",
+    ]
+    assert table[4]["step time (95 % interval)"] == "failed"
+
+
+def test_calculated_times_have_ratios_without_intervals() -> None:
+    found = of(gather(run(CASES[1:3], rounds=1, failed=False, fidelity="dryrun")))
+    assert [(row["step time"], row["vs"]) for row in rows(found.table)] == [("50.0 ms", "1"), ("60.0 ms", "1.20")]
+
+
+def test_a_case_that_does_not_fit_shows_what_it_needs() -> None:
+    made = run(CASES[1:], rounds=1, failed=False)
+    made = with_record(made, 0, state="oom", error="out of memory", metrics={"peak_memory_bytes": 2.0**30})
+    found = of(gather(made))
+    (row,) = [row for row in rows(found.table) if row["strategy"] == "ddp"]
+    assert (row["step time (95 % interval)"], row["peak memory"]) == ("out of memory", "needs 1.00 GiB")
+    assert [line.text for line in failures(found.cases)] == ["Out of memory: ddp (out of memory)."]
+
+
+def test_pointing_tells_what_the_label_does_not() -> None:
+    case = gather(run()).cases[1]
+    lines = tip(case, "peak_memory_bytes").split("<br>")
+    assert lines[0] == "<b>ddp</b>, 2 ranks, measured"
+    assert lines[1].startswith("step time 50.0 ms, 95 % interval 4")
+    assert lines[1].endswith("(3 rounds, 60 steps)")
+    assert lines[2] == "peak memory 440 MiB"
+    few = gather(run(rounds=1, failed=False)).cases[1]
+    assert "step time 50.0 ms, no interval (1 round, 20 steps)" in tip(few, "peak_memory_bytes")
+
+
+def test_names_cannot_smuggle_markup_into_a_tip() -> None:
+    made = run([replace(CASES[1], strategy='<a href="x">')], rounds=1, failed=False)
+    assert "<a" not in tip(gather(made).cases[0], "peak_memory_bytes")
+
+
+def test_the_chart_in_words() -> None:
+    (ranking,) = rankings(gather(run()))
+    drawn = tradeoff(ranking, None, "t")
+    assert drawn is not None
+    assert drawn.alternative == ("Lower left is better. Dotted, the Pareto front: refshard-yafsdp (40.0 ms, 240 MiB).")
+    (ranking,) = rankings(gather(run(rounds=1, failed=False, fidelity="dryrun")))
+    limit = device_limit(ranking.cases)
+    assert limit is not None
+    assert limit.text == "77.9 GiB usable"
+    drawn = tradeoff(ranking, limit, "t")
+    assert drawn is not None
+    assert drawn.alternative.endswith(" The limit, 77.9 GiB usable, lies outside the chart.")
+
+
+def test_a_cpu_has_no_limit() -> None:
+    assert device_limit(gather(run()).cases) is None
+
+
+RESERVED = 71.2
+
+
+def memory(reserved_gib: float, **changes: Any) -> GpuMemory:
+    fields = {
+        "allocated_bytes": 60 * GIB, "active_bytes": 61 * GIB, "reserved_bytes": int(reserved_gib * GIB),
+        "requested_bytes": 59 * GIB, "retries": 0, "ooms": 0, "used_bytes": int((reserved_gib + 2) * GIB),
+        "outside_bytes": 2 * GIB, "total_bytes": int(79.2 * GIB),
+    }  # fmt: skip
+    return GpuMemory(**{**fields, **changes})
+
+
+def on_gpus(made: Run, ranks: tuple[GpuMemory, ...]) -> Run:
+    """The run, had all its cases run on GPUs with this memory."""
+    for place, record in enumerate(made.launches):
+        metrics = {**record.metrics, "peak_reserved_bytes": float(max(one.reserved_bytes for one in ranks))}
+        made = with_record(made, place, gpu_memory=ranks, metrics=metrics)
+    return made
+
+
+@pytest.fixture
+def evidence() -> Evidence:
+    return gather(on_gpus(run(CASES, rounds=3, failed=False), (memory(30.0), memory(RESERVED, retries=2))))
+
+
+def test_a_gpus_memory_is_what_is_reserved_of_the_device(evidence: Evidence) -> None:
+    (shown,) = printed.tables(run_answer(evidence))
+    assert {row["peak reserved"] for row in printed.rows(shown)} == {"71.2 of 79.2 GiB"}
+    assert "peak memory" not in printed.rows(shown)[0]
+    place = [column.head for column in shown.columns].index("peak reserved")
+    assert place <= 4, "one of the first columns, which narrow terminals show"
+    (ranking,) = rankings(evidence)
+    limit = device_limit(ranking.cases)
+    assert limit is not None
+    assert limit.text == "79.2 GiB on the GPU"
+    drawn = tradeoff(ranking, limit, "t")
+    assert drawn is not None
+    assert "limit: 79.2 GiB on the GPU" in [note["text"] for note in drawn.figure["layout"]["annotations"]]
+
+
+def test_the_other_kinds_have_a_table_on_the_page(evidence: Evidence) -> None:
+    table = gpu_memory_table(evidence.settings[0].cases)
+    assert printed.rows(table)[1] == {
+        "case": "ddp, 2 ranks", "reserved": "71.2 of 79.2 GiB reserved", "active": "61.0 GiB", "allocated": "60.0 GiB",
+        "requested": "59.0 GiB", "used on the device": "73.2 of 79.2 GiB", "outside the allocator": "2.00 GiB",
+        "retries": "6",
+    }  # fmt: skip
+    text = "".join(page(evidence))
+    assert "71.2 of 79.2 GiB reserved" in text
+    assert "Memory of the fullest GPU" in text
+
+
+def test_programs_read_it_too(evidence: Evidence) -> None:
+    row = as_json(evidence)[1]
+    assert row["peak_requested_bytes"] == 59 * GIB
+    assert row["gpu_used_bytes"] - row["gpu_outside_bytes"] == pytest.approx(71.2 * GIB, abs=1)
+    assert (row["gpu_total_bytes"], row["allocation_retries"]) == (int(79.2 * GIB), 6)
+
+
+def test_several_launches_have_the_median_of_their_fullest_rank() -> None:
+    made = on_gpus(run(CASES[:1], rounds=3, failed=False), (memory(50.0), memory(40.0)))
+    made = with_record(made, 1, gpu_memory=(memory(10.0), memory(70.0, total_bytes=70 * GIB)))
+    found = gpu_memory_of(gather(made).cases[0])
+    assert found is not None
+    assert (found.reserved_bytes, found.total_bytes) == (50 * GIB, int(79.2 * GIB))
+
+
+def test_memory_of_a_case_on_a_cpu_is_shown_as_before() -> None:
+    evidence = gather(run(CASES, rounds=1, failed=False))
+    table = printed.rows(case_table(evidence.settings[0].cases, title=""))
+    assert "440 MiB" in {row["peak memory"] for row in table}
+    assert "peak reserved" not in table[0]
+    assert gpu_memory_table(evidence.cases).rows == []
+    assert "Memory of the fullest GPU" not in "".join(page(evidence))
+    assert as_json(evidence)[1]["gpu_total_bytes"] is None
+
+
+def test_where_one_case_lacks_it_both_columns_stand() -> None:
+    """Of runs of an older refshard, shown together with one of this."""
+    made = on_gpus(run(CASES, rounds=1, failed=False), (memory(RESERVED),))
+    old = made.launches[1]
+    made = with_record(made, 1, gpu_memory=(), metrics={**old.metrics, "peak_reserved_bytes": None})
+    table = printed.rows(case_table(gather(made).settings[0].cases, title=""))
+    assert [row["peak memory"] for row in table][1:3] == ["440 MiB", "300 MiB"]
+    assert [row["peak reserved"] for row in table][1:3] == ["-", "71.2 of 79.2 GiB"]
