@@ -101,11 +101,11 @@ def headline(ranking: Ranking, setting: Setting) -> Headline:
     not end ok, then references. ``setting`` holds the comparison's cases and its references.
     """
     base = ranking.winner or next(iter(ranking.candidates), None)
-    cases = tuple(
-        sorted(
-            setting.cases, key=lambda c: (c.strategy == REFERENCE_STRATEGY, not c.ok, c.metrics["step_time_s"] or 0.0)
-        )
-    )
+
+    def place(case: CaseResult) -> tuple[bool, bool, float]:
+        return case.strategy == REFERENCE_STRATEGY, not case.ok, case.metrics["step_time_s"] or 0.0
+
+    cases = tuple(sorted(setting.cases, key=place))
     compared = {ratio.case: ratio for ratio in ratios(setting, base.strategy)} if base else {}
     led = leaders(Setting(label="", cases=ranking.cases, known=setting.known))
 
@@ -245,7 +245,7 @@ def proof_table(evidence: Evidence) -> Table:
     rows: list[Row] = []
     for case in evidence.cases:
         proof = next((launch.proof for launch in case.launches if launch.proof), None)
-        bits = bit_identical(case)
+        bits = {None: "", True: "yes", False: "no"}[bit_identical(case)]
         row: Row = {
             "case": case.full_label,
             "proof": proof_summary(case),
@@ -253,10 +253,7 @@ def proof_table(evidence: Evidence) -> Table:
             "collectives announced (per rank and step)": collectives(proof.announced) if proof else None,
             "collectives traced": collectives_note(case) or None,
             "loss parity": _parity(case, proof.parity_steps) if proof else None,
-            "bit-identical to DDP": ": ".join(
-                filter(None, (None if bits is None else "yes" if bits else "no", bits_note(case)))
-            )
-            or None,
+            "bit-identical to DDP": ": ".join(filter(None, (bits, bits_note(case)))) or None,
         }
         if proof and not row["collectives traced"]:
             same = sorted(proof.announced) == sorted(proof.traced)
