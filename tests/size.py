@@ -23,13 +23,13 @@ BUDGETS = {
     "refshard/fakecuda": 750,
     "refshard/harness": 9_500,
     "refshard/models": 1_300,
-    "refshard/report": 10_550,
+    "refshard/report": 10_000,
     "refshard/specs": 2_250,
     "refshard/stats": 750,
     "refshard/strategies": 3_150,
     "refshard/tracing": 12_100,
     "refshard/*.py": 2_350,
-    "tests": 69_950,
+    "tests": 69_900,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 
