@@ -65,15 +65,7 @@
       document.getElementById("shown").textContent = isWhole ? "" : `${wanted.size} of ${count} strategies`;
     }
     charts.filter(isWhole ? null : (number) => keep[number]);
-    columns(keep);
     compare();
-  };
-  // A table with a column for each case loses those of cases that are not shown.
-  const columns = (keep) => {
-    for (const element of all("[data-columns]")) {
-      const numbers = element.dataset.columns.split(" ");
-      for (const row of all("tr", element)) numbers.forEach((number, place) => { row.cells[place + 1].hidden = !keep[number]; });
-    }
   };
 
   // --- column "vs": each case's step time over that of the base

@@ -19,7 +19,7 @@ from refshard.analysis.evidence import gather
 from refshard.measure.store import read_run
 from refshard.records import LaunchRecord, Run
 from refshard.report.run.page import Extras, write_dashboard
-from refshard.report.run.why import MOST_TRACED, Traced, read_traces
+from refshard.report.run.traces import MOST_TRACED, Traced, read_traces
 
 FOLDER = resources.root() / "profiles" / "recorded" / "epyc-2-cores" / "quickstart"
 CHROMIUM = Path("/usr/bin/chromium")

@@ -14,7 +14,7 @@ SLACK = 100
 """Most lines that a budget may exceed its package by."""
 BUDGETS = {
     "refshard/analysis": 1_300,
-    "refshard/commands": 3_000,
+    "refshard/commands": 2_950,
     "refshard/dryrun": 4_000,
     "refshard/emit": 750,
     "refshard/emulate": 1_400,
@@ -23,13 +23,13 @@ BUDGETS = {
     "refshard/measure": 9_050,
     "refshard/models": 1_300,
     "refshard/plan": 2_550,
-    "refshard/report": 10_400,
+    "refshard/report": 9_900,
     "refshard/specs": 2_250,
     "refshard/stats": 750,
     "refshard/strategies": 3_150,
     "refshard/tracing": 12_100,
-    "refshard/*.py": 2_350,
-    "tests": 69_950,
+    "refshard/*.py": 2_300,
+    "tests": 69_900,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

@@ -5,10 +5,12 @@ and long lists only their first elements, so that a file stays readable.
 """
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
@@ -27,6 +29,7 @@ from refshard.stats.exact import Change
 from refshard.stats.gate import Effect, TimeVerdict
 from refshard.stats.rehearsal import CaseNoise, Noise
 from tests.report.dryruns import analysed, doubtful
+from tests.report.pages import Page
 
 ROOT = Path(__file__).parents[1]
 GOLDENS = Path(__file__).parent / "goldens"
@@ -53,6 +56,10 @@ COMMANDS = {
     "show-h200": f"show {RECORDED}/h200/suite",
     "show-dry-runs": f"show {RECORDED}/dryrun/llama3_8b_h100",
     "compare-strategies": f"compare ddp --run {RECORDED}/epyc-2-cores/quickstart",
+    "compare-runs": f"compare {RECORDED}/epyc-2-cores/quickstart {RECORDED}/epyc-2-cores/quickstart",
+    "compare-machines": f"compare {RECORDED}/xeon-2-cores/engine {RECORDED}/xeon-2-cores/engine_network",
+    "history": f"history {RECORDED}/epyc-2-cores",
+    "validate-network": f"validate {RECORDED}/xeon-2-cores/validation_network",
     "plan-70b": "plan --model llama3-70b --cluster dgx-h100 --nodes 32 --tokens-per-step 4M",
     "plan-does-not-fit": "plan --model llama3.1-405b --cluster dgx-h100 --tokens-per-step 1M",
     "plan-sizes": "plan --model llama3-8b --cluster dgx-h100 --nodes 1..4 --tokens-per-step 1M",
@@ -64,6 +71,11 @@ COMMANDS = {
     "list-clusters": "list clusters",
     "list-hardware": "list hardware",
     "list-modes": "list modes",
+}
+PAGES = {
+    "page-quickstart": "epyc-2-cores/quickstart",
+    "page-network": "xeon-2-cores/engine_network",
+    "page-dry-runs": "dryrun/llama3_8b_h100",
 }
 
 
@@ -117,6 +129,19 @@ def _printed(made: Callable[[str], Answer], name: str) -> str:
     return forms.as_text(made(name), forms.Paper(), verbose=True)
 
 
+def _page(folder: str) -> str:
+    """The text of a run's page, a line for each row of a table, comparisons that wait in templates included."""
+    with TemporaryDirectory() as out:
+        path = Path(out) / "page.html"
+        _command(f"report {RECORDED}/{folder} --out {path}")
+        html = re.sub(
+            r"(?s)<t[hd]\b.*?</t[hd]>", lambda cell: " ".join(cell[0].split()), path.read_text(encoding="utf-8")
+        )
+        rows = re.sub(r"</(t[hd]|dt|dd)>\s*(?=<(t[hd]|dd))", " | ", html)
+        lines = (" ".join(line.split()) for line in Page(rows).text.splitlines())
+    return "".join(f"{line}\n" for line in lines if line)
+
+
 def _outputs() -> dict[str, Callable[[], str]]:
     found: dict[str, Callable[[], str]] = {}
     for name, words in COMMANDS.items():
@@ -128,7 +153,7 @@ def _outputs() -> dict[str, Callable[[], str]]:
         found[f"{name}.json"] = partial(
             lambda made, name, command: _readable(forms.as_json(made(name), command)), made, name, command
         )
-    return found
+    return found | {f"{name}.txt": partial(_page, folder) for name, folder in PAGES.items()}
 
 
 OUTPUTS = _outputs()

@@ -8,7 +8,7 @@ from refshard.errors import SpecError, StoreError, nearest
 from refshard.measure.store import RECORDS, read_run
 from refshard.records import METRICS, Run
 from refshard.report.blocks import Answer
-from refshard.report.run.history import history_answer
+from refshard.report.run.answer import history_answer
 
 
 def history(folder: Path, *, metric: str, suite: str | None) -> Answer:

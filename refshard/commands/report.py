@@ -23,9 +23,8 @@ from refshard.measure.dry.first import folder_of_dry_runs
 from refshard.measure.gate.baseline import newest_noise
 from refshard.measure.store import holds_run, read_run
 from refshard.records import Run
-from refshard.report.run.index import card, index_page
-from refshard.report.run.page import Extras, write_dashboard
-from refshard.report.run.why import Traced, read_traces
+from refshard.report.run.page import Extras, card, index_page, write_dashboard
+from refshard.report.run.traces import Traced, read_traces
 from refshard.report.trace.answer import trace_answer
 from refshard.stats.rehearsal import Noise
 

@@ -24,8 +24,7 @@ from refshard.measure.run import check_folder, check_suite, mark_latest, new_run
 from refshard.measure.store import read_run
 from refshard.records import Environment, Run
 from refshard.report.blocks import Answer
-from refshard.report.run.answer import run_answer
-from refshard.report.run.planned import planned_answer
+from refshard.report.run.answer import planned_answer, run_answer
 from refshard.specs.case import CaseSpec
 from refshard.specs.suite import SuiteSpec
 

@@ -57,7 +57,7 @@ def _of_run(folder: Path) -> Answer:
     from refshard.analysis.validation import validated
     from refshard.measure.dry.first import folder_of_dry_runs
     from refshard.measure.store import holds_run, read_run  # these bring torch and pandas
-    from refshard.report.run.validation import validation_answer
+    from refshard.report.run.predictions import validation_answer
 
     dry = folder_of_dry_runs(folder)
     pairs = validated(gather(*([read_run(dry)] if holds_run(dry) else []), read_run(find_run(folder))))

@@ -14,7 +14,8 @@ from refshard.quantities import format_bytes, format_ns, format_percent, format_
 if TYPE_CHECKING:
     from refshard.report.draw.charts import Chart
 
-Style = Literal["plain", "good", "bad", "doubtful", "strong"]
+Style = Literal["plain", "good", "bad", "doubtful", "strong", "code", "command"]
+"""How text is set apart: ``code`` keeps its lines on a page, and a ``command`` can be copied there."""
 Where = Literal["always", "detail", "page", "terminal"]
 """Where a block is shown. ``detail``: with ``--verbose``, and folded on a page. ``page``: only there. ``terminal``:
 anywhere but on a page.
@@ -59,10 +60,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """A cell that a terminal with colours sets apart."""
+    """A cell that is set apart, by colours in a terminal, or that leads to ``href`` on a page."""
 
     text: str
-    style: Style
+    style: Style = "plain"
+    href: str = ""
 
     def __str__(self) -> str:
         return self.text
@@ -87,17 +89,21 @@ def cell_text(cell: Cell) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A table's column. One that ``wraps`` holds sentences and takes the width that the others leave."""
+    """A table's column. One that ``wraps`` holds sentences and takes the width that the others leave. One of a ``case``
+    belongs to that case, as rows do.
+    """
 
     head: str
     align: Literal["left", "right"] = "right"
     wraps: bool = False
+    case: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
     """Cells under a title. Columns that do not fit a terminal are left out from the right, so the most important ones
     come first. A terminal shows the first ``shown`` rows (None: all). ``caption`` explains the rows; a page shows it.
+    ``cases`` are the numbers of the cases that rows belong to: a page's filter hides those of other strategies.
     """
 
     kind: ClassVar[str] = "table"
@@ -106,6 +112,8 @@ class Table:
     title: str = ""
     caption: str = ""
     shown: int | None = None
+    cases: Sequence[int] = ()
+    id: str = ""
     where: Where = "always"
 
 
@@ -160,10 +168,11 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class Charts:
-    """Charts of a page, drawn only for it, since plotly takes a second to import."""
+    """Charts of a page, drawn only for it, since importing plotly takes a second; ``titled`` sets a title over each."""
 
     kind: ClassVar[str] = "charts"
     draw: "Callable[[], Sequence[Chart]]"
+    titled: bool = True
     where: Where = "page"
 
 
@@ -183,7 +192,7 @@ class Section:
     """Blocks under a heading, which a terminal leaves out without ``heading``.
 
     ``id`` names the section on a page, whose navigation lists outer ones as ``nav``. A page folds one that is
-    ``folded``, and an inner one that is a detail.
+    ``folded``, and an inner one that is a detail. A section of ``cases`` is hidden with the last of them.
     """
 
     kind: ClassVar[str] = "section"
@@ -193,6 +202,7 @@ class Section:
     nav: str = ""
     heading: bool = True
     folded: bool = False
+    cases: Sequence[int] = ()
     where: Where = "always"
 
 
@@ -227,7 +237,7 @@ class Answer:
 
 def table(
     rows: Sequence[Row], *, left: int = 1, text: Sequence[str] = (), title: str = "", caption: str = "",
-    shown: int | None = None, where: Where = "always",
+    shown: int | None = None, cases: Sequence[int] = (), identity: str = "", where: Where = "always",
 ) -> Table:  # fmt: skip
     """A table of ``rows`` under their keys. The first ``left`` columns and those named in ``text`` are flush left, the
     others right.
@@ -235,4 +245,12 @@ def table(
     heads = list(rows[0]) if rows else []
     columns = [Column(head, "left" if place < left or head in text else "right") for place, head in enumerate(heads)]
     cells = [list(row.values()) for row in rows]
-    return Table(columns=columns, rows=cells, title=title, caption=caption, shown=shown, where=where)
+    return Table(
+        columns=columns, rows=cells, title=title, caption=caption, shown=shown, cases=cases, id=identity, where=where
+    )
+
+
+def without_empty(rows: Sequence[Row], columns: Sequence[str]) -> list[Row]:
+    """The rows without those of ``columns`` that hold nothing in any row."""
+    empty = {head for head in columns if all(row[head] is None for row in rows)}
+    return [{head: cell for head, cell in row.items() if head not in empty} for row in rows]

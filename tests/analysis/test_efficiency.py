@@ -8,9 +8,10 @@ import pytest
 from refshard.analysis.efficiency import link_bytes, lower_bound, overlap_efficiency
 from refshard.analysis.evidence import gather
 from refshard.records import CollectiveCount, Run
-from refshard.report.run import views
 from refshard.report.run.answer import run_answer
 from refshard.report.run.page import page
+from refshard.report.run.rows import as_json
+from refshard.report.run.tables import case_table
 from refshard.specs.case import CaseSpec
 from refshard.specs.model import load_model
 from refshard.specs.suite import NetworkSpec
@@ -139,11 +140,11 @@ def test_a_case_without_proof_has_none() -> None:
 def test_tables_json_and_page_show_it_only_where_it_is_known() -> None:
     local = run(SLOW, failed=False)
     joined = on_hosts(local, EIGHT)
-    assert "overlap efficiency" not in views.summary_table(gather(local).settings[0].cases).columns
-    table = views.summary_table(gather(joined).settings[0].cases)
-    assert list(table["overlap efficiency"]) == ["-", "69.5 %", "83.4 %"]
-    assert [row["overlap_efficiency"] for row in views.as_json(gather(local))] == [None] * 3
-    assert views.as_json(gather(joined))[2]["overlap_efficiency"] == pytest.approx(BOUND / 0.5, rel=1e-4)
+    assert "overlap efficiency" not in printed.rows(case_table(gather(local).settings[0].cases, title=""))[0]
+    table = printed.rows(case_table(gather(joined).settings[0].cases, title=""))
+    assert [row["overlap efficiency"] for row in table] == ["-", "69.5 %", "83.4 %"]
+    assert [row["overlap_efficiency"] for row in as_json(gather(local))] == [None] * 3
+    assert as_json(gather(joined))[2]["overlap_efficiency"] == pytest.approx(BOUND / 0.5, rel=1e-4)
     (shown,) = printed.tables(run_answer(gather(joined)))
     assert [row["overlap efficiency"] for row in printed.rows(shown)] == ["-", "69.5 %", "83.4 %"]
     assert max(map(len, printed.text(run_answer(gather(joined))).splitlines())) <= 140

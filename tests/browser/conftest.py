@@ -11,7 +11,7 @@ from refshard import resources
 from refshard.analysis.evidence import gather
 from refshard.measure.store import read_run
 from refshard.report.run.page import Extras
-from refshard.report.run.why import read_traces
+from refshard.report.run.traces import read_traces
 from tests.browser.visits import CONTENT, Visit, earlier, visiting, wide, written
 from tests.report import traces
 from tests.report.runs import CASES

@@ -113,7 +113,7 @@ def test_a_baseline_says_what_changed(folder: Path, tmp_path: Path) -> None:
     slower = write(later(quicker(run(failed=False), 1.5), "slower"), tmp_path / "slower")
     text = report([slower], tmp_path / "page.html", against=folder).read_text()
     assert "Slower than in made: " in text
-    assert 'class="lead worse"' in text
+    assert 'class="lead bad"' in text
 
 
 def test_a_run_that_is_named_twice_counts_once(folder: Path, tmp_path: Path) -> None:

@@ -1,90 +1,97 @@
-"""A run as an answer: its tables, what to know of them, and the verdict last."""
+"""Runs as answers: a run's tables and verdict, cases over several runs, and what a suite would launch."""
 
-from refshard.analysis.evidence import Evidence, Setting
+from collections.abc import Sequence
+
+from refshard.analysis.evidence import Evidence
+from refshard.analysis.history import Series
 from refshard.plain import plain
-from refshard.report.blocks import Answer, Cell, Column, Marked, Notes, Style, Table, Verdict, Where
-from refshard.report.run.columns import names
-from refshard.report.run.verdict import (
-    Finding,
-    caveats,
-    findings,
-    modelled,
-    network,
-    overview,
-    unfinished,
-    unranked,
-)
-from refshard.report.run.views import as_json, knows_efficiency, summary_table
-from refshard.specs.case import REPEATING
-
-_STEP_TIME = "step time (95 % interval)"
-_ORDER = ("strategy", "ranks", "state", _STEP_TIME, "peak reserved", "peak memory")
-"""Columns that come first; the others follow in the table's order."""
-_STATES: dict[str, Style] = {"ok": "plain", "unsupported": "doubtful", "skipped": "doubtful"}
+from refshard.quantities import format_duration
+from refshard.records import METRICS
+from refshard.report.blocks import Answer, Notes, Row, Verdict, table
+from refshard.report.run.rows import COLUMNS, as_json
+from refshard.report.run.tables import case_table, trend_row
+from refshard.report.run.verdict import findings, notes, overview, unfinished
+from refshard.specs.case import CaseSpec
+from refshard.specs.suite import SuiteSpec
 
 
 def run_answer(evidence: Evidence, *, more: str = "", status: int = 0) -> Answer:
-    """Tables by setting, notes, and the verdict; ``more`` is a last line for people."""
+    """Tables by setting, notes, and the verdict: who is fastest, by how much, and who needs the least memory, or how
+    often each leads in many comparisons. ``more`` is a last line for people.
+    """
     rows = as_json(evidence)
     found = findings(evidence)
-    told = verdict(evidence, found)
+    each = [f"{one.title}: {one.summary}" if len(found) > 1 else one.summary for one in found if one.summary]
+    summed_up = overview(found)
+    verdict = [*unfinished(evidence), *(summed_up or each)]
+    remarks = [plain(sentence) for sentence in notes(evidence)]
     return Answer(
-        data={"verdict": told, "notes": _notes(evidence), "cases": rows},
+        data={"verdict": verdict, "notes": remarks, "cases": rows},
         rows=rows,
-        columns=names(),
+        columns=list(COLUMNS),
         blocks=[
             *(
-                case_table(setting, where="always" if setting in evidence.ranked else "detail")
-                for setting in evidence.settings
+                # A setting of nothing but references is a detail.
+                case_table(one.cases, title=one.label, where="always" if one in evidence.ranked else "detail")
+                for one in evidence.settings
             ),
-            Notes(sentences=_each(found), title="Each comparison", where="detail"),
-            Notes(sentences=[words for one in found for words in (one.busy, one.why) if words], where="detail"),
-            Notes(sentences=_notes(evidence)),
-            Verdict(sentences=told),
+            Notes(sentences=each if summed_up else [], title="Each comparison", where="detail"),
+            Notes(sentences=[text for one in found for text in (one.busy, one.why) if text], where="detail"),
+            Notes(sentences=remarks),
+            Verdict(sentences=verdict),
             *([Verdict(sentences=[more], style="plain")] if more else []),
         ],
         status=status,
     )
 
 
-def case_table(setting: Setting, *, where: Where) -> Table:
-    """A row for each case of the setting; a setting of nothing but references is a detail."""
-    found = summary_table(setting.cases).map(plain)
-    found[_STEP_TIME] = found[_STEP_TIME].str.replace(" (", "\n(", regex=False)
-    order = [name for name in _ORDER if name in found] + [name for name in found if name not in _ORDER]
-    found = found[order]
-    if all(case.fidelity in REPEATING for case in setting.cases):
-        found = found.rename(columns={_STEP_TIME: "step time"})
-    if knows_efficiency(setting.cases):  # one column more than fits; tokens/s tell the same at one model
-        found = found.drop(columns="TFLOPS")
-    heads = [str(head).replace(" (", "\n(").replace(" [", "\n[") for head in found.columns]
-    columns = [Column(head, "left" if head in ("strategy", "state") else "right") for head in heads]
-    place = list(found.columns).index("state")
-    rows = [[*row[:place], _state(row[place]), *row[place + 1 :]] for row in found.values.tolist()]
-    return Table(columns=columns, rows=rows, title=plain(setting.label), where=where)
+def history_answer(all_series: Sequence[Series], metric: str) -> Answer:
+    """A row for each series; for programs, one for each of its points."""
+    points = [
+        {
+            "case": series.case, "environment": series.environment, "metric": metric, "run": point.run,
+            "launches": point.launches, "started_at": point.started_at, "commit": point.commit, "value": point.value,
+        }
+        for series in all_series
+        for point in series.points
+    ]  # fmt: skip
+    title = f"{METRICS[metric].label} ({METRICS[metric].unit})"
+    rows = [trend_row(series, lambda value: f"{value:.4g}") for series in all_series]
+    return Answer(data={"points": points}, rows=points, blocks=[table(rows, title=title)])
 
 
-def verdict(evidence: Evidence, found: tuple[Finding, ...]) -> list[str]:
-    """Who is fastest, by how much, and who needs least memory; of many comparisons, how often who leads."""
-    if told := overview(found):
-        return [*unfinished(evidence), *told]
-    several = len(found) > 1
-    sentences = [(one.title, " ".join(filter(None, (one.speed, one.margin, one.memory)))) for one in found]
-    return [*unfinished(evidence), *(f"{title}: {words}" if several else words for title, words in sentences if words)]
-
-
-def _each(found: tuple[Finding, ...]) -> list[str]:
-    """Every comparison on its own, where the verdict only counts them."""
-    if not overview(found):
-        return []
-    return [f"{one.title}: {' '.join(filter(None, (one.speed, one.margin, one.memory)))}" for one in found]
-
-
-def _notes(evidence: Evidence) -> list[str]:
-    parts = (network(evidence), modelled(evidence), unranked(evidence), caveats(evidence))
-    return [plain(sentence) for part in parts for sentence in part]
-
-
-def _state(state: str) -> Cell:
-    style = _STATES.get(state, "bad")
-    return state if style == "plain" else Marked(state, style)
+def planned_answer(
+    suite: SuiteSpec, cases: Sequence[CaseSpec], *, launches: int, seen_before: int, unknown: int, seconds: float
+) -> Answer:
+    """The cases that a suite would launch, and how long they will take, s: as ``seen_before``, else estimated;
+    ``unknown`` ones not.
+    """
+    rows = [
+        {
+            "case": case.name, "hash": case.hash, "strategy": case.strategy, "model": case.model,
+            "world_size": case.world_size, "global_batch": case.global_batch, "seq_len": case.seq_len,
+            "fidelity": case.fidelity, "options": list(case.axes),
+        }
+        for case in cases
+    ]  # fmt: skip
+    shown: list[Row] = [
+        {
+            "case": case.name, "strategy": case.strategy, "model": case.model, "options": ", ".join(case.axes),
+            "ranks": case.world_size, "batch": f"{case.global_batch} x {case.seq_len:,}",
+        }
+        for case in cases
+    ]  # fmt: skip
+    rounds = f" in {suite.most_rounds} rounds" if suite.most_rounds > 1 else ""
+    sentence = f"{launches} {'launch' if launches == 1 else 'launches'}{rounds}"
+    if unknown:
+        sentence += f"; duration unknown for {unknown}: no similar launch is recorded."
+    else:
+        basis = "estimated from earlier launches" if seen_before == launches else "a rough estimate"
+        sentence += f", about {format_duration(seconds)} ({basis})."
+    expected = seconds if not unknown else None
+    title = f"{suite.name}: {suite.about}" if suite.about else suite.name
+    return Answer(
+        data={"suite": suite.name, "launches": launches, "expected_s": expected, "cases": rows},
+        rows=rows,
+        blocks=[table(shown, left=4, title=title), Verdict(sentences=[sentence])],
+    )

@@ -1,22 +1,37 @@
-"""Two runs, or strategies of one run, compared: ratios with their intervals."""
+"""Two runs, or strategies of one run, compared: ratios with their intervals.
 
-from collections.abc import Sequence
-from typing import Any
+Two runs are not interleaved, so the ratio of their times includes the machine's drift; a gate (``refshard gate
+--baseline``) measures both in turns. Times are compared if one machine measured both runs, exact metrics always.
+"""
 
-from refshard.analysis.evidence import Evidence, Setting
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from refshard.analysis.cases import CaseResult
+from refshard.analysis.compared import compared
+from refshard.analysis.evidence import Evidence, Setting, machine
 from refshard.analysis.ratios import RATIO_COLUMNS, Ratio, ratio_columns, ratios
 from refshard.errors import SpecError, nearest
-from refshard.plain import plain
 from refshard.quantities import format_percent
-from refshard.report.blocks import Answer, Cell, Column, Marked, Notes, Style, Table, Verdict
-from refshard.report.run.against import Changed, against
-from refshard.report.run.columns import names
-from refshard.report.run.intervals import no_interval, ratio_text
-from refshard.report.run.verdict import listed
-from refshard.report.run.views import as_json, format_metric
-from refshard.specs.case import spelled
+from refshard.report.blocks import Answer, Block, Cell, Marked, Notes, Row, Section, Style, Table, Verdict, Where, table
+from refshard.report.run.cells import metric, no_interval, ratio_text
+from refshard.report.run.rows import COLUMNS, as_json
+from refshard.report.run.verdict import busy_between, listed
+from refshard.specs.case import REPEATING, CaseSpec, Fidelity, spelled
+from refshard.specs.gate import RULES, TimeLimits
+from refshard.stats.compare import Comparison
+from refshard.stats.exact import Change, changes, exact_metrics, portable
 
+Outcome = Literal["slower", "faster", "unchanged", "unknown", "not compared"]
+RELEVANT = TimeLimits().relevant
+"""A ratio this near to 1 is no change."""
+MOST_NAMED = 4
 _OUTCOMES: dict[str, Style] = {"slower": "bad", "faster": "good", "unknown": "doubtful"}
+
+
+# --- strategies of one run
 
 
 def compare_strategies(evidence: Evidence, a: str, others: Sequence[str]) -> Answer:
@@ -25,8 +40,15 @@ def compare_strategies(evidence: Evidence, a: str, others: Sequence[str]) -> Ans
     Raises:
         SpecError: the run has no case of a strategy.
     """
+    present = sorted({case.strategy for case in evidence.cases})
     for name in (a, *others):
-        _check_strategy(evidence, name)
+        if not present:
+            raise SpecError(f"compare: this run has no case yet, so none of strategy '{name}'; wait for its first case")
+        if name not in present:
+            raise SpecError(
+                f"compare: there is no run in '{name}', and this run has no case of strategy '{name}'; "
+                f"{nearest(name, present)}"
+            )
     found = [
         (setting, ratio)
         for setting in evidence.settings
@@ -34,9 +56,9 @@ def compare_strategies(evidence: Evidence, a: str, others: Sequence[str]) -> Ans
         if not others or ratio.case.strategy in others
     ]
     rows = [{**row, **more} for row, more in zip(as_json(evidence), ratio_columns(evidence, a))]
-    compared = {ratio.case.number for _, ratio in found}
-    rows = [row for row, case in zip(rows, evidence.cases) if case.number in compared]
-    told = [_sentence(ratio, a) for _, ratio in found] or [
+    numbers = {ratio.case.number for _, ratio in found}
+    rows = [row for row, case in zip(rows, evidence.cases) if case.number in numbers]
+    sentences = [_sentence(ratio, a) for _, ratio in found] or [
         f"Nothing to compare: no other case with the same number of ranks as {a} ended ok."
     ]
     intervals = [ratio.step_time for _, ratio in found if ratio.step_time and ratio.step_time.bounded]
@@ -46,45 +68,31 @@ def compare_strategies(evidence: Evidence, a: str, others: Sequence[str]) -> Ans
         for setting in dict.fromkeys(setting for setting, _ in found)
     ]
     return Answer(
-        data={"a": a, "verdict": told, "notes": list(doubts), "cases": rows},
+        data={"a": a, "verdict": sentences, "notes": list(doubts), "cases": rows},
         rows=rows,
-        columns=[*names(), *RATIO_COLUMNS],
-        blocks=[*tables, Notes(sentences=[f"Caution: {doubt}." for doubt in doubts]), Verdict(sentences=told)],
+        columns=[*COLUMNS, *RATIO_COLUMNS],
+        blocks=[*tables, Notes(sentences=[f"Caution: {doubt}." for doubt in doubts]), Verdict(sentences=sentences)],
     )
-
-
-def _check_strategy(evidence: Evidence, name: str) -> None:
-    present = sorted({case.strategy for case in evidence.cases})
-    if not present:
-        raise SpecError(f"compare: this run has no case yet, so none of strategy '{name}'; wait for its first case")
-    if name not in present:
-        raise SpecError(
-            f"compare: there is no run in '{name}', and this run has no case of strategy '{name}'; "
-            f"{nearest(name, present)}"
-        )
 
 
 def _ratio_table(setting: Setting, found: Sequence[Ratio], a: str) -> Table:
     timed = [ratio.step_time for ratio in found if ratio.step_time]
     paired = ", paired by round" if all(time.paired for time in timed) else ""
     interval = f"\n(95 % interval{paired})" if timed else ""
-    return Table(
-        title=plain(setting.label),
-        columns=[
-            Column("strategy", "left"), Column("ranks"), Column(f"step time / {a}{interval}"),
-            Column(f"peak memory / {a}"),
-        ],
-        rows=[
-            [
-                ratio.case.strategy, f"{ratio.case.spec.world_size:,}", _time(ratio), _times(ratio.peak_memory),
-            ]
-            for ratio in found
-        ],
-    )  # fmt: skip
+    rows: list[Row] = [
+        {
+            "strategy": ratio.case.strategy,
+            "ranks": ratio.case.spec.world_size,
+            f"step time / {a}{interval}": _time(ratio),
+            f"peak memory / {a}": _times(ratio.peak_memory),
+        }
+        for ratio in found
+    ]
+    return table(rows, title=setting.label)
 
 
-def _times(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.2f}"
+def _times(ratio: float | None) -> Cell:
+    return None if ratio is None else f"{ratio:.2f}"
 
 
 def _time(ratio: Ratio) -> Cell:
@@ -96,23 +104,19 @@ def _time(ratio: Ratio) -> Cell:
 
 
 def _sentence(ratio: Ratio, a: str) -> str:
-    memory = "" if ratio.peak_memory is None else f"; peak memory {_more(ratio.peak_memory, 'more', 'less')}"
-    return f"{ratio.case.label} against {a}: {_time_words(ratio)}{memory}."
-
-
-def _time_words(ratio: Ratio) -> str:
-    time = ratio.step_time
-    if time is None:
-        if ratio.calculated is None:
-            return "step time not compared"
-        found, how = ratio.calculated, f"{spelled(ratio.case.fidelity)}, so there is no interval"
-    elif not time.bounded:
-        found, how = time.ratio, no_interval(time)
-    elif not time.significant:
-        return "a tie, since the interval of the step time's ratio includes 1"
+    time, found = ratio.step_time, ratio.calculated
+    if time is not None and time.bounded and not time.significant:
+        text = "a tie, since the interval of the step time's ratio includes 1"
+    elif time is not None:
+        how = "significant" if time.bounded else no_interval(time)
+        text = f"step time {_more(time.ratio, 'longer', 'shorter')} ({how})"
+    elif found is not None:
+        how = f"{spelled(ratio.case.fidelity)}, so there is no interval"
+        text = f"step time {_more(found, 'longer', 'shorter')} ({how})"
     else:
-        found, how = time.ratio, "significant"
-    return f"step time {_more(found, 'longer', 'shorter')} ({how})"
+        text = "step time not compared"
+    memory = "" if ratio.peak_memory is None else f"; peak memory {_more(ratio.peak_memory, 'more', 'less')}"
+    return f"{ratio.case.label} against {a}: {text}{memory}."
 
 
 def _more(ratio: float, up: str, down: str) -> str:
@@ -120,10 +124,90 @@ def _more(ratio: float, up: str, down: str) -> str:
     return "the same" if part == format_percent(0) else f"{part} {up if ratio > 1 else down}"
 
 
+# --- two runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changed:
+    """One case and the same case in the baseline; ``why_not`` says why times are not compared. ``exact`` are the exact
+    metrics that changed, None if there are none to compare.
+    """
+
+    case: CaseResult
+    before: CaseResult
+    ratio: float | None
+    interval: Comparison | None
+    why_not: str
+    exact: tuple[Change, ...] | None
+
+    @property
+    def outcome(self) -> Outcome:
+        """How its time changed: unknown if the interval includes both no change and a relevant one."""
+        if self.ratio is None or self.why_not:
+            return "not compared"
+        low, high = (self.interval.low, self.interval.high) if self.interval else (self.ratio, self.ratio)
+        if low >= 1 - RELEVANT and high <= 1 + RELEVANT:
+            return "unchanged"
+        if low > 1:
+            return "slower"
+        return "faster" if high < 1 else "unknown"
+
+    @property
+    def broke(self) -> bool:
+        """Whether only the baseline's ended ok."""
+        return self.before.ok and not self.case.ok
+
+    @property
+    def worse(self) -> bool:
+        """Whether it is slower, broke, or an exact metric regressed."""
+        regressed = any(change.verdict == "regressed" for change in self.exact or ())
+        return self.outcome == "slower" or self.broke or regressed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Against:
+    """What changed in the baseline's cases, in sentences and case by case, and doubts about it."""
+
+    baseline: str
+    sentences: tuple[str, ...]
+    doubts: tuple[str, ...]
+    changed: tuple[Changed, ...]
+
+    @property
+    def worse(self) -> bool:
+        """Whether any case is."""
+        return any(one.worse for one in self.changed)
+
+    def table(self, before: str, now: str, *, title: str = "", where: Where = "always") -> Table:
+        """A row for each case; ``before`` and ``now`` name the two runs."""
+        ratio = f"{now} / {before} (95 % interval)"
+        rows: list[Row] = [
+            {
+                "case": one.case.full_label,
+                before: metric(one.before, "step_time_s"),
+                now: metric(one.case, "step_time_s"),
+                ratio: one.why_not
+                if one.ratio is None
+                else f"{one.ratio:.3f}"
+                if one.interval is None
+                else ratio_text(one.interval, digits=3),
+                "time": Marked(one.outcome, _OUTCOMES.get(one.outcome, "plain")),
+                f"peak memory {before}": metric(one.before, "peak_memory_bytes"),
+                f"peak memory {now}": metric(one.case, "peak_memory_bytes"),
+                "exact metrics": None if one.exact is None else "; ".join(map(_exact_text, one.exact)) or "the same",
+            }
+            for one in self.changed
+        ]
+        cases = [one.case.number for one in self.changed]
+        return table(
+            rows, text=["time"], title=title, caption=f"{now} over {before}, by case", cases=cases, where=where
+        )
+
+
 def compare_runs(a: Evidence, b: Evidence, machines: Sequence[str]) -> Answer:
     """Every case that both runs have, B over A. ``machines`` says what differs between the two machines."""
     found = against(b, a)
-    rows = [_row(one) for one in found.changed]
+    rows = [{name: value(one) for name, value in _ROW.items()} for one in found.changed]
     return Answer(
         data={
             "a": [run.header.run_id for run in a.runs], "b": [run.header.run_id for run in b.runs],
@@ -131,57 +215,165 @@ def compare_runs(a: Evidence, b: Evidence, machines: Sequence[str]) -> Answer:
             "cases": rows,
         },
         rows=rows,
-        columns=_COLUMNS,
+        columns=list(_ROW),
         blocks=[
-            _change_table(found.changed, listed([run.header.run_id for run in a.runs])),
-            Notes(sentences=[f"{words}." for words in machines], title="Machine or software differ") if machines
-            else Notes(sentences=["Both runs have the same machine and software."]),
+            found.table("A", "B", title=f"A: {found.baseline}"),
+            Notes(sentences=[f"{difference}." for difference in machines], title="Machine or software differ")
+            if machines else Notes(sentences=["Both runs have the same machine and software."]),
             Notes(sentences=[f"Caution: {doubt}." for doubt in found.doubts]),
             Verdict(sentences=found.sentences),
         ],
     )  # fmt: skip
 
 
-_COLUMNS = (
-    "case", "strategy", "world_size", "step_time_a_s", "step_time_b_s", "step_time_ratio", "step_time_ratio_low",
-    "step_time_ratio_high", "time", "why_not_compared", "peak_memory_a_bytes", "peak_memory_b_bytes", "exact_changes",
-)  # fmt: skip
+def against_section(found: Against) -> Section:
+    """What changed, for a page."""
+    style: Style = "bad" if found.worse else "strong"
+    blocks: list[Block] = [Verdict(sentences=found.sentences, style=style)]
+    if found.changed:
+        changes = found.table("then", "now")
+        cautions = Notes(sentences=[f"Caution: {doubt}." for doubt in found.doubts])
+        title = f"Each case, now and in {found.baseline}"
+        blocks.append(Section(title=title, folded=True, blocks=[changes, cautions]))
+    return Section(title=f"Compared with {found.baseline}", id="against", blocks=blocks)
 
 
-def _row(one: Changed) -> dict[str, Any]:
-    bounded = one.interval if one.interval and one.interval.bounded else None
-    values = (
-        one.case.name, one.case.strategy, one.case.spec.world_size, one.before.metrics["step_time_s"],
-        one.case.metrics["step_time_s"], one.ratio, bounded.low if bounded else None, bounded.high if bounded else None,
-        one.outcome, one.why_not or None, one.before.metrics["peak_memory_bytes"],
-        one.case.metrics["peak_memory_bytes"],
-        None if one.exact is None else [f"{c.metric}: {c.before} -> {c.after} ({c.verdict})" for c in one.exact],
-    )  # fmt: skip
-    return dict(zip(_COLUMNS, values))
+_ROW: dict[str, Callable[[Changed], object]] = {
+    "case": lambda one: one.case.name,
+    "strategy": lambda one: one.case.strategy,
+    "world_size": lambda one: one.case.spec.world_size,
+    "step_time_a_s": lambda one: one.before.metrics["step_time_s"],
+    "step_time_b_s": lambda one: one.case.metrics["step_time_s"],
+    "step_time_ratio": lambda one: one.ratio,
+    "step_time_ratio_low": lambda one: one.interval.low if one.interval and one.interval.bounded else None,
+    "step_time_ratio_high": lambda one: one.interval.high if one.interval and one.interval.bounded else None,
+    "time": lambda one: one.outcome,
+    "why_not_compared": lambda one: one.why_not or None,
+    "peak_memory_a_bytes": lambda one: one.before.metrics["peak_memory_bytes"],
+    "peak_memory_b_bytes": lambda one: one.case.metrics["peak_memory_bytes"],
+    "exact_changes": lambda one: (
+        None
+        if one.exact is None
+        else [f"{change.metric}: {change.before} -> {change.after} ({change.verdict})" for change in one.exact]
+    ),
+}
+"""A case of two runs, for programs."""
 
 
-def _change_table(changed: Sequence[Changed], a: str) -> Table:
-    heads = ("case", "A", "B", "B / A (95 % interval)", "time", "peak memory A", "peak memory B", "exact metrics")
-    return Table(
-        title=f"A: {a}",
-        columns=[Column(head, "left" if head in ("case", "time") else "right") for head in heads],
-        rows=[
-            [
-                one.case.full_label,
-                format_metric("step_time_s", one.before.metrics["step_time_s"]),
-                format_metric("step_time_s", one.case.metrics["step_time_s"]),
-                _ratio(one),
-                Marked(one.outcome, _OUTCOMES.get(one.outcome, "plain")),
-                format_metric("peak_memory_bytes", one.before.metrics["peak_memory_bytes"]),
-                format_metric("peak_memory_bytes", one.case.metrics["peak_memory_bytes"]),
-                "-" if one.exact is None else f"{len(one.exact)} changed" if one.exact else "the same",
-            ]
-            for one in changed
-        ],
+def against(evidence: Evidence, baseline: Evidence) -> Against:
+    """Every case of the evidence that is in the baseline too, on the same machine if possible."""
+    pairs = [(case, before) for case in evidence.cases if (before := _before(case, baseline)) is not None]
+    found = tuple(_changed(case, before) for case, before in pairs)
+    names = listed([run.header.run_id for run in baseline.runs])
+    return Against(
+        baseline=names,
+        sentences=tuple(_sentences(found, names)),
+        doubts=tuple(_doubts(found, evidence, baseline)),
+        changed=found,
     )
 
 
-def _ratio(one: Changed) -> str:
-    if one.ratio is None:
-        return one.why_not
-    return f"{one.ratio:.3f}" if one.interval is None else ratio_text(one.interval, digits=3)
+def _before(case: CaseResult, baseline: Evidence) -> CaseResult | None:
+    same = [b for b in baseline.cases if (b.spec, b.fidelity) == (case.spec, case.fidelity)]
+    here = [b for b in same if machine(b.header.environment) == machine(case.header.environment)]
+    return next(iter([*here, *reversed(same)]), None)
+
+
+def _changed(case: CaseResult, before: CaseResult) -> Changed:
+    together = machine(before.header.environment) == machine(case.header.environment)
+    mine, its = case.metrics["step_time_s"], before.metrics["step_time_s"]
+    exact = _exact(case, before, together=together)
+    if not (case.ok and before.ok):
+        why_not = f"{'now' if before.ok else 'then'} {case.state if before.ok else before.state}"
+    elif not together and case.fidelity not in REPEATING:
+        why_not = "another machine"
+    elif not mine or not its:
+        why_not = "no step time"
+    else:
+        interval = compared(before, case)
+        ratio = interval.ratio if interval else mine / its
+        why_not = "" if interval is None or interval.bounded else no_interval(interval)
+        return Changed(case=case, before=before, ratio=ratio, interval=interval, why_not=why_not, exact=exact)
+    return Changed(case=case, before=before, ratio=None, interval=None, why_not=why_not, exact=exact)
+
+
+def _exact(case: CaseResult, before: CaseResult, *, together: bool) -> tuple[Change, ...] | None:
+    """Exact metrics that changed; between machines, only those that do not depend on the machine."""
+    sides = []
+    for one in (before, case):
+        launch = next((launch for launch in one.launches if launch.state == "ok" and launch.proof), None)
+        if launch is None:
+            return None
+        metrics = exact_metrics(launch)
+        sides.append({case.full_label: metrics if together else portable(metrics)})
+    moved = changes(sides[0], sides[1], RULES)
+    return tuple(change for change in moved if change.verdict not in ("new", "removed"))  # another refshard's metrics
+
+
+def _exact_text(change: Change) -> str:
+    was, is_ = ("none" if value is None else str(value) for value in (change.before, change.after))
+    return f"{change.metric} {was} to {is_} ({change.verdict})"
+
+
+def _sentences(found: Sequence[Changed], baseline: str) -> list[str]:
+    if not found:
+        return [f"Nothing to compare: no case is also in {baseline}."]
+    counts: Counter[str] = Counter(one.outcome for one in found)
+    sentences = []
+    for outcome in ("slower", "faster"):
+        here = sorted((o for o in found if o.outcome == outcome), key=lambda o: -abs((o.ratio or 1.0) - 1.0))
+        if here:
+            more = f" and {len(here) - MOST_NAMED} more" if len(here) > MOST_NAMED else ""
+            named = "; ".join(map(_change, here[:MOST_NAMED]))
+            sentences.append(f"{outcome.capitalize()} than in {baseline}: {named}{more}.")
+    if busy := busy_between(
+        (one.before, one.case, one.ratio - 1)
+        for one in found
+        if one.ratio and one.interval and one.outcome in ("slower", "faster", "not compared")
+    ):
+        sentences.append(busy)
+    if broke := [one.case.full_label for one in found if one.broke]:
+        sentences.append(f"Ended ok in {baseline} but not here: {listed(broke)}.")
+    if moved := [(one, one.exact) for one in found if one.exact]:
+        regressed = sum(any(change.verdict == "regressed" for change in exact) for _, exact in moved)
+        first, exact = moved[0]
+        sentences.append(
+            f"Exact metrics changed in {len(moved)} of {len(found)} cases and count as regressions in {regressed}; "
+            f"the first: {first.case.full_label}, {_exact_text(exact[0])}."
+        )
+    reasons = dict.fromkeys(one.why_not for one in found if one.outcome == "not compared")
+    rest = [
+        f"{counts[outcome]} {text}"
+        for outcome, text in (
+            ("unchanged", f"within {RELEVANT:.1%}".replace("%", " %")),
+            ("unknown", "too noisy to tell"),
+            ("not compared", f"times not compared ({'; '.join(reasons)})"),
+        )
+        if counts[outcome]
+    ]
+    if rest:
+        sentences.append(f"{len(found)} matching {'case' if len(found) == 1 else 'cases'}: {', '.join(rest)}.")
+    return sentences
+
+
+def _change(one: Changed) -> str:
+    assert one.ratio is not None
+    size = f"{format_percent(abs(one.ratio - 1))} {'longer' if one.ratio > 1 else 'shorter'}"
+    interval = f" (times {one.interval.low:.3f} to {one.interval.high:.3f})" if one.interval else ""
+    return f"{one.case.full_label} {size}{interval}"
+
+
+def _doubts(found: Sequence[Changed], evidence: Evidence, baseline: Evidence) -> list[str]:
+    doubts = []
+    if any(one.interval for one in found):
+        doubts.append(
+            "The two runs were not interleaved, so machine drift looks like a change; `refshard gate` "
+            "measures both in paired rounds"
+        )
+    warnings = dict.fromkeys(w for one in found if one.interval and not one.why_not for w in one.interval.warnings)
+    doubts += list(warnings)
+    keys: list[set[tuple[CaseSpec, Fidelity]]] = [{(c.spec, c.fidelity) for c in e.cases} for e in (evidence, baseline)]
+    for only, where in ((keys[0] - keys[1], "only here"), (keys[1] - keys[0], "only in the earlier run")):
+        if only:
+            doubts.append(f"{len(only)} {'case is' if len(only) == 1 else 'cases are'} {where}")
+    return doubts

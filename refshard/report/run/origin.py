@@ -1,4 +1,4 @@
-"""Where runs come from: machine and software, in what these differ, the commands that produce a run and each case."""
+"""Where runs come from: machine and software, how these differ, the commands that produce a run and each case."""
 
 import shlex
 from collections.abc import Sequence
@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import pandas as pd
 
 from refshard.analysis.cases import CaseResult
 from refshard.quantities import format_bytes, format_rate
 from refshard.records import Environment, Run
+from refshard.report.blocks import Row, Table, table
 
 _OF_ONE_RUN = ("--out", "-o", "--only")
 """Options that another run does not share, each with a value."""
@@ -20,6 +20,8 @@ def environment(run: Run) -> list[tuple[str, str]]:
     """The machine and its software as label and value."""
     env = run.header.environment
     commit = env.git_commit or "not a git checkout"
+    threads = f"{env.gemm_threads} thread{'' if env.gemm_threads == 1 else 's'}"
+    peaks = dict.fromkeys((one.peak_flops_per_s, one.peak_source) for one in run.launches)
     return [
         ("environment", env.id),
         ("host", env.hostname),
@@ -29,38 +31,46 @@ def environment(run: Run) -> list[tuple[str, str]]:
         ("GPUs", ", ".join(env.gpus) or "none"),
         *_of_gpus(env),
         ("network", env.network or "none: all ranks on one host"),
-        ("matrix multiplication", gemm(run)),
+        ("matrix multiplication", f"{format_rate(env.gemm_flops_per_s / 1e12)} TFLOPS measured, fp32, {threads}"),
         ("Python", env.python),
         ("torch", f"{env.torch} ({', '.join(env.backends) or 'no backend'})"),
         ("packages", ", ".join(f"{name} {version}" for name, version in sorted(env.packages.items())) or "-"),
         ("refshard", run.header.refshard),
         ("git commit", f"{commit} with uncommitted changes" if env.git_dirty else commit),
-        *(("peak for MFU", source) for source in _peaks(run)),
-        *(("FLOPs convention", name) for name in _distinct(run, "flops_convention")),
-        *(("recompute", name) for name in _distinct(run, "recompute")),
+        *(("peak for MFU", f"{format_rate(peak / 1e12)} TFLOPS per rank: {source}") for peak, source in peaks if peak),
+        *(("FLOPs convention", name) for name in dict.fromkeys(one.flops_convention for one in run.launches) if name),
+        *(("recompute", str(name)) for name in dict.fromkeys(one.recompute for one in run.launches) if name),
     ]
 
 
-def environment_differences(runs: Sequence[Run]) -> pd.DataFrame:
+def environment_differences(runs: Sequence[Run]) -> Table:
     """Fields of the environment in which runs are not the same; a column a run."""
-    told = [{**_told(run.header.environment), "refshard": run.header.refshard} for run in runs]
-    every = dict.fromkeys(name for one in told for name in one if name != "argv")
-    fields = [name for name in every if len({repr(one.get(name)) for one in told}) > 1]
-    names = run_names(runs)
-    rows = [{"": name.replace("_", " "), **_columns([one.get(name, "-") for one in told], names)} for name in fields]
-    return pd.DataFrame(rows)
+    found = [{**_fields(run.header.environment), "refshard": run.header.refshard} for run in runs]
+    every = dict.fromkeys(name for one in found for name in one if name != "argv")
+    fields = [name for name in every if len({repr(one.get(name)) for one in found}) > 1]
+    rows: list[Row] = [
+        {"field": name.replace("_", " "), **dict(zip(run_names(runs), (_text(one.get(name, "-")) for one in found)))}
+        for name in fields
+    ]
+    return table(rows, left=len(runs) + 1, caption="What differs between the runs")
 
 
-def _told(env: Environment) -> dict[str, Any]:
-    """Each field, and of GPUs' settings each on its own: one value where all GPUs agree, else one a GPU."""
-    told: dict[str, Any] = msgspec.to_builtins(env)
-    settings = told.pop("gpu_settings")
+def _text(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {part}" for key, part in sorted(value.items()))
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _fields(env: Environment) -> dict[str, Any]:
+    """Each field, and each of the GPUs' settings: one value where all GPUs agree, else one a GPU."""
+    found: dict[str, Any] = msgspec.to_builtins(env)
+    settings = found.pop("gpu_settings")
     for name in settings[0] if settings else ():
         values = [one[name] for one in settings]
-        told[f"gpu_{name}"] = values if any(value != values[0] for value in values) else values[0]
-    throttled = told.pop("gpu_throttled")
-    told["gpu_throttled_at_start"] = [f"GPU {gpu}: {', '.join(why)}" for gpu, why in enumerate(throttled) if why]
-    return told
+        found[f"gpu_{name}"] = values if any(value != values[0] for value in values) else values[0]
+    throttled = found.pop("gpu_throttled")
+    found["gpu_throttled_at_start"] = [f"GPU {gpu}: {', '.join(why)}" for gpu, why in enumerate(throttled) if why]
+    return found
 
 
 def _of_gpus(env: Environment) -> list[tuple[str, str]]:
@@ -95,31 +105,6 @@ def run_names(runs: Sequence[Run]) -> list[str]:
     """A name for each run, its id; with a number where two have one."""
     ids = [run.header.run_id for run in runs]
     return [f"{id_} ({ids[: n + 1].count(id_)})" if ids.count(id_) > 1 else id_ for n, id_ in enumerate(ids)]
-
-
-def _columns(values: Sequence[object], names: Sequence[str]) -> dict[str, str]:
-    def words(value: object) -> str:
-        if isinstance(value, dict):
-            return ", ".join(f"{key} {part}" for key, part in sorted(value.items()))
-        return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-    return dict(zip(names, map(words, values)))
-
-
-def gemm(run: Run) -> str:
-    """The measured matrix-multiplication rate of the machine."""
-    env = run.header.environment
-    threads = f"{env.gemm_threads} thread{'' if env.gemm_threads == 1 else 's'}"
-    return f"{format_rate(env.gemm_flops_per_s / 1e12)} TFLOPS measured, fp32, {threads}"
-
-
-def _peaks(run: Run) -> list[str]:
-    found = {(c.peak_flops_per_s, c.peak_source): None for c in run.launches if c.peak_flops_per_s is not None}
-    return [f"{format_rate(peak / 1e12)} TFLOPS per rank: {source}" for peak, source in found if peak]
-
-
-def _distinct(run: Run, field: str) -> list[str]:
-    return list(dict.fromkeys(str(value) for c in run.launches if (value := getattr(c, field))))
 
 
 def command(run: Run) -> str:

@@ -1,31 +1,28 @@
-"""The findings of a run in words: which strategy is fastest, which needs the least memory, by how much, and why."""
+"""The findings of a run: which strategy is fastest, which needs the least memory, by how much, and why."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from refshard.analysis.busy import drift_over
 from refshard.analysis.cases import FIDELITY, CaseResult, ranks
 from refshard.analysis.evidence import Evidence
 from refshard.analysis.rankings import ALIKE, RELEVANT, Ranking, Rival, rankings, step_time
 from refshard.plain import plain
 from refshard.quantities import format_bytes, format_percent, format_seconds
-from refshard.records import Run, State
-from refshard.report.run.busy import busy_in
-from refshard.report.run.intervals import interval_text, no_interval, pairing
-from refshard.specs.case import REFERENCE_STRATEGY, REPEATING, Fidelity, spelled
+from refshard.records import Run
+from refshard.report.run.cells import STATES, no_interval, span
+from refshard.specs.case import REFERENCE_STRATEGY, REPEATING, spelled
+from refshard.stats.compare import Comparison
 from refshard.stats.sample import too_few
 
 MANY = 4
 """Comparisons from which on a sentence sums them up."""
 _MOST_NAMED = 3
 """Strategies that a lead or a list of unranked cases names; of more it gives the number."""
-STATES: dict[State, str] = {
-    "ok": "ok", "oom": "out of memory", "timeout": "timed out", "failed": "failed", "unsupported": "not supported",
-    "skipped": "skipped",
-}  # fmt: skip
-"""Case states in words."""
 _ERROR_LENGTH = 120
 _TIMES = 2  # ratio from which "2.3 times as long" reads better than "130 % longer"
+_PARTS = {"compute": "compute_s", "exposed communication": "exposed_comm_s", "idle time": "idle_s"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,60 +56,93 @@ class Finding:
         """What the lead leaves out: by how much, why, and whether the machine was busy."""
         return tuple(sentence for sentence in (self.margin, self.why, self.busy) if sentence)
 
+    @property
+    def summary(self) -> str:
+        """Speed and memory, without reasons."""
+        return " ".join(filter(None, (self.speed, self.margin, self.memory)))
+
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
     """The outcome of every comparison."""
     return tuple(map(finding_of, rankings(evidence)))
 
 
+def finding_of(ranking: Ranking) -> Finding:
+    """The outcome of one comparison."""
+    candidates = [case for case in ranking.candidates if case.fidelity not in REPEATING]
+    drift = "the cases come from several runs, so a drift of the machine between them looks like a difference"
+    doubts = [drift] if len({id(case.header) for case in candidates}) > 1 else []
+    doubts += [doubt for rival in ranking.rivals if rival.comparison for doubt in rival.comparison.warnings]
+    return Finding(
+        title=f"{ranking.setting.label}, {ranks(ranking.world_size)}",
+        cases=ranking.cases,
+        fastest=tuple(case.strategy for case in ranking.fastest),
+        lowest_memory=tuple(case.strategy for case in ranking.lowest_memory),
+        lead=_lead(ranking),
+        speed=_speed(ranking),
+        margin=_margin(ranking),
+        memory=_memory(ranking),
+        why=_why(ranking),
+        busy=_busy(ranking),
+        caveats=tuple(dict.fromkeys(doubts)),
+    )
+
+
 def overview(found: Sequence[Finding]) -> tuple[str, ...]:
     """How often each strategy leads, a sentence per fidelity that has :data:`MANY` comparisons or more."""
-    told = []
+    sentences = []
     fidelities = dict.fromkeys(finding.cases[0].fidelity for finding in found)
     for fidelity in fidelities:
-        ranked = [finding for finding in found if finding.cases[0].fidelity == fidelity and _has_rivals(finding)]
-        if len(ranked) >= MANY:
-            kind = f"{spelled(fidelity)} " if len(fidelities) > 1 else ""
-            speed = _wins([finding.fastest for finding in ranked], f"{kind}comparisons")
-            told.append(f"{speed} {_least([finding.lowest_memory for finding in ranked])}")
-    return tuple(told)
+        here = [finding for finding in found if finding.cases[0].fidelity == fidelity]
+        ranked = [one for one in here if sum(c.ok and c.strategy != REFERENCE_STRATEGY for c in one.cases) > 1]
+        if len(ranked) < MANY:
+            continue
+        count = f"{len(ranked)} {f'{spelled(fidelity)} ' if len(fidelities) > 1 else ''}comparisons"
+        alone, ties, unranked = _led([finding.fastest for finding in ranked])
+        rest = [f"{ties} {'was a tie' if ties == 1 else 'were ties'}"] if ties else []
+        rest += [f"{unranked} {'was' if unranked == 1 else 'were'} not ranked"] if unranked else []
+        if alone:
+            (name, times), *others = alone
+            text = f"{name} was fastest in {times} of {count}{''.join(f', {other} in {n}' for other, n in others)}"
+            text += f"{'; ' if rest else ''}{', '.join(rest)}."
+        elif ties == len(ranked):
+            text = f"All {count} are ties for the fastest strategy."
+        else:
+            text = f"No strategy alone was fastest in {count}: {', '.join(rest)}."
+        alone, ties, _ = _led([finding.lowest_memory for finding in ranked])
+        least = [f"{name} in {times}" for name, times in alone]
+        least += [f"{ties} {'tie' if ties == 1 else 'ties'}"] if ties else []
+        sentences.append(f"{text} Lowest memory: {', '.join(least)}." if least else text)
+    return tuple(sentences)
 
 
-def _has_rivals(finding: Finding) -> bool:
-    """Whether two strategies or more finished."""
-    return sum(case.ok and case.strategy != REFERENCE_STRATEGY for case in finding.cases) > 1
-
-
-def _alone(leads: Sequence[tuple[str, ...]]) -> list[tuple[str, int]]:
-    """How often each strategy led alone, most often first."""
+def _led(leads: Sequence[tuple[str, ...]]) -> tuple[list[tuple[str, int]], int, int]:
+    """How often each strategy led alone, most often first, how many comparisons were ties, and how many are not
+    ranked.
+    """
     alone = Counter(names[0] for names in leads if len(names) == 1)
-    return sorted(alone.items(), key=lambda item: (-item[1], item[0]))
+    ordered = sorted(alone.items(), key=lambda item: (-item[1], item[0]))
+    return ordered, sum(len(names) > 1 for names in leads), sum(not names for names in leads)
 
 
-def _wins(leads: Sequence[tuple[str, ...]], noun: str) -> str:
-    """Which strategy was fastest how often, and how many comparisons were ties or were not ranked."""
-    ties, unranked = sum(len(names) > 1 for names in leads), sum(not names for names in leads)
-    if ties == len(leads):
-        return f"All {ties} {noun} are ties for the fastest strategy."
-    if unranked == len(leads):
-        return f"None of {unranked} {noun} is ranked by time."
-    alone = _alone(leads)
-    if not alone:
-        return f"None of {len(leads)} {noun} has a single fastest strategy: {ties} ties, {unranked} not ranked."
-    (name, count), *others = alone
-    told = f"{name} was fastest in {count} of {len(leads)} {noun}"
-    told += "".join(f", {other} in {times}" for other, times in others)
-    rest = [f"{ties} {'was a tie' if ties == 1 else 'were ties'}"] if ties else []
-    rest += [f"{unranked} {'was' if unranked == 1 else 'were'} not ranked"] if unranked else []
-    return f"{told}{'; ' if rest else ''}{', '.join(rest)}."
+def notes(evidence: Evidence) -> list[str]:
+    """What a reader has to know of the cases: the network, what was not measured, what failed, and doubts."""
+    return [*network(evidence), *modelled(evidence), *unranked(evidence), *caveats(evidence)]
 
 
-def _least(leads: Sequence[tuple[str, ...]]) -> str:
-    """Which strategy needed the least memory how often."""
-    told = [f"{name} in {count}" for name, count in _alone(leads)]
-    ties = sum(len(names) > 1 for names in leads)
-    told += [f"{ties} {'tie' if ties == 1 else 'ties'}"] if ties else []
-    return f"Lowest memory: {', '.join(told)}." if told else ""
+def network(evidence: Evidence) -> tuple[str, ...]:
+    """A sentence for each network between hosts."""
+    joined = dict.fromkeys(run.header.environment.network for run in evidence.runs)
+    return tuple(f"The ranks ran on {name}." for name in joined if name)
+
+
+def modelled(evidence: Evidence) -> tuple[str, ...]:
+    """A sentence for every cluster on which cases were not measured."""
+    kinds = dict.fromkeys((case.fidelity, case.spec.cluster) for case in evidence.cases if case.fidelity != "measured")
+    return tuple(
+        f"Not measured, but {'dry-run' if fidelity == 'dryrun' else fidelity} on {cluster}: {FIDELITY[fidelity]}."
+        for fidelity, cluster in kinds
+    )
 
 
 def unranked(evidence: Evidence) -> tuple[str, ...]:
@@ -120,29 +150,33 @@ def unranked(evidence: Evidence) -> tuple[str, ...]:
     return tuple(_unranked(case) for case in evidence.cases if not case.ok)
 
 
-def network(evidence: Evidence) -> tuple[str, ...]:
-    """A sentence that names each network between hosts, if there were several."""
-    joined = dict.fromkeys(run.header.environment.network for run in evidence.runs)
-    return tuple(f"The ranks ran on {words}." for words in joined if words)
+def _unranked(case: CaseResult) -> str:
+    ended = sum(launch.state == case.state for launch in case.launches)
+    rounds = f" in {ended} of {len(case.launches)} rounds" if len(case.launches) > 1 else ""
+    state, error = STATES[case.state], plain(next(iter((case.error or "").strip().splitlines()), ""))
+    error = error.removeprefix(f"{state}: ")
+    if len(error) > _ERROR_LENGTH:
+        error = f"{error[: _ERROR_LENGTH - 3]}..."
+    return f"{case.full_label}: {state}{rounds}{f' ({error})' if error else ''}."
 
 
-def modelled(evidence: Evidence) -> tuple[str, ...]:
-    """A sentence for every cluster on which cases were not measured."""
-    kinds = dict.fromkeys((case.fidelity, case.spec.cluster) for case in evidence.cases if case.fidelity != "measured")
-    return tuple(
-        f"Not measured, but {_how(fidelity)} on {cluster}: {FIDELITY[fidelity]}." for fidelity, cluster in kinds
-    )
-
-
-def _how(fidelity: Fidelity) -> str:
-    return "dry-run" if fidelity == "dryrun" else fidelity
+def caveats(evidence: Evidence) -> list[str]:
+    """What weakens the findings, each doubt once, and the first of the launches' warnings."""
+    doubts = dict.fromkeys(doubt for finding in findings(evidence) for doubt in finding.caveats)
+    left = [(case, warning) for case in evidence.cases for launch in case.launches for warning in launch.warnings]
+    sentences = [f"Caution: {doubt}." for doubt in doubts]
+    if left:
+        case, warning = left[0]
+        others = len({case.full_label for case, _ in left}) - 1
+        more = f"; {others} more {'case has' if others == 1 else 'cases have'} warnings: see --json" if others else ""
+        sentences.append(f"Caution: {case.full_label}: {plain(warning)}{more}.")
+    return sentences
 
 
 def unfinished(evidence: Evidence) -> tuple[str, ...]:
     """A sentence for each run that did not end by itself: what is missing may change the verdict."""
-    told = ((run, _unfinished(run)) for run in evidence.runs)
-    several = len(evidence.runs) > 1
-    return tuple(f"{run.header.run_id}: {words}" if several else words for run, words in told if words)
+    found = [(run.header.run_id, sentence) for run in evidence.runs if (sentence := _unfinished(run))]
+    return tuple(f"{name}: {sentence}" if len(evidence.runs) > 1 else sentence for name, sentence in found)
 
 
 def _unfinished(run: Run) -> str:
@@ -154,58 +188,21 @@ def _unfinished(run: Run) -> str:
     return f"Not finished: {done} launches are done; {why}."
 
 
-def caveats(evidence: Evidence) -> list[str]:
-    """What weakens the findings, each doubt once, and the first of the launches' warnings."""
-    doubts = dict.fromkeys(doubt for finding in findings(evidence) for doubt in finding.caveats)
-    left = [(case, warning) for case in evidence.cases for launch in case.launches for warning in launch.warnings]
-    told = [f"Caution: {doubt}." for doubt in doubts]
-    if left:
-        case, warning = left[0]
-        others = len({case.full_label for case, _ in left}) - 1
-        more = f"; {others} more {'case has' if others == 1 else 'cases have'} warnings: see --json"
-        told.append(f"Caution: {case.full_label}: {plain(warning)}{more if others else ''}.")
-    return told
-
-
-def finding_of(ranking: Ranking) -> Finding:
-    """The outcome of one comparison."""
-    return Finding(
-        title=f"{ranking.setting.label}, {ranks(ranking.world_size)}",
-        cases=ranking.cases,
-        fastest=tuple(case.strategy for case in ranking.fastest),
-        lowest_memory=tuple(case.strategy for case in ranking.lowest_memory),
-        lead=_lead(ranking),
-        speed=_speed(ranking),
-        margin=_margin(ranking),
-        memory=_memory(ranking),
-        why=_why(ranking),
-        busy=busy_in(ranking),
-        caveats=tuple(dict.fromkeys((*_apart(ranking.candidates), *_doubts(ranking.rivals)))),
-    )
-
-
 def _lead(ranking: Ranking) -> str:
     """Speed and memory in one sentence."""
-    peaks, least = ranking.peaks, [case.strategy for case in ranking.lowest_memory]
+    least = [case.strategy for case in ranking.lowest_memory]
     if ranking.winner is None or len(ranking.candidates) < 2:
         return _speed(ranking)
     times = _between([step_time(case) for case in ranking.fastest])
     fastest = [case.strategy for case in ranking.fastest]
-    if len(peaks) < 2 or len(least) == len(peaks):
-        need = ""
-    elif fastest == least and len(least) == 1:
-        least_memory = format_bytes(_least_memory(ranking))
-        return f"{listed(fastest)} is fastest ({times} per step) and needs the least memory ({least_memory})."
-    else:
-        verb = "needs" if len(least) == 1 else "need"
-        need = f"; {_counted(least)} {verb} the least memory ({format_bytes(_least_memory(ranking))})"
+    need = ""
+    if len(ranking.peaks) > 1 and len(least) < len(ranking.peaks):
+        memory = format_bytes(min(ranking.peaks.values()))
+        if fastest == least and len(least) == 1:
+            return f"{fastest[0]} is fastest ({times} per step) and needs the least memory ({memory})."
+        need = f"; {_counted(least)} {'needs' if len(least) == 1 else 'need'} the least memory ({memory})"
     verb = "is fastest" if len(fastest) == 1 else "tie for fastest"
     return f"{_counted(fastest)} {verb} ({times} per step){need}."
-
-
-def _least_memory(ranking: Ranking) -> float:
-    """The least memory of a comparison, B."""
-    return min(ranking.peaks.values())
 
 
 def _counted(names: Sequence[str]) -> str:
@@ -213,21 +210,9 @@ def _counted(names: Sequence[str]) -> str:
 
 
 def _between(seconds: Sequence[float]) -> str:
-    """The range of step times; the unit is written once."""
+    """The range of step times."""
     low, high = format_seconds(min(seconds)), format_seconds(max(seconds))
-    unit = f" {high.rpartition(' ')[2]}"
-    return high if low == high else f"{low.removesuffix(unit)} to {high}"
-
-
-def _apart(candidates: Sequence[CaseResult]) -> tuple[str, ...]:
-    """A doubt if the cases come from several runs."""
-    if len({id(case.header) for case in candidates if case.fidelity not in REPEATING}) < 2:
-        return ()
-    return ("the cases come from several runs, so a drift of the machine between them looks like a difference",)
-
-
-def _doubts(rivals: Sequence[Rival]) -> tuple[str, ...]:
-    return tuple(doubt for rival in rivals if rival.comparison for doubt in rival.comparison.warnings)
+    return high if low == high else span(low, high)
 
 
 def _speed(ranking: Ranking) -> str:
@@ -247,15 +232,15 @@ def _speed(ranking: Ranking) -> str:
 
 def _margin(ranking: Ranking) -> str:
     """Why the tied ones are tied, how much slower the next one is, and which cases are not ranked."""
-    told = []
+    sentences = []
     if ranking.tied:
         assert ranking.winner is not None
-        told.append(_tied(ranking.winner, ranking.tied[-1]))
+        sentences.append(_tied(ranking.winner, ranking.tied[-1]))
     if ranking.runner_up:
-        told.append(_behind(ranking.runner_up))
+        sentences.append(_behind(ranking.runner_up))
     if ranking.winner and len(ranking.ranked) < len(ranking.candidates):
-        told.append(_by_time([case for case in ranking.candidates if case not in ranking.ranked]))
-    return " ".join(told)
+        sentences.append(_by_time([case for case in ranking.candidates if case not in ranking.ranked]))
+    return " ".join(sentences)
 
 
 def _by_time(cases: Sequence[CaseResult]) -> str:
@@ -271,7 +256,7 @@ def _by_time(cases: Sequence[CaseResult]) -> str:
 def _few(cases: Sequence[CaseResult]) -> str:
     """In brackets, that there are too few launches; empty for calculated times."""
     launches = [len(case.samples) for case in cases if case.fidelity not in REPEATING]
-    return "".join(f" ({words})" for words in too_few(min(launches))) if launches else ""
+    return "".join(f" ({reason})" for reason in too_few(min(launches))) if launches else ""
 
 
 def _tied(winner: CaseResult, last: Rival) -> str:
@@ -279,30 +264,39 @@ def _tied(winner: CaseResult, last: Rival) -> str:
     comparison = last.comparison
     if comparison is None:
         return f"Differences under {ALIKE:.0%} are within the model's error.".replace("%", " %")
-    lead = f"{last.case.strategy} takes {last.ratio:.3f} times as long as {winner.strategy}{pairing(comparison)}"
+    lead = f"{last.case.strategy} takes {last.ratio:.3f} times as long as {winner.strategy}{_pairing(comparison)}"
     if not comparison.bounded:
         return f"{lead} ({no_interval(comparison)})."
-    return f"{lead} ({interval_text(comparison, as_ratio=True)}, which includes 1; more rounds would narrow it)."
+    return f"{lead} ({_interval(comparison, as_ratio=True)}, which includes 1; more rounds would narrow it)."
 
 
 def _behind(rival: Rival) -> str:
+    longer = (
+        f"{rival.ratio:.1f} times as long" if rival.ratio >= _TIMES else f"{format_percent(rival.ratio - 1)} longer"
+    )
     time = format_seconds(step_time(rival.case))
-    sentence = f"Next: {rival.case.strategy} takes {time}, {_longer(rival.ratio)}{pairing(rival.comparison)}"
+    sentence = f"Next: {rival.case.strategy} takes {time}, {longer}{_pairing(rival.comparison)}"
     if rival.comparison is None:
         return f"{sentence}."
-    interval = interval_text(rival.comparison, as_ratio=rival.ratio >= _TIMES)
+    interval = _interval(rival.comparison, as_ratio=rival.ratio >= _TIMES)
     size = "significant" if abs(rival.ratio - 1) >= RELEVANT else f"significant, but under {RELEVANT:.0%}"
     return f"{sentence} ({interval}; {size})."
 
 
-def _longer(ratio: float) -> str:
-    if ratio >= _TIMES:
-        return f"{ratio:.1f} times as long"
-    return f"{format_percent(ratio - 1)} longer"
+def _interval(comparison: Comparison, *, as_ratio: bool) -> str:
+    """An interval of ratios, or of what they exceed 1 by."""
+    if as_ratio:
+        return f"95 % interval {comparison.low:.3f} to {comparison.high:.3f}"
+    return f"95 % interval {span(format_percent(comparison.low - 1), format_percent(comparison.high - 1))}"
+
+
+def _pairing(comparison: Comparison | None) -> str:
+    """How a ratio came about, after a comma, if it is not the ratio of the medians."""
+    return ", paired by round" if comparison and comparison.paired else ""
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names as a list in words.
+    """Names as a list in a sentence.
 
     >>> listed(["a"]), listed(["a", "b"]), listed(["a", "b", "c"])
     ('a', 'a and b', 'a, b and c')
@@ -315,18 +309,13 @@ def _memory(ranking: Ranking) -> str:
     if len(peaks) < 2:
         return ""
     equal = [case.strategy for case in ranking.lowest_memory]
-    rest = list(peaks)[len(equal) :]
-    least = _least_memory(ranking)
-    what = "reserved" if ranking.memory_metric == "peak_reserved_bytes" else "peak"
+    least = min(peaks.values())
+    kind = "reserved" if ranking.memory_metric == "peak_reserved_bytes" else "peak"
     verb = "needs" if len(equal) == 1 else "need"
-    told = f"{listed(equal)} {verb} the least memory: {format_bytes(least)} per rank ({what})."
-    if not rest:
-        return told
-    more = format_percent(peaks[rest[0]] / least - 1)
-    return f"{told} Next: {rest[0].strategy} with {format_bytes(peaks[rest[0]])}, {more} more."
-
-
-_PARTS = {"compute": "compute_s", "exposed communication": "exposed_comm_s", "idle time": "idle_s"}
+    sentence = f"{listed(equal)} {verb} the least memory: {format_bytes(least)} per rank ({kind})."
+    for case, peak in list(peaks.items())[len(equal) :][:1]:
+        sentence += f" Next: {case.strategy} with {format_bytes(peak)}, {format_percent(peak / least - 1)} more."
+    return sentence
 
 
 def _why(ranking: Ranking) -> str:
@@ -342,7 +331,8 @@ def _why(ranking: Ranking) -> str:
     total = sum(others.values()) - sum(parts.values())
     most = max(parts, key=lambda part: others[part] - parts[part])
     lost = others[most] - parts[most]
-    if total <= 0 or lost <= 0 or _overlap(winner, beaten.case, _PARTS[most]):
+    mine, theirs = (case.traced_range.get(_PARTS[most]) for case in (winner, beaten.case))
+    if total <= 0 or lost <= 0 or (mine is not None and theirs is not None and theirs[0] <= mine[1]):
         return ""
     share = "most" if lost > total / 2 else "the largest part"
     return (
@@ -351,20 +341,34 @@ def _why(ranking: Ranking) -> str:
     )
 
 
-def _overlap(winner: CaseResult, beaten: CaseResult, metric: str) -> bool:
-    """Whether some traced step of the slower one took no longer in this part than some step of the faster one."""
-    mine, theirs = winner.traced_range.get(metric), beaten.traced_range.get(metric)
-    return mine is not None and theirs is not None and theirs[0] <= mine[1]
+def _busy(ranking: Ranking) -> str:
+    """A sentence if the machine drifted by more than a difference to the fastest, or the range of unranked cases."""
+    if ranking.winner is not None:
+        return busy_between((ranking.winner, rival.case, rival.ratio - 1) for rival in ranking.rivals)
+    cases = ranking.candidates
+    if len(cases) < 2 or cases[0].fidelity in REPEATING:
+        return ""
+    least, most = min(cases, key=step_time), max(cases, key=step_time)
+    return busy_between([(least, most, step_time(most) / step_time(least) - 1)])
 
 
-def _unranked(case: CaseResult) -> str:
-    ended = sum(launch.state == case.state for launch in case.launches)
-    rounds = f" in {ended} of {len(case.launches)} rounds" if len(case.launches) > 1 else ""
-    lines = (case.error or "").strip().splitlines()
-    state = STATES[case.state]
-    reason = f" ({_shortened(lines[0].removeprefix(f'{state}: '))})" if lines else ""
-    return f"{case.full_label}: {state}{rounds}{reason}."
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _ERROR_LENGTH else f"{text[: _ERROR_LENGTH - 3]}..."
+def busy_between(pairs: Iterable[tuple[CaseResult, CaseResult, float]]) -> str:
+    """A sentence on the largest drift that exceeds the difference in step time of its pair of cases; empty if none
+    does.
+    """
+    drifts = [(drift, effect) for a, b, effect in pairs if (drift := drift_over(a, b, effect))]
+    if not drifts:
+        return ""
+    drift, effect = max(drifts, key=lambda pair: pair[0].size - abs(pair[1]))
+    if drift.kind == "other processes":
+        less, more = sorted((drift.before, drift.after))
+        what = f"other processes used {less:.1f} of {drift.cores} cores in one case, {more:.1f} in the other"
+    else:
+        inside = drift.kind == "within a launch"
+        where = f"within a launch of {drift.case.full_label}" if inside else "between the two cases"
+        ends = f"{format_seconds(drift.before)} to {format_seconds(drift.after)}"
+        what = f"its compute probe went from {ends} {where}"
+    return (
+        f"The machine was busy: {what} ({format_percent(drift.size)}). That is more than the difference in step time "
+        f"({format_percent(abs(effect))})."
+    )

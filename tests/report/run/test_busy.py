@@ -8,7 +8,7 @@ import pytest
 from refshard.analysis.busy import drift_over, within_launch
 from refshard.analysis.evidence import gather
 from refshard.records import Load, Run
-from refshard.report.run.against import against
+from refshard.report.run.compare import against
 from refshard.report.run.trust import trust
 from refshard.report.run.verdict import findings
 from tests.analysis.test_evidence import later, quicker

@@ -7,13 +7,13 @@ from refshard.analysis.evidence import Evidence, gather
 from refshard.quantities import MIB
 from refshard.records import Run
 from refshard.report.run.answer import run_answer
-from refshard.report.run.columns import values
+from refshard.report.run.curves import scalings
 from refshard.report.run.page import page
-from refshard.report.run.scaling import scalings
+from refshard.report.run.rows import values
+from refshard.report.run.tables import case_table
 from refshard.report.run.trust import trust
 from refshard.report.run.verdict import findings, modelled, unranked
-from refshard.report.run.views import summary_table
-from tests.report.printed import text
+from tests.report.printed import rows, text
 from tests.report.runs import CASES, CLUSTER, both, run
 
 RESERVED = {"ddp": 700, "fsdp2": 400, "refshard-fsdp": 410, "refshard-yafsdp": 300}
@@ -53,7 +53,7 @@ def test_a_dry_run_says_what_it_is(evidence: Evidence) -> None:
     )
     facts = {fact.label: fact for fact in trust(evidence)}
     assert facts["Fidelity"].value == "dry run"
-    assert (facts["Noise"].value, facts["Noise"].good) == ("none", None)
+    assert (facts["Noise"].value, facts["Noise"].style) == ("none", "plain")
     assert values(evidence.cases[0])["fidelity"] == "dryrun"
 
 
@@ -70,16 +70,16 @@ def test_the_least_memory_goes_by_what_is_reserved(evidence: Evidence) -> None:
     (finding,) = findings(evidence)
     assert finding.memory.startswith("refshard-yafsdp needs the least memory: 300 MiB per rank (reserved).")
     assert "Next: fsdp2 with 400 MiB" in finding.memory
-    assert summary_table(evidence.settings[0].cases)["peak reserved"].tolist()[-1] == "300 MiB"
+    assert rows(case_table(evidence.settings[0].cases, title=""))[-1]["peak reserved"] == "300 MiB"
 
 
 def test_measured_cases_have_no_column_of_reserved_memory() -> None:
-    assert "peak reserved" not in summary_table(gather(run()).settings[0].cases)
+    assert "peak reserved" not in rows(case_table(gather(run()).settings[0].cases, title=""))[0]
 
 
 def test_out_of_memory_shows_what_it_would_take_and_competes_with_nobody() -> None:
     evidence = gather(dry(out_of_memory="ddp"))
-    (row,) = [row for row in summary_table(evidence.cases).to_dict("records") if row["strategy"] == "ddp"]
+    (row,) = [row for row in rows(case_table(evidence.cases, title="")) if row["strategy"] == "ddp"]
     assert (row["state"], row["peak memory"], row["peak reserved"]) == ("oom", "900 MiB", "950 MiB")
     assert row["tokens/s/GPU"] == "-"
     assert all("ddp" not in (*finding.fastest, *finding.lowest_memory) for finding in findings(evidence))
@@ -105,5 +105,6 @@ def test_a_curve_says_where_it_was_run_dry() -> None:
         if record.case.strategy != "single"
     )
     (scaling,) = scalings(gather(msgspec.structs.replace(made, launches=(*made.launches, *larger))))
-    assert {curve.label for curve in scaling.curves} >= {f"fsdp2, dry run on {CLUSTER}"}
-    assert "dry run" not in scaling.label
+    hover = [str(curve["hovertemplate"]) for curve in scaling.chart.figure["data"] if "hovertemplate" in curve]
+    assert any(text.startswith(f"fsdp2, dry run on {CLUSTER}") for text in hover)
+    assert "dry run" not in scaling.table.caption

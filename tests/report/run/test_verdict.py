@@ -7,7 +7,7 @@ import pytest
 
 from refshard.analysis.evidence import gather
 from refshard.records import Run, StepTrace
-from refshard.report.run.verdict import caveats, findings, listed, modelled, overview, unfinished, unranked
+from refshard.report.run.verdict import caveats, findings, modelled, overview, unfinished, unranked
 from refshard.specs.case import Fidelity
 from tests.report.runs import CASES, HOSTILE, Made, both, run, with_record
 
@@ -189,11 +189,6 @@ def test_an_empty_run_says_no_more_than_that() -> None:
 def test_a_long_error_is_shortened() -> None:
     (sentence,) = unranked(gather(with_record(run(), -1, error="x" * 500)))
     assert sentence.endswith(f"({'x' * 117}...).")
-
-
-@pytest.mark.parametrize(("names", "words"), [(["a"], "a"), (["a", "b"], "a and b"), (["a", "b", "c"], "a, b and c")])
-def test_names_are_listed_in_words(names: list[str], words: str) -> None:
-    assert listed(names) == words
 
 
 def told_why(compute: float, exposed: float, idle: float) -> list[str]:

@@ -2,6 +2,7 @@
 
 import gzip
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +12,13 @@ from refshard import resources
 from refshard.analysis.evidence import Evidence, gather
 from refshard.measure.store import read_run
 from refshard.records import Run
+from refshard.report.blocks import Block, Charts, Section
+from refshard.report.draw.charts import Chart
 from refshard.report.run.page import Extras, page
-from refshard.report.run.why import COPIES, MOST_TRACED, PARTS, Traced, parts_of, read_traces, why
+from refshard.report.run.traces import COPIES, MOST_TRACED, PARTS, Traced, parts_of, read_traces, why
 from tests.report import traces
 from tests.report.pages import Page
+from tests.report.printed import opened
 
 FOLDER = resources.root() / "profiles" / "recorded" / "xeon-2-cores" / "engine_network"
 
@@ -34,6 +38,13 @@ def traced(recorded: Run, evidence: Evidence) -> list[Traced]:
     return list(read_traces(evidence, [(recorded, FOLDER)], FOLDER.parent / "page.html").values())
 
 
+def drawings(blocks: Sequence[Block]) -> list[Chart]:
+    """The charts of rank 0's trace in numbers."""
+    section = blocks[0]
+    assert isinstance(section, Section)
+    return [chart for block in section.blocks if isinstance(block, Charts) for chart in block.draw()]
+
+
 def test_the_cases_whose_traces_are_there_lead_to_them(traced: list[Traced]) -> None:
     assert sorted(one.case.strategy for one in traced) == ["fsdp2-tuned", "refshard-yafsdp"]
     for one in traced:
@@ -51,28 +62,24 @@ def test_copies_are_drawn_where_a_trace_has_them(traced: list[Traced], evidence:
     """Preparatory kernels of a GPU; over gloo, FSDP2's copies count as compute or as communication."""
     (setting,) = [setting for setting in evidence.ranked if traced[0].case in setting.cases]
     (tuned,) = [one for one in traced if one.case.strategy == "fsdp2-tuned"]
-    found = why(setting, {tuned.case: tuned}, "s")
-    assert found is not None
-    assert found.parts is None
+    assert not drawings(why(setting, {tuned.case: tuned}, "s", with_layers=True))
     analysis = traced[0].analysis
     assert analysis is not None
     made = traces.trace(tmp_path, traces.gpu(layers=3))
     gpu = replace(traced[0], analysis=replace(analysis, figures=made.figures, kept=made.timeline))
-    drawn = why(setting, {gpu.case: gpu}, "s")
-    assert drawn is not None
-    assert drawn.parts is not None
-    assert [part["name"] for part in drawn.parts.figure["data"]] == list(PARTS)
+    (parts,) = drawings(why(setting, {gpu.case: gpu}, "s", with_layers=True))
+    assert [part["name"] for part in parts.figure["data"]] == list(PARTS)
     assert parts_of(made.figures)[COPIES] > 0
 
 
 def test_a_row_for_each_trace(evidence: Evidence, traced: list[Traced]) -> None:
     (setting,) = [setting for setting in evidence.ranked if traced[0].case in setting.cases]
-    found = why(setting, {one.case: one for one in traced}, "s")
-    assert found is not None
-    assert list(found.table["late reductions (give-way)"]) == ["-", "-"], "a CPU trace has none"
-    assert all("GiB/s" in text for text in found.table["bus bandwidth"])
-    assert all("% of the link" in text for text in found.table["bus bandwidth"])
-    assert why(setting, {one.case: one for one in traced}, "s", with_layers=False).layers == ()  # type: ignore[union-attr]
+    numbers, _layers = why(setting, {one.case: one for one in traced}, "s", with_layers=True)
+    assert isinstance(numbers, Section)
+    found = opened(numbers)
+    assert [row["late reductions (give-way)"] for row in found.rows] == ["-", "-"], "a CPU trace has none"
+    assert all("GiB/s" in row["bus bandwidth"] and "% of the link" in row["bus bandwidth"] for row in found.rows)
+    assert len(why(setting, {one.case: one for one in traced}, "s", with_layers=False)) == 1
 
 
 def test_a_trace_that_is_damaged_keeps_its_link_alone(recorded: Run, evidence: Evidence, tmp_path: Path) -> None:

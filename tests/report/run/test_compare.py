@@ -5,14 +5,19 @@ import pytest
 
 from refshard.analysis.evidence import gather
 from refshard.records import Census, GpuSettings, Run
-from refshard.report.run.against import Against, against
+from refshard.report.run.compare import Against, against
 from refshard.report.run.origin import environment, environment_differences
 from tests.analysis.test_evidence import later, quicker
+from tests.report.printed import rows
 from tests.report.runs import CASES, run, with_record
 
 
 def compared(now: Run, before: Run) -> Against:
     return against(gather(now), gather(before))
+
+
+def ratios(found: Against) -> list[str]:
+    return [row["now / then (95 % interval)"] for row in rows(found.table("then", "now"))]
 
 
 def by_label(found: Against) -> dict[str, str]:
@@ -68,7 +73,7 @@ def test_under_three_launches_of_either_side_no_word_says_shorter(few: int, fact
         found = compared(later(quicker(now, factor), "now"), then)
         assert by_label(found) == {"ddp": "not compared"}
         assert found.sentences == (f"1 matching case: 1 times not compared (n = {few}: no interval).",)
-        assert found.table.iloc[0]["now / then (95 % interval)"].endswith(f" (n = {few}: no interval)")
+        assert ratios(found)[0].endswith(f" (n = {few}: no interval)")
         assert not found.worse
 
 
@@ -76,7 +81,7 @@ def test_another_machine_compares_exact_metrics_that_travel_and_no_time() -> Non
     there = later(BEFORE, "there", id="bbbbbbbbbbbb")
     found = compared(there, BEFORE)
     assert set(by_label(found).values()) == {"not compared"}
-    assert set(found.table["now / then (95 % interval)"]) == {"another machine"}
+    assert set(ratios(found)) == {"another machine"}
     other = with_record(there, 1, losses=(1.0, 2.0))
     assert all(one.exact == () for one in compared(other, BEFORE).changed), "losses may differ between processors"
     assert any(one.exact for one in compared(with_record(later(BEFORE, "now"), 1, losses=(1.0, 2.0)), BEFORE).changed)
@@ -110,7 +115,7 @@ def test_a_case_that_broke_is_worse() -> None:
     found = compared(broken, BEFORE)
     assert found.worse
     assert "Ended ok in made but not here: ddp, 2 ranks." in found.sentences
-    assert found.table.iloc[1]["now / then (95 % interval)"] == "now oom"
+    assert ratios(found)[1] == "now oom"
 
 
 def test_what_one_side_alone_holds_is_counted() -> None:
@@ -118,7 +123,7 @@ def test_what_one_side_alone_holds_is_counted() -> None:
     assert found.doubts[-1] == "2 cases are only in the earlier run"
     strangers = compared(later(run(CASES[3:], rounds=3, failed=False), "now"), run(CASES[:2], rounds=3, failed=False))
     assert strangers.sentences == ("Nothing to compare: no case is also in made.",)
-    assert strangers.table.empty
+    assert strangers.changed == ()
 
 
 def test_a_reference_counts_like_any_other() -> None:
@@ -132,7 +137,7 @@ def test_where_nothing_exact_was_compared_nothing_is_said_to_be_the_same() -> No
     before = with_record(BEFORE, 1, state="failed", error="x", proof=None)
     before = with_record(with_record(before, 6, state="failed", proof=None), 11, state="failed", proof=None)
     found = compared(later(BEFORE, "now"), before)
-    texts = dict(zip(found.table["case"], found.table["exact metrics"]))
+    texts = {row["case"]: row["exact metrics"] for row in rows(found.table("then", "now"))}
     assert (texts["ddp, 2 ranks"], texts["fsdp2, 2 ranks"]) == ("-", "the same")
 
 
@@ -145,11 +150,11 @@ def test_simulated_times_have_no_interval_and_need_no_machine() -> None:
 
 def test_the_environments_difference_has_a_column_for_each_run() -> None:
     now = later(BEFORE, "now", torch="2.14.0", packages={"numpy": "2.5.0", "msgspec": "0.22.0"})
-    table = environment_differences([BEFORE, now]).set_index("")
-    assert table.loc["torch"].to_dict() == {"made": "2.13.0", "now": "2.14.0"}
-    assert table.loc["packages", "now"] == "msgspec 0.22.0, numpy 2.5.0"
-    assert set(table.index) == {"torch", "packages"}
-    assert environment_differences([BEFORE]).empty
+    table = {row.pop("field"): row for row in rows(environment_differences([BEFORE, now]))}
+    assert table["torch"] == {"made": "2.13.0", "now": "2.14.0"}
+    assert table["packages"]["now"] == "msgspec 0.22.0, numpy 2.5.0"
+    assert set(table) == {"torch", "packages"}
+    assert environment_differences([BEFORE]).rows == []
 
 
 def test_a_setting_of_gpus_that_differs_has_a_row_and_one_value_where_all_gpus_agree() -> None:
@@ -160,12 +165,12 @@ def test_a_setting_of_gpus_that_differs_has_a_row_and_one_value_where_all_gpus_a
         BEFORE, "now", gpus=("H100", "H100"), gpu_settings=(gpu, capped), gpu_driver="580", tf32=True,
         variables={"NCCL_ALGO": "Tree"}, gpu_throttled=((), ("power cap",)),
     )  # fmt: skip
-    table = environment_differences([one, now]).set_index("")
-    assert table["one"].to_dict() == {
+    table = rows(environment_differences([one, now]))
+    assert {row["field"]: row["one"] for row in table} == {
         "gpu driver": "570", "tf32": "False", "variables": "", "gpu power limit w": "700.0",
         "gpu throttled at start": "",
     }  # fmt: skip
-    assert table["now"].to_dict() == {
+    assert {row["field"]: row["now"] for row in table} == {
         "gpu driver": "580", "tf32": "True", "variables": "NCCL_ALGO Tree", "gpu power limit w": "700.0, 500.0",
         "gpu throttled at start": "GPU 1: power cap",
     }  # fmt: skip

@@ -1,0 +1,127 @@
+"""Figures of a case as cells and as text: one way for every table, tip and sentence."""
+
+import math
+from typing import Any
+
+from refshard.analysis.cases import CaseResult
+from refshard.analysis.gpu_memory import gpu_memory_of
+from refshard.quantities import format_part, format_percent, format_seconds
+from refshard.records import METRICS
+from refshard.report.blocks import Cell, Marked, Quantity, Style, Unit, cell_text
+from refshard.specs.case import REPEATING
+from refshard.stats.compare import Comparison
+from refshard.stats.sample import Summary, too_few
+
+_UNITS: dict[str, Unit] = {"s": "s", "B": "B", "fraction": "share"}
+STATES: dict[str, str] = {
+    "ok": "ok", "oom": "out of memory", "timeout": "timed out", "failed": "failed", "unsupported": "not supported",
+    "skipped": "skipped",
+}  # fmt: skip
+"""Case states in full."""
+_STATE_STYLES: dict[str, Style] = {"ok": "plain", "unsupported": "doubtful", "skipped": "doubtful"}
+
+
+def cell(metric: str, value: float | None) -> Cell:
+    """A metric's value.
+
+    >>> str(cell("overlap_ratio", 0.5)), cell("loss_parity", 0.00000012)
+    ('50.0 %', '1.2e-07')
+    """
+    if value is None or not math.isfinite(value):
+        return None
+    if metric == "loss_parity":
+        return "0" if value == 0 else f"{value:.1e}"
+    return Quantity(value, _UNITS.get(METRICS[metric].unit, "rate"))
+
+
+def metric(case: CaseResult, name: str) -> Cell:
+    """A case's metric."""
+    return cell(name, case.metrics[name])
+
+
+def metric_text(case: CaseResult, name: str) -> str:
+    """A case's metric, for a sentence."""
+    return cell_text(metric(case, name))
+
+
+def state(name: str) -> Cell:
+    """A state, set apart unless it is ok."""
+    style = _STATE_STYLES.get(name, "bad")
+    return name if style == "plain" else Marked(name, style)
+
+
+def step_time(case: CaseResult) -> str:
+    """Median and 95 % interval of the step time; a calculated time has no interval."""
+    if case.fidelity in REPEATING or case.step_time is None:
+        return metric_text(case, "step_time_s")
+    return with_interval(case.step_time)
+
+
+def with_interval(summary: Summary) -> str:
+    """A median in seconds and its 95 % interval, on a line of its own."""
+    median = format_seconds(summary.median)
+    if not math.isfinite(summary.high):
+        return f"{median}\n({no_interval(summary)})"
+    return f"{median}\n({span(format_seconds(summary.low), format_seconds(summary.high), median)})"
+
+
+def span(low: str, high: str, like: str = "") -> str:
+    """A range of two quantities; the unit is written once, or not at all after a quantity ``like`` of the same unit.
+
+    >>> span("1.00 s", "2.00 s"), span("999 ms", "2.00 s"), span("1.00 s", "2.00 s", "1.50 s")
+    ('1.00 to 2.00 s', '999 ms to 2.00 s', '1.00 to 2.00')
+    """
+    unit = f" {high.rpartition(' ')[2]}"
+    if low.endswith(unit) and like.endswith(unit):
+        return f"{low.removesuffix(unit)} to {high.removesuffix(unit)}"
+    return f"{low.removesuffix(unit)} to {high}"
+
+
+def reserved(case: CaseResult) -> Cell:
+    """Peak reserved memory, and the GPU's size if the case ran on one."""
+    gpu = gpu_memory_of(case)
+    return metric(case, "peak_reserved_bytes") if gpu is None else format_part(gpu.reserved_bytes, gpu.total_bytes)
+
+
+def exposed(case: CaseResult, *, share: bool = True) -> Cell:
+    """Exposed communication, its share of the traced step and the range over the traced steps; None for a case that
+    does not communicate.
+    """
+    if not case.metrics["comm_s"]:
+        return None
+    of_step = f" ({format_percent(case.exposed_share)})" if share and case.exposed_share is not None else ""
+    return f"{metric_text(case, 'exposed_comm_s')}{of_step}{_traced_range(case, 'exposed_comm_s', format_seconds)}"
+
+
+def overlap(case: CaseResult) -> Cell:
+    """Overlap ratio and its range over the traced steps."""
+    ends = _traced_range(case, "overlap_ratio", lambda ratio: format_percent(ratio, 0))
+    return f"{metric_text(case, 'overlap_ratio')}{ends}" if ends else metric(case, "overlap_ratio")
+
+
+def _traced_range(case: CaseResult, name: str, text: Any) -> str:
+    """The least and the largest of the traced steps, on a line of their own."""
+    low, high = map(text, case.traced_range.get(name, (0.0, 0.0)))
+    return "" if low == high else f"\n[{span(low, high)}]"
+
+
+def no_interval(found: Comparison | Summary) -> str:
+    """Why there is none."""
+    return ", ".join(too_few(found.launches)) or "no interval"
+
+
+def ratio_text(comparison: Comparison, digits: int = 2) -> str:
+    """A ratio with its interval, or with the reason why it has none.
+
+    >>> ratio_text(Comparison(ratio=1.0925, low=1.011, high=1.182, launches=3, paired=True))
+    '1.09 (1.01 to 1.18)'
+    >>> ratio_text(Comparison(ratio=1.82, low=0.0, high=float("inf"), launches=1, paired=True))
+    '1.82 (n = 1: no interval)'
+    """
+    ends = f"{comparison.low:.{digits}f} to {comparison.high:.{digits}f}"
+    return f"{comparison.ratio:.{digits}f} ({ends if comparison.bounded else no_interval(comparison)})"
+
+
+def percent_error(error: float | None) -> Cell:
+    """A relative error with its sign."""
+    return None if error is None else f"{100 * error:+.1f} %"
