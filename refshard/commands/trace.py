@@ -12,10 +12,12 @@ import msgspec
 from refshard.commands.memory_snapshot import memory_snapshots, memory_timelines
 from refshard.commands.printing import write_page
 from refshard.errors import SpecError, TraceError
+from refshard.events.nsys import is_nsys
+from refshard.events.reader import read_trace
+from refshard.events.timeline import Timeline
 from refshard.report.blocks import Answer
 from refshard.report.trace.answer import check_block, trace_answer
 from refshard.report.trace.difference import Compared, difference_answer
-from refshard.timeline import Timeline
 from refshard.tracing import hta
 from refshard.tracing.allocator.memory_timeline import is_memory_timeline
 from refshard.tracing.allocator.snapshot_file import is_snapshot
@@ -23,8 +25,6 @@ from refshard.tracing.analysis import Analysis, analyse, join
 from refshard.tracing.communication import patterns
 from refshard.tracing.difference.matching import difference, mean_steps
 from refshard.tracing.difference.pairing import pair
-from refshard.tracing.files.nsys import is_nsys
-from refshard.tracing.files.reader import read_trace
 from refshard.tracing.kineto import timeline_of
 from refshard.tracing.windows import Asked, parse_window
 

@@ -19,21 +19,22 @@ from refshard.dryrun.recording import NO_STREAM, Flag, Kind, Recording
 from refshard.dryrun.replay import NEVER, Replayed
 from refshard.dryrun.signatures import Tensor, parse
 from refshard.dryrun.steps import Step, host_windows, steps_of
-from refshard.timeline import UNKNOWN, Meaning
-from refshard.tracing.files.events import (
+from refshard.events.table import (
     ANNOTATION,
     HOST,
     KERNEL,
     LAUNCH,
     MEMCPY,
     DeviceEvents,
+    Frames,
+    Growing,
     HostEvents,
     MemoryEvents,
     Operands,
     SyncEvents,
     TraceFile,
 )
-from refshard.tracing.files.frames import Frames
+from refshard.events.timeline import UNKNOWN, Meaning
 from refshard.tracing.operators.flops_of import CAUSAL
 
 _OPERATORS = {
@@ -115,7 +116,7 @@ class _Builder:
                 operands=operands.astype(np.int32),
             ),
             device=device_events,
-            syncs=SyncEvents.none(),
+            syncs=SyncEvents(**Growing(SyncEvents).columns()),
             names=tuple(self._names),
             threads=(_THREAD,),
             lanes=tuple(("0", str(stream)) for stream in self._lanes),

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refshard.dryrun.recording import Flag, Kind, Phase, Recording
-from refshard.timeline import UNKNOWN, Meaning
+from refshard.events.timeline import UNKNOWN, Meaning
 
 ROOT = "(root)"
 """The unit of parameters of no module that is known: the model itself, less its wrapped parts."""
@@ -58,7 +58,7 @@ _GATHERS, _REDUCES = ("all_gather",), ("reduce_scatter", "all_reduce", "reduce")
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Purposes:
     """Columns over all events: ``labels`` (int64) are codes of :data:`LABELS`; ``units`` (int32) index ``unit_names``
-    or are :data:`~refshard.timeline.UNKNOWN`.
+    or are :data:`~refshard.events.timeline.UNKNOWN`.
     """
 
     labels: npt.NDArray[np.int64]

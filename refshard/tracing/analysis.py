@@ -9,20 +9,20 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from refshard.timeline import Nanoseconds, Timeline, Window
+from refshard.events.reader import read_trace
+from refshard.events.selection import only_device
+from refshard.events.table import MemoryEvents, TraceFile
+from refshard.events.timeline import Nanoseconds, Timeline, Window
 from refshard.tracing.allocator.held import allocated_over_time, memory_peaks
 from refshard.tracing.collectives import collective_figures, copy_overhead, reduce_waits, unit_figures
 from refshard.tracing.difference.diff import Attribution, attribute
 from refshard.tracing.figures import MemoryPoint, StepFigures, TraceFigures
-from refshard.tracing.files.devices import only_device
-from refshard.tracing.files.events import MemoryEvents, TraceFile
-from refshard.tracing.files.nsys_words import in_words_of
-from refshard.tracing.files.reader import read_trace
 from refshard.tracing.giveway import give_ways
 from refshard.tracing.graphs import find_graphs
 from refshard.tracing.host.holdups import find_holdups
 from refshard.tracing.kineto import timeline_of
 from refshard.tracing.lone_copies import lone_copies
+from refshard.tracing.nsys_words import in_words_of
 from refshard.tracing.operators.operators import operator_report
 from refshard.tracing.overlap import breakdowns
 from refshard.tracing.quality import find_warnings

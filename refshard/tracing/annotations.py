@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from refshard.tracing.files.events import ANNOTATION, EMULATED, GLOO, TraceFile
+from refshard.events.table import ANNOTATION, EMULATED, GLOO, TraceFile
 from refshard.tracing.labels import meaning_of
 
 _NUMBER = re.compile(r"\d+")

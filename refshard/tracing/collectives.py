@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import KINDS, Collective, Intervals, Kind, Label, Meaning, Nanoseconds, Spans, Timeline
+from refshard.events.timeline import KINDS, Collective, Intervals, Kind, Label, Meaning, Nanoseconds, Spans, Timeline
 from refshard.tracing.figures import CollectiveFigures, CopyOverhead, ReduceWait, UnitFigures
 from refshard.tracing.idle import knows_launches, latest_launches
 

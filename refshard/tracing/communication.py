@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from refshard.errors import SpecError
+from refshard.events.table import is_peer_copy
 
 PEER_COPY = "peer_copy"
 """The operation of a copy between the memories of two devices, which is a memcpy to the profiler."""
-_TO_PEER = "PtoP"  # libkineto/src/cupti_strings.cpp: "Memcpy PtoP (Device -> Device)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,15 +135,6 @@ def patterns(texts: Sequence[str]) -> tuple["re.Pattern[str]", ...]:
 def communicates(name: str) -> bool:
     """Whether a kernel of this name communicates."""
     return bool(_ANY.search(name)) and not _GENERATED.match(name)
-
-
-def is_peer_copy(name: str) -> bool:
-    """Whether a memcpy of this name is between two devices.
-
-    >>> is_peer_copy("Memcpy PtoP (Device -> Device)"), is_peer_copy("Memcpy DtoD (Device -> Device)")
-    (True, False)
-    """
-    return _TO_PEER in name
 
 
 def custom_operation(name: str) -> str | None:

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import KINDS, UNKNOWN, Intervals, Kind, Meaning, Nanoseconds, Spans, Window
+from refshard.events.table import ANNOTATION, EMULATED, GLOO, HOST, TraceFile
+from refshard.events.timeline import KINDS, UNKNOWN, Intervals, Kind, Meaning, Nanoseconds, Spans, Window
 from refshard.tracing.device import in_autograd
 from refshard.tracing.difference.inputs import input_table
-from refshard.tracing.files.events import ANNOTATION, EMULATED, GLOO, HOST, TraceFile
 from refshard.tracing.labels import Labels
 from refshard.tracing.steps import step_at
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import KINDS, UNKNOWN, Kind, Meaning, Spans, Window
-from refshard.tracing.communication import communicates, is_peer_copy
+from refshard.events.table import HOST, KERNEL, LAUNCH, TraceFile, is_peer_copy
+from refshard.events.timeline import KINDS, UNKNOWN, Kind, Meaning, Spans, Window
+from refshard.tracing.communication import communicates
 from refshard.tracing.difference.inputs import input_table
-from refshard.tracing.files.events import HOST, KERNEL, LAUNCH, TraceFile
 from refshard.tracing.labels import Labels
 from refshard.tracing.operators.nesting import innermost_on
 from refshard.tracing.operators.owners import column_at, operators_of

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import UNKNOWN, Kind, Nanoseconds, Spans, Timeline
+from refshard.events.timeline import UNKNOWN, Kind, Nanoseconds, Spans, Timeline
 from refshard.tracing.collectives import ends_before, ran
 from refshard.tracing.figures import GiveWay
 from refshard.tracing.idle import NEVER, knows_launches, latest_launches

@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import Intervals, Spans, Timeline
+from refshard.events.table import LAUNCH, TraceFile
+from refshard.events.timeline import Intervals, Spans, Timeline
 from refshard.tracing.device import device_order
-from refshard.tracing.files.events import LAUNCH, TraceFile
 from refshard.tracing.graph_figures import Capture, GraphFigures, Replays
 
 LAUNCHES_KERNEL = re.compile(r"LaunchKernel|GraphLaunch|LaunchCooperativeKernel|KernelLaunch")

@@ -23,8 +23,8 @@ import msgspec
 import numpy as np
 
 from refshard.errors import TraceError
+from refshard.events.timeline import Kind, Timeline
 from refshard.resources import install_extra
-from refshard.timeline import Kind, Timeline
 
 DISTRIBUTION = "traceinsight"
 """The living distribution of HTA, whose import name is ``hta``."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import UNKNOWN, HostCalls, Intervals, Kind, Nanoseconds, Spans, Timeline
+from refshard.events.timeline import UNKNOWN, HostCalls, Intervals, Kind, Nanoseconds, Spans, Timeline
 from refshard.tracing.figures import Cause
 
 NEVER = int(np.iinfo(np.int64).max)
@@ -27,8 +27,8 @@ class Gaps:
     ``followers`` are the rows that begin where the gap ends; of several the one launched first, of these the one on the
     first lane; :data:`UNKNOWN` where nothing comes any more. ``before`` are the rows that end where it begins, of
     several the one that the follower is known to have waited for, or else one on its lane. ``causes`` are codes of
-    :data:`CAUSES`. ``calls`` are rows of :class:`~refshard.timeline.HostCalls`: the call that the launching thread
-    stood in for longest; :data:`UNKNOWN` for none.
+    :data:`CAUSES`. ``calls`` are rows of :class:`HostCalls`: the call that the launching thread stood in for longest;
+    :data:`UNKNOWN` for none.
     """
 
     starts: Nanoseconds

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import UNKNOWN, Collective, Kind, Spans, Window
+from refshard.events.table import ANNOTATION, EMULATED, GLOO, TraceFile, whole
+from refshard.events.timeline import UNKNOWN, Collective, Kind, Spans, Window
 from refshard.tracing.communication import PEER_COPY, custom_operation
 from refshard.tracing.device import Launches, device_order
-from refshard.tracing.files.events import ANNOTATION, EMULATED, GLOO, TraceFile, whole
 from refshard.tracing.labels import Labels, innermost
 from refshard.tracing.steps import step_at
 

@@ -1,4 +1,4 @@
-"""A Kineto trace file of one rank becomes a :class:`~refshard.timeline.Timeline`.
+"""A Kineto trace file of one rank becomes a :class:`~refshard.events.timeline.Timeline`.
 
 What a span is spent on follows the definitions in ``docs/explanation/metrics.md``. A trace with device events
 (kernels, copies) is read by those; one without is a CPU trace.
@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from refshard.errors import TraceError
-from refshard.timeline import UNKNOWN, Collective, Spans, Timeline, Window
+from refshard.events.reader import read_trace
+from refshard.events.table import TraceFile, whole
+from refshard.events.timeline import UNKNOWN, Collective, Spans, Timeline, Window
 from refshard.tracing.cpu import cpu_spans, main_thread
 from refshard.tracing.device import device_spans, find_launches
-from refshard.tracing.files.events import TraceFile, whole
-from refshard.tracing.files.reader import read_trace
 from refshard.tracing.host.calls import find_calls
 from refshard.tracing.issued import find_collectives
 from refshard.tracing.labels import find_labels

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import UNKNOWN, Label, Meaning
-from refshard.tracing.files.events import ANNOTATION, EMULATED, HOST, TraceFile
+from refshard.events.table import ANNOTATION, EMULATED, HOST, TraceFile
+from refshard.events.timeline import UNKNOWN, Label, Meaning
 
 ROOT = "(root)"
 """Name of the unit that FSDP2 leaves without one: the model itself, less its wrapped parts."""

@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import Intervals, Kind, Meaning, Nanoseconds, Timeline
+from refshard.events.timeline import Intervals, Kind, Meaning, Nanoseconds, Timeline
 from refshard.tracing.figures import LoneCopy
 
 

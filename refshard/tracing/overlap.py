@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from refshard.errors import TraceError
-from refshard.timeline import Intervals, Kind, Nanoseconds, Timeline
+from refshard.events.timeline import Intervals, Kind, Nanoseconds, Timeline
 from refshard.tracing.figures import Breakdown, Cause
 from refshard.tracing.idle import idle_gaps, knows_launches
 from refshard.tracing.lone_copies import lone

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from refshard.events.table import OVERHEAD, TraceFile, whole
+from refshard.events.timeline import UNKNOWN, Collective, Kind, Spans, Timeline
 from refshard.quantities import format_ns
-from refshard.timeline import UNKNOWN, Collective, Kind, Spans, Timeline
 from refshard.tracing.annotations import suggestion
 from refshard.tracing.communication import PEER_COPY, custom_operation
 from refshard.tracing.figures import TraceWarning
-from refshard.tracing.files.events import OVERHEAD, TraceFile, whole
 from refshard.tracing.graph_figures import GraphFigures
 from refshard.tracing.graphs import LAUNCHES_KERNEL, calls, captured, find_graphs
 from refshard.tracing.ranks.jobs import identity_of, rank_in_name

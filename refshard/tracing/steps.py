@@ -5,8 +5,8 @@ import re
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import UNKNOWN, Spans, Window
-from refshard.tracing.files.events import ANNOTATION, HOST, TraceFile
+from refshard.events.table import ANNOTATION, HOST, TraceFile
+from refshard.events.timeline import UNKNOWN, Spans, Window
 
 _STEP = re.compile(r"^ProfilerStep#(\d{1,9})$")
 

@@ -2,9 +2,9 @@
 
 import re
 
+from refshard.events.table import TraceFile
+from refshard.events.timeline import Intervals, Timeline
 from refshard.quantities import format_ns, format_percent
-from refshard.timeline import Intervals, Timeline
-from refshard.tracing.files.events import TraceFile
 from refshard.tracing.graph_figures import GraphFigures
 from refshard.tracing.graphs import LAUNCHES_KERNEL, calls, captured
 

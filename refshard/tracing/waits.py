@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from refshard.timeline import UNKNOWN, Nanoseconds, Timeline
+from refshard.events.timeline import UNKNOWN, Nanoseconds, Timeline
 from refshard.tracing.figures import Cause, IdleFigures
 from refshard.tracing.idle import Gaps, idle_gaps, knows_launches
 

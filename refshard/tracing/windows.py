@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from refshard.errors import SpecError, TraceError
+from refshard.events.table import ANNOTATION, HOST, TraceFile
+from refshard.events.timeline import Kind, Spans, Timeline, Window
 from refshard.quantities import format_ns, format_percent
-from refshard.timeline import Kind, Spans, Timeline, Window
 from refshard.tracing.annotations import frequent
 from refshard.tracing.figures import StepFigures, TraceWarning, WindowFigures, WindowGroup
-from refshard.tracing.files.events import ANNOTATION, HOST, TraceFile
 from refshard.tracing.steps import NEVER, extents, host_steps, outermost, step_at
 
 _UNITS = {"s": 10**9, "ms": 10**6, "us": 10**3}

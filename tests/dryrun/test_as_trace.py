@@ -19,12 +19,12 @@ from refshard.dryrun.recording import Flag, Phase, Recording
 from refshard.dryrun.recording import Kind as Recorded
 from refshard.dryrun.replay import NEVER, NS, Replayed, replay
 from refshard.dryrun.steps import Step, steps_of
+from refshard.events.reader import read_trace
+from refshard.events.table import TraceFile
+from refshard.events.timeline import KINDS, UNKNOWN, Kind, Timeline
+from refshard.events.writer import as_kineto
 from refshard.specs.cluster import load_cluster
-from refshard.timeline import KINDS, UNKNOWN, Kind, Timeline
 from refshard.tracing.analysis import analyse
-from refshard.tracing.files.events import TraceFile
-from refshard.tracing.files.reader import read_trace
-from refshard.tracing.files.writer import as_kineto
 from refshard.tracing.host.holdup_figures import Hold
 from refshard.tracing.kineto import timeline_of
 from refshard.tracing.labels import meaning_of

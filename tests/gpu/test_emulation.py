@@ -18,12 +18,12 @@ from torch.distributed.fsdp import FSDPModule
 from refshard.costs import collective_cost, group_shape
 from refshard.emulate.process_group import emulated_world
 from refshard.emulate.world import EmulatedWorld
+from refshard.events.timeline import Kind
 from refshard.fakecuda import is_active
 from refshard.harness.trainer import Trainer
 from refshard.records import CollectiveCount
 from refshard.specs.case import CaseSpec
 from refshard.strategies import strategy_for
-from refshard.timeline import Kind
 from refshard.tracing.capture import WARMUP_STEPS, capture_steps
 from refshard.tracing.kineto import read_timeline
 from refshard.tracing.overlap import collectives_per_step

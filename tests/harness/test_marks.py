@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from refshard.engine.grouping import group_units
+from refshard.events.timeline import Meaning, Timeline
 from refshard.harness.marks import mark_units
 from refshard.models.activation import checkpoint_layers
 from refshard.models.llama import Llama, initialise, next_token_loss
-from refshard.timeline import Meaning, Timeline
 from refshard.tracing.capture import WARMUP_STEPS, capture_steps
 from refshard.tracing.kineto import read_timeline
 from tests.models import small_spec

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hypothesis import given
 
-from refshard.timeline import Kind, Meaning
+from refshard.events.timeline import Kind, Meaning
 from refshard.tracing.analysis import analyse
 from refshard.tracing.figures import LoneCopy
 from refshard.tracing.lone_copies import lone_copies

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from refshard.errors import TraceError
-from refshard.timeline import UNKNOWN, Collective, Kind, Meaning, Spans, Timeline, Window
+from refshard.events.timeline import UNKNOWN, Collective, Kind, Meaning, Spans, Timeline, Window
 from refshard.tracing.figures import Breakdown, Cause
 from refshard.tracing.overlap import breakdowns, collectives_per_step, mean_ratio, step_breakdowns
 from tests.tracing.builder import Training

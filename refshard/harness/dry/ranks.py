@@ -15,12 +15,12 @@ from refshard.dryrun.recording import Recording
 from refshard.dryrun.replay import replay_together
 from refshard.dryrun.request import UNLIMITED_BYTES
 from refshard.dryrun.steps import steps_of
+from refshard.events.writer import as_kineto
 from refshard.harness.dry.reading import read_step, retried
 from refshard.harness.dry.result import DryCase, DryResult, StepResult
 from refshard.harness.rank import trace_file
 from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import ClusterSpec
-from refshard.tracing.files.writer import as_kineto
 
 GPU = 0
 """The only GPU that a rank's process sees."""

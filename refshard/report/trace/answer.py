@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from refshard.events.timeline import Timeline
 from refshard.report.blocks import (
     Answer,
     Block,
@@ -34,7 +35,6 @@ from refshard.report.trace.jobs import job_names, jobs, parts, who
 from refshard.report.trace.per_step import each, has_steps, per
 from refshard.report.trace.sections import sections_of
 from refshard.report.trace.words import SMALL, Finding, findings
-from refshard.timeline import Timeline
 from refshard.tracing.analysis import Analysis
 from refshard.tracing.figures import Breakdown, TraceFigures
 from refshard.tracing.hta import HtaFailure, HtaFigures

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import plotly.graph_objects as go
 
+from refshard.events.timeline import Timeline
 from refshard.quantities import axis_unit, format_bytes
 from refshard.report.draw.charts import THEME, Bar, Chart, Row, chart, label_text, shortened, stacked
 from refshard.report.draw.palette import INK, OKABE_ITO, STEP
@@ -18,7 +19,6 @@ from refshard.report.trace.layer import find_layer, layer_chart
 from refshard.report.trace.of_cpu import chart_of_cpu
 from refshard.report.trace.per_step import each, has_steps, per
 from refshard.report.trace.spans_figure import Extent, spans_figure
-from refshard.timeline import Timeline
 from refshard.tracing.figures import Breakdown, MemoryPoint, TraceFigures
 
 MOST_STEPS = 60

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from refshard.events.timeline import UNKNOWN, Kind, Nanoseconds, Spans, Timeline
 from refshard.quantities import format_bytes, format_ns, format_rate
-from refshard.timeline import UNKNOWN, Kind, Nanoseconds, Spans, Timeline
 from refshard.tracing.figures import Cause, CollectiveFigures
 from refshard.tracing.idle import CAUSES, Gaps
 

@@ -8,6 +8,7 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from refshard.events.timeline import Timeline
 from refshard.quantities import format_ns
 from refshard.report.blocks import Cell
 from refshard.report.draw.charts import THEME, filling
@@ -15,7 +16,6 @@ from refshard.report.draw.palette import SPANS
 from refshard.report.trace import captions as trace_captions
 from refshard.report.trace.idle import NAMES as IDLE
 from refshard.report.trace.lanes import idle_styles
-from refshard.timeline import Timeline
 from refshard.tracing.figures import TraceFigures
 
 _UNITS = (("s", 10**9), ("ms", 10**6), ("us", 10**3))

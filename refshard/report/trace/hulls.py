@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import UNKNOWN, Collective, Kind, Meaning, Spans, Timeline
+from refshard.events.timeline import UNKNOWN, Collective, Kind, Meaning, Spans, Timeline
 
 _OF_COLLECTIVES = Meaning.COPY_IN | Meaning.COPY_OUT | Meaning.ALL_GATHER | Meaning.REDUCE
 _BY_NAME = {"all_gather": Meaning.ALL_GATHER, "reduce_scatter": Meaning.REDUCE, "all_reduce": Meaning.REDUCE}

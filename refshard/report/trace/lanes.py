@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from refshard.events.timeline import KINDS, UNKNOWN, Intervals, Kind, Nanoseconds, Spans, Timeline
 from refshard.report.trace.details import Note, collectives_of, of_collective, of_exposed, of_gap, of_idle
 from refshard.report.trace.hulls import Rows, busy_by_lane, hulls, within
 from refshard.report.trace.idle import NAMES as IDLE
-from refshard.timeline import KINDS, UNKNOWN, Intervals, Kind, Nanoseconds, Spans, Timeline
 from refshard.tracing.figures import Cause, CollectiveFigures, StepFigures, TraceFigures
 from refshard.tracing.idle import Gaps, idle_gaps
 from refshard.tracing.overlap import exposed_communication

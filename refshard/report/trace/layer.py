@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from refshard.events.timeline import Timeline
 from refshard.quantities import format_ns
 from refshard.report.draw.charts import Chart, chart
 from refshard.report.trace.details import collectives_of
 from refshard.report.trace.hulls import Hull, Ran, gather_of, hulls, reduction_of, within
 from refshard.report.trace.lanes import lane_rows
 from refshard.report.trace.spans_figure import Extent, spans_figure
-from refshard.timeline import Timeline
 from refshard.tracing.figures import TraceFigures
 
 MOST_BLOCKS = 2_000

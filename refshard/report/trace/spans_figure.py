@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import plotly.graph_objects as go
 
+from refshard.events.timeline import Nanoseconds
 from refshard.quantities import axis_unit
 from refshard.report.draw.charts import THEME, label_text, pattern, shortened
 from refshard.report.draw.palette import BLUE, INK, SPANS, Look, dimmed
 from refshard.report.trace.details import Note
 from refshard.report.trace.lanes import NAMES, Blocks, LaneRow
-from refshard.timeline import Nanoseconds
 
 _ROW, _NARROW, _LABEL, _PAUSE = 24, 12, 17, 5
 """Heights in pixels: of a row, a narrow row, a lane's name, and what is left free above that."""

@@ -4,13 +4,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 
+from refshard.events.timeline import Timeline
 from refshard.quantities import format_bytes, format_ns, format_percent
 from refshard.report.blocks import Block, Cell, Quantity, Section, Table, table
 from refshard.report.trace import jobs as trace_jobs
 from refshard.report.trace import waiting
 from refshard.report.trace.idle import names as idle_names
 from refshard.report.trace.per_step import each, has_steps
-from refshard.timeline import Timeline
 from refshard.tracing.figures import Breakdown, CollectiveFigures, StepFigures, TraceFigures
 
 MOST_UNITS = 400

@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import UNKNOWN, Intervals, Meaning, Nanoseconds, Window
+from refshard.events.table import ANNOTATION, HOST, MemoryEvents, TraceFile
+from refshard.events.timeline import UNKNOWN, Intervals, Meaning, Nanoseconds, Window
 from refshard.tracing.allocator.held_figures import Category, Holder, MemoryPeak, Phase
-from refshard.tracing.files.events import ANNOTATION, HOST, MemoryEvents, TraceFile
 from refshard.tracing.labels import Labels, find_labels, innermost
 from refshard.tracing.steps import host_steps, step_at
 

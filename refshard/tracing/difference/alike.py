@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from refshard.timeline import Kind
+from refshard.events.timeline import Kind
 from refshard.tracing.difference.diff import Attribution
 from refshard.tracing.figures import TraceFigures
 

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import Intervals, Kind, Nanoseconds, Spans, Timeline
+from refshard.events.timeline import Intervals, Kind, Nanoseconds, Spans, Timeline
 from refshard.tracing.difference.works import Work, works_of
 from refshard.tracing.idle import CAUSES, idle_gaps, knows_launches
 

@@ -7,8 +7,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import UNKNOWN, Inputs
-from refshard.tracing.files.events import Operands
+from refshard.events.table import Operands
+from refshard.events.timeline import UNKNOWN, Inputs
 
 LONGEST_INPUTS = 512
 """Bytes of "Input Dims" that are spelled out: lists of hundreds of tensors tell nothing."""

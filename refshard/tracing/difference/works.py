@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import KINDS, UNKNOWN, Collective, Kind, Meaning, Spans, Timeline
+from refshard.events.timeline import KINDS, UNKNOWN, Collective, Kind, Meaning, Spans, Timeline
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 _PHASES = (None, FORWARD, BACKWARD, OPTIMIZER)

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import UNKNOWN, HostCalls, Spans
+from refshard.events.table import LAUNCH, TraceFile
+from refshard.events.timeline import UNKNOWN, HostCalls, Spans
 from refshard.tracing.device import Launches, device_order
-from refshard.tracing.files.events import LAUNCH, TraceFile
 from refshard.tracing.host.runtime import LONG_NS, STREAM_WAITS, blocks
 from refshard.tracing.host.stream_waits import recorded_waits
 

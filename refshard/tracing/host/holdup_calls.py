@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import UNKNOWN, Intervals, Nanoseconds, Spans
+from refshard.events.table import ANNOTATION, HOST, LAUNCH, TraceFile
+from refshard.events.timeline import UNKNOWN, Intervals, Nanoseconds, Spans
 from refshard.tracing.device import Launches
-from refshard.tracing.files.events import ANNOTATION, HOST, LAUNCH, TraceFile
 from refshard.tracing.host.holdup_figures import Hold
 from refshard.tracing.host.runtime import (
     ALLOCATES,
@@ -41,7 +41,7 @@ _BY_OPERATOR = {
 class Calls:
     """Calls of one trace, ordered by thread and start, none within another.
 
-    ``rows`` are those of :class:`~refshard.tracing.files.events.HostEvents`. ``kinds`` index :data:`HOLDS`. ``names``,
+    ``rows`` are those of :class:`~refshard.events.table.HostEvents`. ``kinds`` index :data:`HOLDS`. ``names``,
     ``operators``, ``annotations`` and ``copies`` index :attr:`TraceFile.names`, ``frames`` the names of its frames,
     ``units`` :attr:`unit_names`; :data:`UNKNOWN` where there is none. ``occurrences`` are alike for the calls that one
     operator makes for one purpose.

@@ -5,9 +5,9 @@ from collections import defaultdict
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import UNKNOWN, Intervals, Nanoseconds, Timeline
+from refshard.events.table import LAUNCH, TraceFile
+from refshard.events.timeline import UNKNOWN, Intervals, Nanoseconds, Timeline
 from refshard.tracing.device import Launches, find_launches
-from refshard.tracing.files.events import LAUNCH, TraceFile
 from refshard.tracing.host.holdup_calls import HOLDS, Calls, find_calls
 from refshard.tracing.host.holdup_figures import HoldUp, HoldUps
 from refshard.tracing.idle import NEVER, Gaps, idle_gaps

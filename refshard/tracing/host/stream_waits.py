@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import UNKNOWN, Nanoseconds, Spans
-from refshard.tracing.files.events import LAUNCH, STREAM_WAIT, TraceFile
+from refshard.events.table import LAUNCH, STREAM_WAIT, TraceFile
+from refshard.events.timeline import UNKNOWN, Nanoseconds, Spans
 
 Rows = npt.NDArray[np.int64]
 Pairs = tuple[Rows, Rows]

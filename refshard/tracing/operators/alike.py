@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import UNKNOWN, Spans
+from refshard.events.timeline import UNKNOWN, Spans
 from refshard.tracing.difference.works import phases_of
 from refshard.tracing.operators.nesting import Rows
 

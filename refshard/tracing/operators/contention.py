@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import UNKNOWN, Kind, Nanoseconds, Timeline
+from refshard.events.timeline import UNKNOWN, Kind, Nanoseconds, Timeline
 from refshard.tracing.operators.alike import grouped, same_work
 from refshard.tracing.operators.nesting import Rows
 from refshard.tracing.operators.operator_figures import CLASSES, Contention, OperatorClass, Slowdown

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from refshard.tracing.files.events import Operands
+from refshard.events.table import Operands
 
 Shape = tuple[int, ...]
 

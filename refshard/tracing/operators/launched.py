@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import UNKNOWN, Timeline
+from refshard.events.table import ANNOTATION, HOST, TraceFile
+from refshard.events.timeline import UNKNOWN, Timeline
 from refshard.tracing.cpu import COMPUTE_OP, IN_GRAPH, main_thread
-from refshard.tracing.files.events import ANNOTATION, HOST, TraceFile
 from refshard.tracing.operators.nesting import Nesting, Rows, nested_order
 from refshard.tracing.operators.owners import column_at, named, whole_problems
 from refshard.tracing.steps import host_steps, step_at
@@ -17,7 +17,7 @@ from refshard.tracing.steps import host_steps, step_at
 class Launched:
     """A row for each piece of work: a span of a device, or an operator of a CPU less those that it calls.
 
-    ``spans`` are rows of :class:`~refshard.timeline.Spans` (on a CPU :data:`UNKNOWN`), ``calls`` the rows of
+    ``spans`` are rows of :class:`~refshard.events.timeline.Spans` (on a CPU :data:`UNKNOWN`), ``calls`` the rows of
     :class:`HostEvents` of the operator that the work is for, or :data:`UNKNOWN`. ``names``
     index :attr:`TraceFile.names`, the work's own name where there is no operator, ``operands``
     :attr:`TraceFile.operands`.

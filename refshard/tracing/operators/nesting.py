@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import UNKNOWN, Nanoseconds
+from refshard.events.timeline import UNKNOWN, Nanoseconds
 
 Rows = npt.NDArray[np.int64]
 

@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import KINDS, UNKNOWN, Intervals, Kind, Meaning, Timeline
+from refshard.events.table import KERNEL, TraceFile
+from refshard.events.timeline import KINDS, UNKNOWN, Intervals, Kind, Meaning, Timeline
 from refshard.tracing.device import device_order
-from refshard.tracing.files.events import KERNEL, TraceFile
 from refshard.tracing.operators.alike import grouped
 from refshard.tracing.operators.contention import find_contention
 from refshard.tracing.operators.flops_of import Work, work_of

@@ -9,8 +9,8 @@ import re
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import UNKNOWN
-from refshard.tracing.files.events import HOST, TraceFile
+from refshard.events.table import HOST, TraceFile
+from refshard.events.timeline import UNKNOWN
 from refshard.tracing.host.runtime import GRAPH_LAUNCHES
 from refshard.tracing.operators.nesting import Rows, innermost_on
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import UNKNOWN, Intervals, Kind, Nanoseconds, Timeline
+from refshard.events.timeline import UNKNOWN, Intervals, Kind, Nanoseconds, Timeline
 from refshard.tracing.collectives import ran
 from refshard.tracing.idle import knows_launches
 from refshard.tracing.ranks.exposure_figures import ExposedSplit, PeerWait

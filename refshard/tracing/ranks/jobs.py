@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from refshard.errors import TraceError
-from refshard.tracing.files.events import TraceFile, whole
+from refshard.events.table import TraceFile, whole
 from refshard.tracing.kineto import rank_of
 
 _RANK_IN_NAME = re.compile(r"rank[-_]?(\d+)", re.IGNORECASE)

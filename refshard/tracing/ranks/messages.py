@@ -7,7 +7,7 @@ from statistics import median
 
 import numpy as np
 
-from refshard.timeline import Nanoseconds
+from refshard.events.timeline import Nanoseconds
 from refshard.tracing.collectives import NS, bus_factor
 from refshard.tracing.figures import CollectiveFigures
 from refshard.tracing.ranks.exposure import Exposure, split

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from refshard.timeline import Intervals
+from refshard.events.timeline import Intervals
 from refshard.tracing.figures import CollectiveFigures, RankWait, TraceFigures, TraceWarning
 from refshard.tracing.ranks.partners import Match, match
 

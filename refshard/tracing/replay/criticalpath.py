@@ -4,7 +4,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from refshard.timeline import KINDS, UNKNOWN, Kind
+from refshard.events.timeline import KINDS, UNKNOWN, Kind
 from refshard.tracing.replay.delays import NEVER
 from refshard.tracing.replay.graph import Graph
 from refshard.tracing.replay.replaying import Times, last_nodes, replay, waits_of

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import UNKNOWN, Nanoseconds, Spans
+from refshard.events.timeline import UNKNOWN, Nanoseconds, Spans
 
 Rows = npt.NDArray[np.int64]
 

@@ -9,8 +9,8 @@ queued kernel that starts within microseconds of the end of a kernel on another 
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import KINDS, UNKNOWN, Kind, Spans
-from refshard.tracing.files.events import CONTEXT_SYNC, LAUNCH, STREAM_WAIT, TraceFile
+from refshard.events.table import CONTEXT_SYNC, LAUNCH, STREAM_WAIT, TraceFile
+from refshard.events.timeline import KINDS, UNKNOWN, Kind, Spans
 from refshard.tracing.host.runtime import STREAM_WAITS
 from refshard.tracing.host.stream_waits import LOWEST, Pairs, Rows, Streams, begins_by_correlation, lane_numbers
 from refshard.tracing.replay.hostcalls import WHOLE_DEVICE, CallOrder

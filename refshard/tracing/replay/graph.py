@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import UNKNOWN, Kind, Nanoseconds, Spans, Timeline, Window
+from refshard.events.table import LAUNCH, TraceFile
+from refshard.events.timeline import UNKNOWN, Kind, Nanoseconds, Spans, Timeline, Window
 from refshard.tracing.device import find_launches
-from refshard.tracing.files.events import LAUNCH, TraceFile
 from refshard.tracing.host.stream_waits import Pairs, Streams
 from refshard.tracing.replay.delays import NEVER, ORDINARY, Delays, usual
 from refshard.tracing.replay.dependencies import (

@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import Nanoseconds
-from refshard.tracing.files.events import LAUNCH, TraceFile
+from refshard.events.table import LAUNCH, TraceFile
+from refshard.events.timeline import Nanoseconds
 from refshard.tracing.host.runtime import FREES
 from refshard.tracing.replay.hostcalls import CallOrder
 

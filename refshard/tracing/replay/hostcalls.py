@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import UNKNOWN, Nanoseconds
-from refshard.tracing.files.events import HOST, LAUNCH, HostEvents, TraceFile
+from refshard.events.table import HOST, LAUNCH, HostEvents, TraceFile
+from refshard.events.timeline import UNKNOWN, Nanoseconds
 from refshard.tracing.host.runtime import awaits_work
 
 Rows = npt.NDArray[np.int64]

@@ -6,7 +6,7 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import Intervals, Nanoseconds
+from refshard.events.timeline import Intervals, Nanoseconds
 from refshard.tracing.replay.delays import NEVER
 from refshard.tracing.replay.graph import Graph
 

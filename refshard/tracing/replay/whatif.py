@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from refshard.timeline import UNKNOWN, Kind, Nanoseconds
+from refshard.events.timeline import UNKNOWN, Kind, Nanoseconds
 from refshard.tracing.replay.criticalpath import critical_path
 from refshard.tracing.replay.delays import NEVER
 from refshard.tracing.replay.graph import Graph

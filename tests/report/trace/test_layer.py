@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from refshard.events.timeline import Kind, Meaning, Timeline, Window
 from refshard.report.draw.charts import Chart
 from refshard.report.draw.palette import SPANS, dimmed
 from refshard.report.trace.layer import MOST_BLOCKS, View, find_layer, layer_chart
-from refshard.timeline import Kind, Meaning, Timeline, Window
 from tests.report import traces
 from tests.report.pages import numbers
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from refshard.timeline import UNKNOWN, Collective, Kind, Timeline, Window
+from refshard.events.timeline import UNKNOWN, Collective, Kind, Timeline, Window
 from refshard.tracing.difference.diff import attribute
 from refshard.tracing.difference.works import Work
 from refshard.tracing.figures import Cause

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from refshard.timeline import UNKNOWN, Inputs
+from refshard.events.table import Operands
+from refshard.events.timeline import UNKNOWN, Inputs
 from refshard.tracing.difference.inputs import input_table, inputs_of
-from refshard.tracing.files.events import Operands
 
 
 @pytest.mark.parametrize(

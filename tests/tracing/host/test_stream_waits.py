@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from refshard.events.reader import read_trace
 from refshard.tracing.figures import Cause
-from refshard.tracing.files.reader import read_trace
 from refshard.tracing.kineto import timeline_of
 from refshard.tracing.waits import idle_figures
 from tests.tracing.handmade import event, write

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import mannwhitneyu, norm
 
-from refshard.timeline import UNKNOWN, Kind
+from refshard.events.timeline import UNKNOWN, Kind
 from refshard.tracing.operators.alike import same_work
 from refshard.tracing.operators.contention import find_contention
 from refshard.tracing.operators.operator_figures import Contention, Slowdown

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
-from refshard.tracing.files.events import Operands
+from refshard.events.table import Operands
 from refshard.tracing.operators.flops_of import Work, work_of
 
 BF16, FP32 = "c10::BFloat16", "float"

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refshard.timeline import UNKNOWN
+from refshard.events.timeline import UNKNOWN
 from refshard.tracing.operators.nesting import Nesting, innermost_on, nested_order
 
 

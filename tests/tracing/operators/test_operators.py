@@ -9,8 +9,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.flop_counter import FlopCounterMode
 
+from refshard.events.reader import read_trace
 from refshard.tracing.analysis import analyse
-from refshard.tracing.files.reader import read_trace
 from refshard.tracing.operators.operator_figures import CLASSES, OperatorReport
 from tests.tracing.handmade import event, shaped, step, write
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refshard.timeline import UNKNOWN
-from refshard.tracing.files.reader import read_trace
+from refshard.events.reader import read_trace
+from refshard.events.timeline import UNKNOWN
 from refshard.tracing.kineto import timeline_of
 from refshard.tracing.operators.launched import launched_work
 from tests.tracing.handmade import event, step, write

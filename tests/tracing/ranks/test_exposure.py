@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refshard.timeline import Kind, Timeline, Window
+from refshard.events.timeline import Kind, Timeline, Window
 from refshard.tracing.analysis import Analysis, analyse, join
 from refshard.tracing.ranks.exposure import exposure_of, split
 from refshard.tracing.ranks.exposure_figures import CommunicationFigures, PeerWait

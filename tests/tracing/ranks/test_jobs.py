@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from refshard.errors import TraceError
-from refshard.tracing.files.reader import read_trace
+from refshard.events.reader import read_trace
 from refshard.tracing.ranks.jobs import Identity, group, identity_of, rank_in_name
 from tests.tracing.handmade import BASE_US, event, write
 

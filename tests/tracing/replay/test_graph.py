@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from refshard.events.reader import read_trace
 from refshard.tracing.analysis import analyse
-from refshard.tracing.files.reader import read_trace
 from refshard.tracing.kineto import timeline_of
 from refshard.tracing.replay import whatif_figures as whatif
 from refshard.tracing.replay.graph import FULL_QUEUE, Graph, graph_of

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refshard.timeline import Intervals
+from refshard.events.reader import read_trace
+from refshard.events.timeline import Intervals
 from refshard.tracing.analysis import analyse, join
-from refshard.tracing.files.reader import read_trace
 from refshard.tracing.kineto import timeline_of
 from refshard.tracing.replay import whatif_figures as whatif
 from refshard.tracing.replay.graph import graph_of

@@ -18,12 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from refshard.errors import TraceError
-from refshard.tracing.communication import is_peer_copy
-from refshard.tracing.files.columns import Growing
-from refshard.tracing.files.decimals import nanoseconds
-from refshard.tracing.files.events import (
+from refshard.events.decimals import nanoseconds
+from refshard.events.nsys import is_nsys, read_nsys
+from refshard.events.selection import without_far_events
+from refshard.events.stream import EventStream
+from refshard.events.table import (
     ANNOTATION,
     CATEGORIES,
+    CATEGORY,
     EMULATED,
     GLOO,
     HOST,
@@ -35,17 +37,18 @@ from refshard.tracing.files.events import (
     SYNC_KINDS,
     UNREAD,
     UNUSED,
+    Codes,
     DeviceEvents,
+    Frames,
+    Growing,
     HostEvents,
     MemoryEvents,
     Operands,
     SyncEvents,
     TraceFile,
+    is_own,
+    is_peer_copy,
 )
-from refshard.tracing.files.frames import CATEGORY, Frames, is_own
-from refshard.tracing.files.nsys import is_nsys, read_nsys
-from refshard.tracing.files.outliers import without_far_events
-from refshard.tracing.files.stream import EventStream
 
 _DEVICE = frozenset((KERNEL, MEMCPY, MEMSET))
 _TELLING = ("c10d::", GLOO, EMULATED, "nccl:", "record_param_comms")
@@ -181,16 +184,7 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-K = TypeVar("K")
 T = TypeVar("T")
-
-
-class _Table(dict[K, int]):
-    """Numbers things as they are first seen."""
-
-    def __missing__(self, thing: K) -> int:
-        self[thing] = number = len(self)
-        return number
 
 
 class _Categories(dict[str, int]):
@@ -224,14 +218,14 @@ class _Reader:
 
     def __init__(self) -> None:
         self.skipped: dict[str, int] = {}
-        self._names: _Table[str] = _Table()
+        self._names: Codes[str] = Codes()
         self._telling: set[int] = set()
         self._shaped: set[int] = set()
         self._valued: set[int] = set()
-        self._operands: _Table[tuple[bytes, bytes, bytes, bytes]] = _Table()
-        self._threads: _Table[tuple[int | float | str, int | float | str]] = _Table()
-        self._lanes: _Table[tuple[Any, Any]] = _Table()
-        self._signatures: _Table[tuple[str, bytes, bytes]] = _Table()
+        self._operands: Codes[tuple[bytes, bytes, bytes, bytes]] = Codes()
+        self._threads: Codes[tuple[int | float | str, int | float | str]] = Codes()
+        self._lanes: Codes[tuple[Any, Any]] = Codes()
+        self._signatures: Codes[tuple[str, bytes, bytes]] = Codes()
         self._categories = _Categories()
         self._host = Growing(HostEvents)
         self._device = Growing(DeviceEvents)
@@ -240,10 +234,10 @@ class _Reader:
         self._host_args: dict[int, dict[str, Any]] = {}
         self._device_args: dict[int, dict[str, Any]] = {}
         self._memory = Growing(MemoryEvents)
-        self._memory_devices: _Table[int | str] = _Table()
-        self._memory_threads: _Table[tuple[int | float | str, int | float | str]] = _Table()
+        self._memory_devices: Codes[int | str] = Codes()
+        self._memory_threads: Codes[tuple[int | float | str, int | float | str]] = Codes()
         self._frames = Growing(Frames)
-        self._frame_names: _Table[str] = _Table()
+        self._frame_names: Codes[str] = Codes()
         self._count = 0
 
     def salvage(self, array: bytes) -> list[msgspec.Struct]:

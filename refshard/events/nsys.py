@@ -11,6 +11,7 @@ import re
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -19,14 +20,16 @@ import numpy as np
 import numpy.typing as npt
 
 from refshard.errors import TraceError
-from refshard.tracing.files.events import (
+from refshard.events.table import (
     ANNOTATION,
     HOST,
     KERNEL,
     LAUNCH,
     MEMCPY,
     MEMSET,
+    Codes,
     DeviceEvents,
+    Growing,
     HostEvents,
     MemoryEvents,
     SyncEvents,
@@ -95,14 +98,6 @@ def read_nsys(path: Path) -> TraceFile:
         raise TraceError(f"{path}: damaged or truncated SQLite file ({error}); export the report again") from None
 
 
-class _Codes(dict[str, int]):
-    """Numbers names as they are first seen."""
-
-    def __missing__(self, name: str) -> int:
-        self[name] = number = len(self)
-        return number
-
-
 class _Export:
     """Turns the tables of one database into columns."""
 
@@ -110,12 +105,13 @@ class _Export:
         self._path, self._database = path, database
         names = database.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')").fetchall()
         self._columns = {
-            str(name): [str(row[1]) for row in database.execute(f'PRAGMA table_info("{_quoted(name)}")')]
+            str(name): [str(row[1]) for row in database.execute(f'PRAGMA table_info("{quoted}")')]
             for (name,) in names
+            for quoted in (str(name).replace('"', '""'),)
         }
         if "StringIds" not in self._columns:
             raise TraceError(f"{path}: an SQLite file, but no export of Nsight Systems (it has no table StringIds)")
-        self._names, self._signatures = _Codes(), _Codes()
+        self._names, self._signatures = Codes[str](), Codes[str]()
         self._strings: dict[Any, str] = {}
         self._lanes: dict[tuple[str, str], int] = {}
         self._threads: dict[tuple[str, str], int] = {}
@@ -125,12 +121,17 @@ class _Export:
         self._shared = self._is_shared()
 
     def read(self, size: int) -> TraceFile:
-        devices = [*self._kernels(), *self._copies(), *self._memsets(), *self._graphs()]
-        if not devices:
+        devices, hosts = Growing(DeviceEvents), Growing(HostEvents)
+        for block in chain(self._kernels(), self._copies(), self._memsets(), self._graphs()):
+            devices.append(block)
+        device = devices.columns()
+        if not len(device["starts"]):
             raise TraceError(
                 f"{self._path}: holds no kernels and copies of a GPU; record it with nsys profile --trace=cuda,nvtx"
             )
-        device, host = _together(DeviceEvents, devices), _together(HostEvents, [*self._calls(), *self._ranges()])
+        for block in chain(self._calls(), self._ranges()):
+            hosts.append(block)
+        host = hosts.columns()
         names = tuple(self._names)
         telling = [code for code, name in enumerate(names) if name.startswith((_C10D, _NCCL))]
         return TraceFile(
@@ -138,7 +139,7 @@ class _Export:
             size=size,
             host=HostEvents(**host),
             device=DeviceEvents(**device),
-            syncs=SyncEvents.none(),
+            syncs=SyncEvents(**Growing(SyncEvents).columns()),
             names=names,
             threads=tuple(self._threads),
             lanes=tuple(self._lanes),
@@ -146,7 +147,7 @@ class _Export:
             host_args={row: {} for row in np.flatnonzero(np.isin(host["names"], telling)).tolist()},
             device_args={},
             operands=(),
-            memory=MemoryEvents.none(),
+            memory=MemoryEvents(**Growing(MemoryEvents).columns()),
             memory_devices=(),
             metadata=self._metadata(),
             count=self._count,
@@ -376,22 +377,6 @@ def _distinct(columns: Sequence[npt.NDArray[Any]]) -> tuple[list[npt.NDArray[Any
             _, which = np.unique(which * len(values) + place.reshape(-1), return_inverse=True)
     _, first, which = np.unique(which, return_index=True, return_inverse=True)
     return [column[first] for column in columns], which.reshape(-1)
-
-
-def _together(table: type, blocks: list[Block]) -> dict[str, npt.NDArray[Any]]:
-    """Columns of all blocks, which are given up one by one so that memory does not double."""
-    names = list(table.__dataclass_fields__)  # type: ignore[attr-defined]
-    columns = [list(column) for column in zip(*blocks)] or [[np.empty(0, np.int64)] for _ in names]
-    blocks.clear()
-    found = {}
-    for name, column in zip(names, columns):
-        found[name] = np.concatenate(column)
-        column.clear()
-    return found
-
-
-def _quoted(name: Any) -> str:
-    return str(name).replace('"', '""')
 
 
 def _pid_and_tid(global_tid: int) -> tuple[str, str]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refshard.timeline import Intervals, Kind, Span, Spans, Timeline
+from refshard.events.timeline import Intervals, Kind, Span, Spans, Timeline
 
 pairs = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 15)).map(lambda p: (p[0], p[0] + p[1])), max_size=12)
 

@@ -1,9 +1,9 @@
-"""The events of a trace as a Kineto file, which :mod:`~refshard.tracing.files.reader` reads back unchanged."""
+"""The events of a trace as a Kineto file, which :mod:`~refshard.events.reader` reads back unchanged."""
 
 import json
 from collections.abc import Iterator
 
-from refshard.tracing.files.events import ANNOTATION, HOST, LAUNCH, MEMCPY, MEMSET, TraceFile
+from refshard.events.table import ANNOTATION, HOST, LAUNCH, MEMCPY, MEMSET, TraceFile
 
 _HOST_CATEGORIES = {HOST: "cpu_op", ANNOTATION: "user_annotation", LAUNCH: "cuda_runtime"}
 _COPIES = {MEMCPY: "gpu_memcpy", MEMSET: "gpu_memset"}

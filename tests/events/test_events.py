@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refshard.errors import TraceError
+from refshard.events.reader import read_trace
+from refshard.events.stream import EventStream
+from refshard.events.table import TraceFile
 from refshard.report.trace.answer import as_objects
 from refshard.tracing.analysis import analyse
-from refshard.tracing.files.events import TraceFile
-from refshard.tracing.files.reader import read_trace
-from refshard.tracing.files.stream import EventStream
 from tests.tracing.builder import Training
 from tests.tracing.handmade import event, shaped, step, write
 

@@ -1,6 +1,7 @@
-"""Events whose times are far from those of all the others: errors of a recorder's clock.
+"""Which events of a trace count: those of one device, and those whose times are near the others'.
 
-One kernel with the time 0 among events of today would make a trace of 56 years, and of every share of it nothing.
+Recorders' clocks err: one kernel with the time 0 among events of today would make a trace of 56 years, in which every
+share of time rounds to nothing.
 """
 
 from dataclasses import fields, replace
@@ -9,7 +10,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from refshard.tracing.files.events import DeviceEvents, HostEvents, MemoryEvents, TraceFile
+from refshard.errors import TraceError
+from refshard.events.table import LAUNCH, DeviceEvents, HostEvents, MemoryEvents, TraceFile
 
 HOUR_NS = 3600 * 10**9
 SPANS = 100
@@ -20,6 +22,26 @@ may be meant, but hardly for a single event; no recording pauses for a day."""
 
 Columns = TypeVar("Columns", HostEvents, DeviceEvents, MemoryEvents)
 T = TypeVar("T")
+Rows = npt.NDArray[np.bool_]
+
+
+def only_device(trace: TraceFile, device: str) -> TraceFile:
+    """The trace with one device's events, and with the host's events of the processes that launched them.
+
+    Raises:
+        TraceError: the trace has no such device.
+    """
+    wanted = [lane for lane, (name, _) in enumerate(trace.lanes) if name == device]
+    if not wanted:
+        names = ", ".join(sorted({name for name, _ in trace.lanes})) or "none (a CPU trace)"
+        raise TraceError(f"{trace.path}: --device {device} is not in the trace; its devices: {names}")
+    rows, host = np.isin(trace.device.lanes, wanted), trace.host
+    launched = (host.categories == LAUNCH) & (host.correlations > 0)
+    launched &= np.isin(host.correlations, trace.device.correlations[rows])
+    processes = {trace.threads[thread][0] for thread in np.unique(host.threads[launched]).tolist()}
+    threads = [place for place, (process, _) in enumerate(trace.threads) if process in processes]
+    kept = np.isin(host.threads, threads) if processes else np.ones(len(host.threads), np.bool_)
+    return _with(trace, kept, rows)
 
 
 def without_far_events(trace: TraceFile) -> TraceFile:
@@ -40,11 +62,7 @@ def without_far_events(trace: TraceFile) -> TraceFile:
     near_host, near_device = _near(host, bounds), _near(device, bounds)
     far = int((~near_host).sum() + (~near_device).sum())
     return replace(
-        trace,
-        host=_at(host, near_host),
-        device=_at(device, near_device),
-        host_args=_renumbered(trace.host_args, near_host),
-        device_args=_renumbered(trace.device_args, near_device),
+        _with(trace, near_host, near_device),
         memory=_near_memory(trace.memory, bounds),
         skipped={**trace.skipped, "far_events": far},
     )
@@ -69,7 +87,7 @@ def _bounds(
     return bounds if int(starts.min()) < bounds[0] or int(ends.max()) > bounds[1] else None
 
 
-def _near(events: HostEvents | DeviceEvents, bounds: tuple[int, int]) -> npt.NDArray[np.bool_]:
+def _near(events: HostEvents | DeviceEvents, bounds: tuple[int, int]) -> Rows:
     return np.asarray((events.starts >= bounds[0]) & (events.ends <= bounds[1]), np.bool_)
 
 
@@ -80,11 +98,22 @@ def _near_memory(events: MemoryEvents, bounds: tuple[int, int]) -> MemoryEvents:
     return _at(events, np.asarray(near, np.bool_)) if is_whole else events
 
 
-def _at(events: Columns, rows: npt.NDArray[np.bool_]) -> Columns:
+def _with(trace: TraceFile, host: Rows, device: Rows) -> TraceFile:
+    """The trace with these of its host and device events, and their arguments."""
+    return replace(
+        trace,
+        host=_at(trace.host, host),
+        device=_at(trace.device, device),
+        host_args=_renumbered(trace.host_args, host),
+        device_args=_renumbered(trace.device_args, device),
+    )
+
+
+def _at(events: Columns, rows: Rows) -> Columns:
     return replace(events, **{field.name: getattr(events, field.name)[rows] for field in fields(events)})
 
 
-def _renumbered(args: dict[int, T], kept: npt.NDArray[np.bool_]) -> dict[int, T]:
+def _renumbered(args: dict[int, T], kept: Rows) -> dict[int, T]:
     """Arguments by row, after rows were left out."""
     row = np.cumsum(kept) - 1
     return {int(row[old]): found for old, found in args.items() if kept[old]}

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from refshard.tracing.files.frames import is_own
-from refshard.tracing.files.reader import read_trace
+from refshard.events.reader import read_trace
+from refshard.events.table import is_own
 from tests.tracing.handmade import event, write
 
 

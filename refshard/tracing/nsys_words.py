@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from refshard.events.table import TraceFile
 from refshard.tracing.figures import TraceWarning
-from refshard.tracing.files.events import TraceFile
 
 _MESSAGES = {
     "no_rank": "a report of Nsight Systems names no rank; name the file after it, such as rank0.sqlite",

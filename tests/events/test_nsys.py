@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from refshard.errors import TraceError
+from refshard.events.reader import read_trace
 from refshard.tracing.analysis import Analysis, analyse
-from refshard.tracing.files.reader import read_trace
 from refshard.tracing.windows import parse_window
+from tests.events.nsys_export import SCHEMAS, SESSION_NS, Export, retold
 from tests.tracing.builder import BASE_NS, Training
-from tests.tracing.nsys_export import SCHEMAS, SESSION_NS, Export, retold
 
 VERSIONS = tuple(SCHEMAS)
 

@@ -179,10 +179,6 @@ class Inputs(NamedTuple):
     dtype: str
 
 
-def _untold() -> npt.NDArray[np.int32]:
-    return np.empty(0, np.int32)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Spans:
     """What ran, a row each, ordered by start and then by end; columns are arrays of one length.
@@ -216,8 +212,8 @@ class Spans:
     name_table: tuple[str, ...]
     unit_names: tuple[str, ...] = ()
     signature_names: tuple[str, ...] = ()
-    calls: npt.NDArray[np.int32] = field(default_factory=_untold)
-    inputs: npt.NDArray[np.int32] = field(default_factory=_untold)
+    calls: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    inputs: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     in_autograd: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
     input_names: tuple[Inputs, ...] = ()
 

@@ -5,7 +5,7 @@ from decimal import ROUND_HALF_UP, Decimal
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refshard.tracing.files.decimals import nanoseconds
+from refshard.events.decimals import nanoseconds
 
 numbers = st.one_of(
     st.integers(-(10**15), 2 * 10**15).map(str),
