@@ -19,13 +19,12 @@ from refshard.report.blocks import Answer
 from refshard.report.trace.answer import check_block, trace_answer
 from refshard.report.trace.difference import Compared, difference_answer
 from refshard.tracing import hta
-from refshard.tracing.allocator.memory_timeline import is_memory_timeline
-from refshard.tracing.allocator.snapshot_file import is_snapshot
 from refshard.tracing.analysis import Analysis, analyse, join
-from refshard.tracing.communication import patterns
-from refshard.tracing.difference.matching import difference, mean_steps
-from refshard.tracing.difference.pairing import pair
+from refshard.tracing.difference import difference, mean_steps, pair
 from refshard.tracing.kineto import timeline_of
+from refshard.tracing.memory_timeline import is_memory_timeline
+from refshard.tracing.names import patterns
+from refshard.tracing.snapshot import is_snapshot
 from refshard.tracing.windows import Asked, parse_window
 
 _SUFFIXES = (".json", ".json.gz", ".sqlite")

@@ -35,7 +35,7 @@ from refshard.events.table import (
     TraceFile,
 )
 from refshard.events.timeline import UNKNOWN, Meaning
-from refshard.tracing.operators.flops_of import CAUSAL
+from refshard.tracing.flops import CAUSAL
 
 _OPERATORS = {
     "all_gather": ("_allgather_base_", 0), "reduce_scatter": ("_reduce_scatter_base_", 1),

@@ -33,9 +33,7 @@ from refshard.specs.case import CaseSpec
 from refshard.specs.model import known_dimensions
 from refshard.strategies import strategy_for
 from refshard.strategies.table import ROWS
-from refshard.tracing.capture import WARMUP_STEPS, capture_steps
-from refshard.tracing.census import OperatorCensus
-from refshard.tracing.memory import AllocatorPeak, GpuPeaks
+from refshard.tracing.recording import WARMUP_STEPS, AllocatorPeak, GpuPeaks, OperatorCensus, capture_steps
 
 MEMORY_STEP = 2
 """The step whose allocator peak is recorded on a CPU: the first whose every buffer was there before."""

@@ -16,10 +16,11 @@ import numpy.typing as npt
 
 from refshard.events.table import ANNOTATION, EMULATED, GLOO, TraceFile, whole
 from refshard.events.timeline import UNKNOWN, Collective, Kind, Spans, Window
-from refshard.tracing.communication import PEER_COPY, custom_operation
-from refshard.tracing.device import Launches, device_order
-from refshard.tracing.labels import Labels, innermost
-from refshard.tracing.steps import step_at
+from refshard.tracing.labels import Labels
+from refshard.tracing.names import PEER_COPY, custom_operation
+from refshard.tracing.owners import innermost_on
+from refshard.tracing.spans import Launches, device_order
+from refshard.tracing.windows import step_at
 
 Args = dict[str, Any]
 
@@ -152,17 +153,14 @@ def _match_by_launch(
     trace: TraceFile, launches: Launches, ran: npt.NDArray[np.int64], announced: Sequence[_Announced]
 ) -> list[int]:
     """Give each kernel to the innermost operator of its thread during which it was launched; return the others."""
-    host, alone = trace.host, np.ones(len(ran), np.bool_)
-    for thread, mine in _by_thread(trace, announced).items():
-        rows = [one.rows[0] for one in mine]
-        cuts, owners = innermost(host.starts[rows].tolist(), host.ends[rows].tolist())
-        there = np.flatnonzero(launches.threads[ran] == thread)
-        owner = owners[np.searchsorted(cuts, launches.points[ran[there]], side="right")]
-        alone[there] = owner < 0
-        for row, place in zip(ran[there].tolist(), owner.tolist()):
-            if place >= 0:
-                mine[place].spans.append(row)
-    return [int(row) for row in ran[alone]]
+    host, rows = trace.host, np.array([one.rows[0] for one in announced], np.int64)
+    places = innermost_on(
+        host.threads[rows], host.starts[rows], host.ends[rows], launches.threads[ran], launches.points[ran]
+    )
+    for row, place in zip(ran.tolist(), places.tolist()):
+        if place != UNKNOWN:
+            announced[place].spans.append(row)
+    return ran[places == UNKNOWN].tolist()  # type: ignore[no-any-return]
 
 
 def _match_coalesced(

@@ -25,7 +25,7 @@ from refshard.events.timeline import KINDS, UNKNOWN, Kind, Timeline
 from refshard.events.writer import as_kineto
 from refshard.specs.cluster import load_cluster
 from refshard.tracing.analysis import analyse
-from refshard.tracing.host.holdup_figures import Hold
+from refshard.tracing.figures import Hold
 from refshard.tracing.kineto import timeline_of
 from refshard.tracing.labels import meaning_of
 from refshard.tracing.overlap import collectives_per_step, step_breakdowns

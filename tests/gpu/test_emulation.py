@@ -24,9 +24,9 @@ from refshard.harness.trainer import Trainer
 from refshard.records import CollectiveCount
 from refshard.specs.case import CaseSpec
 from refshard.strategies import strategy_for
-from refshard.tracing.capture import WARMUP_STEPS, capture_steps
 from refshard.tracing.kineto import read_timeline
 from refshard.tracing.overlap import collectives_per_step
+from refshard.tracing.recording import WARMUP_STEPS, capture_steps
 from tests.emulate import make_cluster
 from tests.fakecuda.recorded import racing
 from tests.models import small_spec

@@ -30,8 +30,8 @@ from refshard.tracing.figures import (
     TraceFigures,
     TraceWarning,
 )
+from refshard.tracing.jobs import Identity
 from refshard.tracing.overlap import breakdowns
-from refshard.tracing.ranks.jobs import Identity
 
 US = 1000
 WAITS = ((3, 4200, 17), (1, 900, 4))

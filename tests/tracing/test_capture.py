@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from refshard.tracing.capture import WARMUP_STEPS, capture_steps
 from refshard.tracing.kineto import read_timeline
+from refshard.tracing.recording import WARMUP_STEPS, capture_steps
 
 
 def test_capture_holds_the_steps_after_warmup(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from refshard.errors import SpecError
 from refshard.tracing.analysis import analyse
-from refshard.tracing.communication import communicates, custom_operation, patterns
+from refshard.tracing.names import communicates, custom_operation, patterns
 from tests.tracing.handmade import event, step, write
 
 NAMES = {

@@ -8,8 +8,7 @@ import pytest
 
 from refshard.report.trace.sections import sections_of
 from refshard.tracing.analysis import analyse
-from refshard.tracing.figures import TraceFigures
-from refshard.tracing.graph_figures import Capture, Replays
+from refshard.tracing.figures import Capture, Replays, TraceFigures
 from tests.report.printed import opened
 from tests.tracing.handmade import BASE_US, event, write
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from refshard.events.timeline import Kind, Meaning
 from refshard.tracing.analysis import analyse
 from refshard.tracing.figures import LoneCopy
-from refshard.tracing.lone_copies import lone_copies
+from refshard.tracing.overlap import lone_copies
 from tests.tracing.handmade import event, step, write
 from tests.tracing.small import Row, bounds, rows, timeline_of, windows
 

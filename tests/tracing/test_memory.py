@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from refshard.tracing.memory import MOST_POINTS, AllocatorPeak, highest_of
+from refshard.tracing.recording import MOST_POINTS, AllocatorPeak, highest_of
 
 MEGABYTE = 2**20
 

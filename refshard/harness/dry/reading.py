@@ -16,8 +16,8 @@ from refshard.harness.dry.result import StepResult
 from refshard.quantities import format_times
 from refshard.records import Census, CollectiveCount, StepTrace
 from refshard.tracing.kineto import timeline_of
-from refshard.tracing.memory import highest_of
 from refshard.tracing.overlap import collectives_per_step, step_breakdowns
+from refshard.tracing.recording import highest_of
 
 
 def read_step(recording: Recording, replayed: Replayed, steps: Sequence[Step]) -> StepResult:

@@ -6,8 +6,7 @@ from refshard.quantities import format_bytes, format_ns, format_percent, format_
 from refshard.report.blocks import Section
 from refshard.report.trace.per_step import per
 from refshard.report.trace.section import section
-from refshard.tracing.figures import TraceFigures
-from refshard.tracing.ranks.exposure_figures import CommunicationFigures, ExposedSplit, MessageFigures
+from refshard.tracing.figures import CommunicationFigures, ExposedSplit, MessageFigures, TraceFigures
 
 _UNITS = 1e9
 """Bus bandwidths are in GB/s, as nccl-tests and data sheets give them."""

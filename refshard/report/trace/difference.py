@@ -10,9 +10,8 @@ from refshard.quantities import format_ns, format_percent
 from refshard.report.blocks import Answer, Block, Charts, Column, Cover, Notes, Table, Text, Verdict
 from refshard.report.trace.cut import cut_middle
 from refshard.report.trace.jobs import counted
-from refshard.tracing.difference.alike import Unlike
-from refshard.tracing.difference.diff import IDLE
-from refshard.tracing.difference.matching import Change, Difference
+from refshard.tracing.attribution import IDLE
+from refshard.tracing.difference import Change, Difference, Unlike
 
 if TYPE_CHECKING:
     from refshard.report.draw.charts import Chart

@@ -6,9 +6,7 @@ from refshard.report.trace.cut import cut
 from refshard.report.trace.per_step import in_each, of_each, per
 from refshard.report.trace.section import section
 from refshard.report.trace.words import SMALL
-from refshard.tracing.figures import TraceFigures
-from refshard.tracing.host.holdup_figures import Hold, HoldUp, HoldUps
-from refshard.tracing.replay.whatif_figures import NO_SYNC, TOLERATED_ERROR
+from refshard.tracing.figures import NO_SYNC, TOLERATED_ERROR, Hold, HoldUp, HoldUps, TraceFigures
 
 _LEAST = SMALL / 10
 """Rows are calls that take, or cause idle time of, this share of the step."""

@@ -6,7 +6,7 @@ from refshard.report.trace.jobs import parts
 from refshard.report.trace.per_step import is_alone, per
 from refshard.report.trace.section import section
 from refshard.tracing.figures import Cause, TraceFigures
-from refshard.tracing.operators.kernel_names import name_in_words
+from refshard.tracing.names import name_in_words
 
 NAMES = {
     Cause.LAUNCH: "idle, launch-bound",

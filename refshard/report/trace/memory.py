@@ -7,8 +7,7 @@ from refshard.quantities import format_bytes, format_part, format_percent
 from refshard.report.blocks import Section
 from refshard.report.trace.cut import cut
 from refshard.report.trace.section import section
-from refshard.tracing.allocator.held_figures import Category, Holder, MemoryPeak
-from refshard.tracing.figures import TraceFigures
+from refshard.tracing.figures import Category, Holder, MemoryPeak, TraceFigures
 
 PURPOSES: dict[Category, str] = {
     "before, kept": "allocated before the trace, never freed in it",

@@ -7,7 +7,7 @@ import msgspec
 
 from refshard.quantities import format_bytes, format_ns, format_percent
 from refshard.report.blocks import Answer, Block, Verdict, table
-from refshard.tracing.allocator.memory_timeline import MemoryTimelineFigures
+from refshard.tracing.memory_timeline import MemoryTimelineFigures
 
 
 def memory_timeline_answer(timelines: Sequence[tuple[str, MemoryTimelineFigures]]) -> Answer:

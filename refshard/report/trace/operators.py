@@ -8,8 +8,7 @@ from refshard.report.trace.cut import cut
 from refshard.report.trace.per_step import in_each, per
 from refshard.report.trace.section import section
 from refshard.report.trace.words import SMALL
-from refshard.tracing.figures import TraceFigures
-from refshard.tracing.operators.operator_figures import Contention, OperatorFigures, OperatorReport, Slowdown
+from refshard.tracing.figures import Contention, OperatorFigures, OperatorReport, Slowdown, TraceFigures
 
 _CALLED: dict[str, str] = {
     "GEMM": "GEMMs", "convolution": "convolutions", "elementwise": "elementwise kernels", "others": "other kernels",

@@ -10,8 +10,7 @@ import msgspec
 from refshard.plain import plain
 from refshard.quantities import format_bytes, format_part, format_percent, format_times
 from refshard.report.blocks import Answer, Block, Notes, Table, Text, Verdict, table
-from refshard.tracing.allocator.snapshot import DeviceFigures, Fragmentation, HistoryFigures, LineFigures, OomFigures
-from refshard.tracing.allocator.snapshot_file import Site
+from refshard.tracing.snapshot import DeviceFigures, Fragmentation, HistoryFigures, LineFigures, OomFigures, Site
 
 _LINES, _SIZES, _OOMS = 12, 10, 5
 _LARGE = 0.1

@@ -7,7 +7,7 @@ from refshard.quantities import format_ns, format_percent
 from refshard.report.trace.jobs import capital, mean, parts, who
 from refshard.report.trace.per_step import in_each
 from refshard.tracing.figures import Cause, TraceFigures
-from refshard.tracing.operators.kernel_names import name_in_words
+from refshard.tracing.names import name_in_words
 
 LONGER = 1.02
 """A rank that computes so many times as long as another computes longer."""

@@ -5,10 +5,9 @@ from refshard.report.blocks import Section
 from refshard.report.trace.jobs import counted, parts
 from refshard.report.trace.per_step import each, has_steps, in_each
 from refshard.report.trace.section import section
-from refshard.tracing.figures import TraceFigures
-from refshard.tracing.operators.kernel_names import name_in_words
-from refshard.tracing.replay import whatif_figures as whatif
-from refshard.tracing.replay.whatif_figures import TOLERATED_ERROR, PathPart, WhatIf, WhatIfFigures
+from refshard.tracing import figures as whatif
+from refshard.tracing.figures import TOLERATED_ERROR, PathPart, TraceFigures, WhatIf, WhatIfFigures
+from refshard.tracing.names import name_in_words
 
 _NAMES = {
     whatif.OVERLAPPED: "communication fully overlapped",

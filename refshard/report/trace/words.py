@@ -17,7 +17,7 @@ from refshard.report.trace.jobs import counted, job_names, jobs, mean, parts, ra
 from refshard.report.trace.per_step import has_steps, in_each, is_alone, of_each
 from refshard.report.trace.waiting import balance, exposed_waits, late
 from refshard.tracing.figures import Cause, IdleFigures, StepFigures, TraceFigures
-from refshard.tracing.operators.kernel_names import name_in_words
+from refshard.tracing.names import name_in_words
 
 SMALL = 0.01
 """A loss under this share of the step is not called one."""

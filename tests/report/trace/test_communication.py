@@ -7,8 +7,7 @@ import pytest
 
 from refshard.report.trace.communication import answer, exposed_section, messages_section, unknown_waiting
 from refshard.report.trace.sections import sections_of
-from refshard.tracing.figures import TraceFigures
-from refshard.tracing.ranks.exposure_figures import CommunicationFigures, ExposedSplit, MessageFigures, PeerWait
+from refshard.tracing.figures import CommunicationFigures, ExposedSplit, MessageFigures, PeerWait, TraceFigures
 from tests.report import traces
 from tests.report.printed import opened
 

@@ -6,10 +6,8 @@ import msgspec
 
 from refshard.report.page import as_page
 from refshard.report.trace.difference import Compared, by_class, difference_answer, not_alike, remarks, verdict
-from refshard.tracing.difference.alike import Unlike
-from refshard.tracing.difference.diff import Attribution, Owner
-from refshard.tracing.difference.matching import difference
-from refshard.tracing.difference.works import Work
+from refshard.tracing.attribution import Attribution, Owner, Work
+from refshard.tracing.difference import Unlike, difference
 from tests.report.pages import Page
 from tests.report.printed import as_csv, rows, tables, text
 from tests.report.traces import HOSTILE

@@ -5,9 +5,17 @@ import pytest
 
 from refshard.report.trace.holdups import holdups_section
 from refshard.report.trace.sections import SECTIONS
-from refshard.tracing.host.holdup_figures import Hold, HoldUp, HoldUps
-from refshard.tracing.operators.operator_figures import ClassFigures, OperatorReport
-from refshard.tracing.replay.whatif_figures import NO_SYNC, CriticalPath, WhatIf, WhatIfFigures
+from refshard.tracing.figures import (
+    NO_SYNC,
+    ClassFigures,
+    CriticalPath,
+    Hold,
+    HoldUp,
+    HoldUps,
+    OperatorReport,
+    WhatIf,
+    WhatIfFigures,
+)
 from tests.report.printed import Opened, opened
 from tests.report.traces import figures, gpu
 

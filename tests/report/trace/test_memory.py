@@ -7,8 +7,7 @@ import msgspec
 
 from refshard.quantities import GIB
 from refshard.report.trace.memory import memory_at_peak, memory_by_unit
-from refshard.tracing.allocator.held_figures import Category, Holder, MemoryPeak
-from refshard.tracing.figures import TraceFigures
+from refshard.tracing.figures import Category, Holder, MemoryPeak, TraceFigures
 from tests.report import traces
 from tests.report.printed import opened
 

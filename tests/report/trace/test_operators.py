@@ -11,8 +11,7 @@ from refshard.report.trace.operators import (
     operator_section,
     shape_section,
 )
-from refshard.tracing.figures import TraceFigures
-from refshard.tracing.operators.operator_figures import (
+from refshard.tracing.figures import (
     ClassFigures,
     Contention,
     KernelFigures,
@@ -20,6 +19,7 @@ from refshard.tracing.operators.operator_figures import (
     OperatorReport,
     OperatorTotal,
     Slowdown,
+    TraceFigures,
 )
 from tests.report import traces
 from tests.report.printed import opened

@@ -4,9 +4,8 @@ import msgspec
 import pytest
 
 from refshard.report.trace.whatif import what_if_section
-from refshard.tracing.figures import TraceFigures
-from refshard.tracing.replay import whatif_figures as whatif
-from refshard.tracing.replay.whatif_figures import CriticalPath, PathPart, WhatIf, WhatIfFigures
+from refshard.tracing import figures as whatif
+from refshard.tracing.figures import CriticalPath, PathPart, TraceFigures, WhatIf, WhatIfFigures
 from tests.report import traces
 from tests.report.printed import opened
 

@@ -26,17 +26,20 @@ from refshard.report.trace.of_cpu import chart_of_cpu
 from refshard.report.trace.per_step import in_each, of_each, per
 from refshard.tracing.figures import (
     Cause,
+    CommunicationFigures,
+    ExposedSplit,
     GiveWay,
     IdleFigures,
     LoneCopy,
     MemoryPoint,
+    MessageFigures,
+    PeerWait,
     RankWait,
     TraceFigures,
     TraceWarning,
     WindowFigures,
 )
-from refshard.tracing.operators.kernel_names import LONGEST
-from refshard.tracing.ranks.exposure_figures import CommunicationFigures, ExposedSplit, MessageFigures, PeerWait
+from refshard.tracing.names import LONGEST
 from tests.report import traces
 from tests.report.printed import opened, rows, tables
 

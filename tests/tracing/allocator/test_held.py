@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refshard.events.reader import read_trace
-from refshard.tracing.allocator.held import memory_peaks
-from refshard.tracing.allocator.held_figures import MemoryPeak
 from refshard.tracing.analysis import analyse
+from refshard.tracing.figures import MemoryPeak
+from refshard.tracing.memory_peaks import memory_peaks
 from tests.tracing.handmade import event, step, write
 
 BEFORE, RESERVED = 1000, 5000

@@ -9,7 +9,7 @@ import pytest
 from refshard.commands.memory_snapshot import memory_timelines
 from refshard.commands.trace import trace
 from refshard.errors import TraceError
-from refshard.tracing.allocator.memory_timeline import MemoryTimelineFigures, is_memory_timeline, memory_timeline
+from refshard.tracing.memory_timeline import MemoryTimelineFigures, is_memory_timeline, memory_timeline
 from tests.report.printed import as_csv, as_json, rows, tables, verdict
 
 PARAMETERS, INPUTS, TEMPORARY, ACTIVATIONS = 0, 2, 3, 4

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refshard.errors import TraceError
-from refshard.tracing.allocator.snapshot import DeviceFigures, Fragmentation, snapshot_figures
-from refshard.tracing.allocator.snapshot_file import Site, is_snapshot, read_snapshot
+from refshard.tracing.snapshot import DeviceFigures, Fragmentation, Site, is_snapshot, read_snapshot, snapshot_figures
 from tests.tracing.snapshots import SEGMENT, TORCH, UNIT, Allocator, frames, write
 
 KIB = 1024

@@ -3,9 +3,8 @@
 import msgspec
 import pytest
 
-from refshard.tracing.difference.alike import Unlike, unlike
-from refshard.tracing.difference.diff import Attribution, Owner
-from refshard.tracing.difference.works import Work
+from refshard.tracing.attribution import Attribution, Owner, Work
+from refshard.tracing.difference import Unlike, unlike
 from refshard.tracing.figures import TraceFigures
 from tests.report import traces
 

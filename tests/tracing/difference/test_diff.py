@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 
 from refshard.events.timeline import UNKNOWN, Collective, Kind, Timeline, Window
-from refshard.tracing.difference.diff import attribute
-from refshard.tracing.difference.works import Work
+from refshard.tracing.attribution import Work, attribute
 from refshard.tracing.figures import Cause
 from refshard.tracing.idle import knows_launches
 from refshard.tracing.overlap import step_breakdowns

@@ -5,7 +5,7 @@ import pytest
 
 from refshard.events.table import Operands
 from refshard.events.timeline import UNKNOWN, Inputs
-from refshard.tracing.difference.inputs import input_table, inputs_of
+from refshard.tracing.spans import input_table, inputs_of
 
 
 @pytest.mark.parametrize(

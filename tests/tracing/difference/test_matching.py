@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refshard.tracing.difference.diff import Attribution, Owner, attribute
-from refshard.tracing.difference.matching import Change, Difference, difference, mean_steps
-from refshard.tracing.difference.works import Work, family
+from refshard.tracing.attribution import Attribution, Owner, Work, attribute, family
+from refshard.tracing.difference import Change, Difference, difference, mean_steps
 from tests.tracing.builder import Training
 
 works = st.builds(

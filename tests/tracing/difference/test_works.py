@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refshard.events.timeline import KINDS, UNKNOWN, Collective, Inputs, Kind, Meaning, Spans, Timeline
-from refshard.tracing.difference.works import Work, plain_name, works_of
+from refshard.tracing.attribution import Work, plain_name, works_of
 
 NAMES = ("aten::mm", "aten::add", "volta_sgemm_128x64_nn", "ampere_sgemm_64x32_nn")
 UNITS = ("layers.0", "layers.1")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refshard.tracing.analysis import analyse
-from refshard.tracing.host.holdup_figures import Hold, HoldUp, HoldUps
+from refshard.tracing.figures import Hold, HoldUp, HoldUps
 from tests.tracing.handmade import event, step, write
 
 Events = list[dict[str, Any]]

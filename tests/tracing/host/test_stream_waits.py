@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from refshard.events.reader import read_trace
 from refshard.tracing.figures import Cause
+from refshard.tracing.idle import idle_figures
 from refshard.tracing.kineto import timeline_of
-from refshard.tracing.waits import idle_figures
 from tests.tracing.handmade import event, write
 
 Events = list[dict[str, Any]]

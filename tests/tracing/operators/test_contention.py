@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from scipy.stats import mannwhitneyu, norm
 
 from refshard.events.timeline import UNKNOWN, Kind
-from refshard.tracing.operators.alike import same_work
-from refshard.tracing.operators.contention import find_contention
-from refshard.tracing.operators.operator_figures import Contention, Slowdown
+from refshard.tracing.figures import Contention, Slowdown
+from refshard.tracing.operators import find_contention, same_work
 from tests.tracing.small import NAMES, Row, timeline_of
 
 Run = tuple[int, int, int]

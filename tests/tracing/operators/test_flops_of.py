@@ -12,7 +12,7 @@ from torch.utils.flop_counter import (
 )
 
 from refshard.events.table import Operands
-from refshard.tracing.operators.flops_of import Work, work_of
+from refshard.tracing.flops import Work, work_of
 
 BF16, FP32 = "c10::BFloat16", "float"
 

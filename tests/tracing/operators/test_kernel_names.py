@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refshard.tracing.operators.kernel_names import LONGEST, short_kernel_name, short_kernel_names
+from refshard.tracing.names import LONGEST, short_kernel_name, short_kernel_names
 
 ADD = (
     "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<{}>, std::array<char*, 3ul> >"

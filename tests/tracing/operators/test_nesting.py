@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refshard.events.timeline import UNKNOWN
-from refshard.tracing.operators.nesting import Nesting, innermost_on, nested_order
+from refshard.tracing.owners import Nesting, innermost_on, nested_order
 
 
 @st.composite

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from refshard.events.reader import read_trace
 from refshard.tracing.analysis import analyse
-from refshard.tracing.operators.operator_figures import CLASSES, OperatorReport
+from refshard.tracing.figures import CLASSES, OperatorReport
 from tests.tracing.handmade import event, shaped, step, write
 
 H100 = "NVIDIA H100 80GB HBM3"

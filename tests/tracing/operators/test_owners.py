@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from refshard.events.reader import read_trace
 from refshard.events.timeline import UNKNOWN
 from refshard.tracing.kineto import timeline_of
-from refshard.tracing.operators.launched import launched_work
+from refshard.tracing.operators import launched_work
 from tests.tracing.handmade import event, step, write
 
 Pairs = list[tuple[str, str]]

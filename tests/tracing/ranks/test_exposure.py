@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from refshard.events.timeline import Kind, Timeline, Window
 from refshard.tracing.analysis import Analysis, analyse, join
-from refshard.tracing.ranks.exposure import exposure_of, split
-from refshard.tracing.ranks.exposure_figures import CommunicationFigures, PeerWait
-from refshard.tracing.ranks.stragglers import Entered
+from refshard.tracing.exposure import exposure_of, split
+from refshard.tracing.figures import CommunicationFigures, PeerWait
+from refshard.tracing.skew import Entered
 from tests.tracing.builder import COMPUTE_STREAM, GATHER_STREAM, REDUCE_STREAM, Trace, Work
 
 LENGTH = 60

@@ -8,7 +8,7 @@ import pytest
 
 from refshard.errors import TraceError
 from refshard.events.reader import read_trace
-from refshard.tracing.ranks.jobs import Identity, group, identity_of, rank_in_name
+from refshard.tracing.jobs import Identity, group, identity_of, rank_in_name
 from tests.tracing.handmade import BASE_US, event, write
 
 

@@ -3,12 +3,9 @@
 import numpy as np
 import pytest
 
-from refshard.tracing.figures import CollectiveFigures
-from refshard.tracing.ranks.exposure import Exposure, Pieces
-from refshard.tracing.ranks.exposure_figures import CommunicationFigures, MessageFigures
-from refshard.tracing.ranks.links import Links, links_of
-from refshard.tracing.ranks.messages import Group, Traffic, communication
-from refshard.tracing.ranks.stragglers import Entered
+from refshard.tracing.exposure import Exposure, Group, Links, Pieces, Traffic, communication, links_of
+from refshard.tracing.figures import CollectiveFigures, CommunicationFigures, MessageFigures
+from refshard.tracing.skew import Entered
 
 US, MIB = 1000, 2**20
 H100, MI300X = "NVIDIA H100 80GB HBM3", "AMD Instinct MI300X"

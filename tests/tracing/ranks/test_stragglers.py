@@ -16,7 +16,7 @@ from refshard.tracing.figures import (
     StepFigures,
     TraceFigures,
 )
-from refshard.tracing.ranks.stragglers import Entered, Waits, rank_waits
+from refshard.tracing.skew import Entered, Waits, rank_waits
 
 
 def ran(

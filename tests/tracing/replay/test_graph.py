@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refshard.events.reader import read_trace
+from refshard.tracing import figures as whatif
 from refshard.tracing.analysis import analyse
+from refshard.tracing.graph import FULL_QUEUE, Graph, graph_of
 from refshard.tracing.kineto import timeline_of
-from refshard.tracing.replay import whatif_figures as whatif
-from refshard.tracing.replay.graph import FULL_QUEUE, Graph, graph_of
 from tests.tracing.handmade import event, write
 
 US = 1_000

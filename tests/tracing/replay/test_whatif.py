@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from refshard.events.reader import read_trace
 from refshard.events.timeline import Intervals
+from refshard.tracing import figures as whatif
 from refshard.tracing.analysis import analyse, join
+from refshard.tracing.figures import WhatIf, WhatIfFigures
+from refshard.tracing.graph import graph_of
 from refshard.tracing.kineto import timeline_of
-from refshard.tracing.replay import whatif_figures as whatif
-from refshard.tracing.replay.graph import graph_of
-from refshard.tracing.replay.whatif import what_ifs
-from refshard.tracing.replay.whatif_figures import WhatIf, WhatIfFigures
+from refshard.tracing.whatif import what_ifs
 from tests.tracing.builder import Training
 from tests.tracing.handmade import event, write
 from tests.tracing.programs import MAIN, PRELUDE, SIDE, Cpu, Launch, Program, Rules, Sync, Wait, events, run
