@@ -25,7 +25,7 @@ from refshard.tracing.kineto import timeline_of
 from refshard.tracing.memory_timeline import is_memory_timeline
 from refshard.tracing.names import patterns
 from refshard.tracing.snapshot import is_snapshot
-from refshard.tracing.windows import Asked, parse_window
+from refshard.tracing.windows import WindowOptions, parse_window
 
 _SUFFIXES = (".json", ".json.gz", ".sqlite")
 _NAMED = 3
@@ -126,7 +126,7 @@ class _How:
     calibration: Timeline | None
     keep_timelines: bool
     communication: tuple["re.Pattern[str]", ...]
-    window: Asked | None
+    window: WindowOptions | None
     device: str | None
     compare: bool
 
@@ -204,7 +204,7 @@ def _compare(before: Sequence[Analysis], after: Sequence[Analysis]) -> Compared:
         steps=(len(scatter[0]), len(scatter[1])),
         difference=difference(of_a, of_b, pairing.ranks),
         interval=change_of_means(*scatter),
-        doubts=pairing.doubts,
+        warnings=pairing.warnings,
         unlike=pairing.unlike,
     )
 

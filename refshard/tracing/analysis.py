@@ -16,12 +16,13 @@ from refshard.events.timeline import Nanoseconds, Timeline, Window
 from refshard.tracing.attribution import Attribution, attribute
 from refshard.tracing.collectives import collective_figures, copy_overhead, reduce_waits, unit_figures
 from refshard.tracing.cuda_graphs import find_graphs
-from refshard.tracing.exposure import Group, Traffic, communication, exposure_of, links_of
+from refshard.tracing.exposure import Traffic, communication, exposure_of, links_of
 from refshard.tracing.figures import MemoryPoint, StepFigures, TraceFigures
 from refshard.tracing.giveway import give_ways
 from refshard.tracing.graph import Graph, graph_of
-from refshard.tracing.host_stalls import find_holdups
+from refshard.tracing.host_stalls import find_host_stalls
 from refshard.tracing.idle import idle_figures
+from refshard.tracing.issued import Group
 from refshard.tracing.jobs import Identity, group, identity_of, rank_in_name
 from refshard.tracing.kineto import timeline_of
 from refshard.tracing.memory_peaks import allocated_over_time, memory_peaks
@@ -30,7 +31,7 @@ from refshard.tracing.overlap import breakdowns, lone_copies
 from refshard.tracing.quality import find_warnings, in_words_of, missing_device, mostly_capture
 from refshard.tracing.skew import rank_waits
 from refshard.tracing.whatif import what_ifs
-from refshard.tracing.windows import Asked, bounds, window_figures, window_warnings
+from refshard.tracing.windows import WindowOptions, bounds, window_figures, window_warnings
 
 _MEMORY_POINTS = 2000
 
@@ -69,7 +70,7 @@ def analyse(
     keep_timeline: bool = True,
     keep_graph: bool = True,
     compare: bool = False,
-    window: Asked | None = None,
+    window: WindowOptions | None = None,
     device: str | None = None,
     communicating: Sequence["re.Pattern[str]"] = (),
 ) -> Analysis:
@@ -114,10 +115,10 @@ def analyse(
         lone_copies=lone_copies(timeline, *bounds(timeline.windows)),
         memory=_memory(trace.memory, trace.memory_devices),
         memory_peaks=memory_peaks(trace),
-        holdups=find_holdups(trace, timeline),
+        host_stalls=find_host_stalls(trace, timeline),
         warnings=(*in_words_of(trace, find_warnings(trace, timeline)), *window_warnings(trace, timeline, window)),
         windows=None if window is None else window_figures(window, steps),
-        untold=missing or mostly_capture(timeline, graphs),
+        unavailable=missing or mostly_capture(timeline, graphs),
         host_only=missing is not None,
         graphs=graphs,
         operators=None if missing is not None else operator_report(trace, timeline, name),

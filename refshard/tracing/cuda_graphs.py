@@ -92,21 +92,18 @@ def _replays(trace: TraceFile, spans: Spans, captures: tuple[Capture, ...]) -> t
     found = []
     for events in np.unique(counts).tolist():
         mine, of_them = rows[counts[of] == events], launched[counts == events].tolist()
+        first = min(starts_of[one] for one in of_them)
+        before = [place for place, one in enumerate(captures) if one.end_ns <= first]
+        alike = before if len(before) == 1 else [place for place in before if captures[place].launches == events]
         found.append(
             Replays(
                 count=len(of_them),
                 events=events,
                 busy_ns=Intervals.union(spans.starts[mine], spans.ends[mine]).length,
-                capture=_capture_of(events, min(starts_of[one] for one in of_them), captures),
+                capture=alike[0] if len(alike) == 1 else None,
             )
         )
     return tuple(sorted(found, key=lambda one: -one.busy_ns))
-
-
-def _capture_of(events: int, first: int, captures: tuple[Capture, ...]) -> int | None:
-    before = [place for place, one in enumerate(captures) if one.end_ns <= first]
-    alike = before if len(before) == 1 else [place for place in before if captures[place].launches == events]
-    return alike[0] if len(alike) == 1 else None
 
 
 def _captures(trace: TraceFile) -> _Captures:

@@ -427,7 +427,7 @@ def _unlike_shapes(a: _Shapes, b: _Shapes) -> tuple[Unlike, ...]:
     if max(_missing_share(a, b, str), _missing_share(b, a, str)) < MOST:
         return ()
     without = max(_missing_share(a, b, _without_leading), _missing_share(b, a, _without_leading))
-    same = _without_leading if without < MOST else _nothing
+    same: Callable[[str], str] = _without_leading if without < MOST else lambda _: ""
     missing = [
         (ns, operator, dims)
         for operator in a.keys() & b.keys()
@@ -453,11 +453,6 @@ def _missing_share(mine: _Shapes, other: _Shapes, key: Callable[[str], str]) -> 
     return missing / total if total else 0.0
 
 
-def _nothing(dims: str) -> str:
-    """What all shapes have in common."""
-    return dims[:0]
-
-
 def _without_leading(dims: str) -> str:
     """Shapes without their leading sizes, which batch and sequence length make.
 
@@ -474,14 +469,17 @@ _MOST_NAMED = 8
 class Pairing:
     """Traces of A and of B; with ``ranks``, trace by trace of these ranks.
 
-    ``unlike`` says in what the two jobs are not like for like; ``doubts`` are sentences for people.
+    ``unlike`` says in what the two jobs are not like for like; ``warnings`` are sentences for people.
     """
 
     a: tuple[Analysis, ...]
     b: tuple[Analysis, ...]
     ranks: tuple[int, ...] = ()
-    doubts: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     unlike: tuple[Unlike, ...] = ()
+
+
+_Sides = tuple[tuple[Analysis, ...], tuple[Analysis, ...]]
 
 
 def pair(before: Sequence[Analysis], after: Sequence[Analysis]) -> Pairing:
@@ -492,30 +490,29 @@ def pair(before: Sequence[Analysis], after: Sequence[Analysis]) -> Pairing:
     Raises:
         TraceError: a side holds several jobs, names a rank twice, or has no rank in common with the other.
     """
-    sides = (tuple(before), tuple(after))
-    if len(before) == len(after) == 1:
-        return Pairing(a=sides[0], b=sides[1], doubts=_unrecorded(sides), unlike=_unlike(sides))
-    _check_one_job(sides)
+    sides: _Sides = (tuple(before), tuple(after))
+    ranks, warnings = tuple[int, ...](), list[str]()
     sizes = [{one.figures.world_size for one in side} - {None} for side in sides]
-    if sizes[0] and sizes[1] and sizes[0] != sizes[1]:
-        counts = " and of ".join(f"{len(side)} of {name}'s ranks" for name, side in zip("AB", sides))
-        mean = f"The world sizes differ, so ranks are not matched: the means of {counts} are compared."
-        return Pairing(a=sides[0], b=sides[1], doubts=(mean, *_unrecorded(sides)), unlike=_unlike(sides))
-    of_a, of_b = ({one.figures.rank: one for one in side if one.figures.rank is not None} for side in sides)
-    common = sorted(of_a.keys() & of_b.keys())
-    if not common:
-        raise TraceError("--against compares ranks of two jobs, but they have none in common; name one file of each")
-    chosen = (tuple(of_a[rank] for rank in common), tuple(of_b[rank] for rank in common))
+    if len(before) > 1 or len(after) > 1:
+        _check_one_job(sides)
+        if all(sizes) and sizes[0] != sizes[1]:
+            counts = " and of ".join(f"{len(side)} of {name}'s ranks" for name, side in zip("AB", sides))
+            warnings = [f"The world sizes differ, so ranks are not matched: the means of {counts} are compared."]
+        else:
+            sides, ranks, warnings = _common_ranks(sides)
+    warnings += [
+        f"{name} has no device events: what it did on the device is unknown."
+        for name, side in zip("AB", sides)
+        if any(one.figures.host_only for one in side)
+    ]
+    a, b = ([one.attribution for one in side if one.attribution is not None] for side in sides)
+    figures = tuple([one.figures for one in side] for side in sides)
     return Pairing(
-        a=chosen[0],
-        b=chosen[1],
-        ranks=tuple(common),
-        doubts=(
-            *_only_in("A", of_a.keys() - of_b.keys()),
-            *_only_in("B", of_b.keys() - of_a.keys()),
-            *_unrecorded(chosen),
-        ),
-        unlike=_unlike(chosen),
+        a=sides[0],
+        b=sides[1],
+        ranks=ranks,
+        warnings=(*warnings, *unrecorded(a, b)),
+        unlike=unlike((figures[0], figures[1]), (a, b)),
     )
 
 
@@ -529,37 +526,23 @@ def _check_one_job(sides: Sequence[Sequence[Analysis]]) -> None:
             )
 
 
-def _only_in(name: str, ranks: set[int]) -> tuple[str, ...]:
-    if not ranks:
-        return ()
-    named = ", ".join(map(str, sorted(ranks)[:_MOST_NAMED])) + (", ..." if len(ranks) > _MOST_NAMED else "")
-    return (f"Left out: rank{'s' if len(ranks) > 1 else ''} {named}, only in {name}.",)
-
-
-def _unlike(sides: Sequence[Sequence[Analysis]]) -> tuple[Unlike, ...]:
-    a, b = ([one.figures for one in side] for side in sides)
-    return unlike((a, b), _attributions(sides))
-
-
-def _unrecorded(sides: Sequence[Sequence[Analysis]]) -> tuple[str, ...]:
-    """What one of the sides does not record."""
-    found = [
-        f"{name} has no device events: what it did on the device is unknown."
-        for name, side in zip("AB", sides)
-        if any(one.figures.host_only for one in side)
-    ]
-    return (*found, *unrecorded(*_attributions(sides)))
-
-
-def _attributions(sides: Sequence[Sequence[Analysis]]) -> tuple[list[Attribution], list[Attribution]]:
-    a, b = ([one.attribution for one in side if one.attribution is not None] for side in sides)
-    return a, b
+def _common_ranks(sides: _Sides) -> tuple[_Sides, tuple[int, ...], list[str]]:
+    """The traces of the ranks that both sides have, these ranks, and a sentence on each side's others."""
+    a, b = ({one.figures.rank: one for one in side if one.figures.rank is not None} for side in sides)
+    common = sorted(a.keys() & b.keys())
+    if not common:
+        raise TraceError("--against compares ranks of two jobs, but they have none in common; name one file of each")
+    left_out = []
+    for name, ranks in (("A", sorted(a.keys() - b.keys())), ("B", sorted(b.keys() - a.keys()))):
+        named = ", ".join(map(str, ranks[:_MOST_NAMED])) + (", ..." if len(ranks) > _MOST_NAMED else "")
+        left_out += [f"Left out: rank{'s' if len(ranks) > 1 else ''} {named}, only in {name}."] if ranks else []
+    return (tuple(a[rank] for rank in common), tuple(b[rank] for rank in common)), tuple(common), left_out
 
 
 def unrecorded(a: Sequence[Attribution], b: Sequence[Attribution]) -> tuple[str, ...]:
     """What one side or both do not record, so that works are matched by less."""
     found = []
-    for what, told, instead in (
+    for what, key, instead in (
         ("input shapes (record_shapes=True)", "dims", "operators are matched by name and order"),
         ("units", "unit", "those of the other are not told apart"),
         ("phases", "phase", "forward and backward are not told apart"),
@@ -567,7 +550,7 @@ def unrecorded(a: Sequence[Attribution], b: Sequence[Attribution]) -> tuple[str,
         lacking = [
             name
             for name, side in zip("AB", (a, b))
-            if not any(getattr(owner.work, told) for one in side for owner in one.owners if owner.work.kind != IDLE)
+            if not any(getattr(owner.work, key) for one in side for owner in one.owners if owner.work.kind != IDLE)
         ]
         if len(lacking) == 1 or (lacking and what.startswith("input")):
             verb = "record" if len(lacking) > 1 else "records"

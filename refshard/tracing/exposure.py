@@ -1,7 +1,7 @@
 """Exposed communication: through which collective, what of it is waiting for a rank, and how fast messages move."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import median
@@ -26,6 +26,7 @@ from refshard.tracing.figures import (
 )
 from refshard.tracing.grouping import ranges
 from refshard.tracing.idle import knows_launches
+from refshard.tracing.issued import Group
 from refshard.tracing.skew import Entered
 
 NO_HOST = "nothing is launched on a CPU"
@@ -147,52 +148,41 @@ def split(exposure: Exposure, begins: Nanoseconds, entered: Mapping[int, Entered
 
     ``begins`` are the starts of the trace's collectives, ``entered`` what other ranks' traces tell of them, by number.
     """
-    windows = zip(exposure.steps, exposure.starts.tolist(), exposure.ends.tolist(), exposure.launch)
-    until = begins.copy()
-    peers = np.full(len(begins), UNKNOWN, np.int64)
-    is_complete = np.zeros(len(begins), np.bool_)
-    if not entered:
-        return tuple(
-            _undivided(exposure.pieces.within(start, end), step, launch) for step, start, end, launch in windows
+    until, peers, is_complete = _waits(begins, entered)
+    found = []
+    for step, start, end, launch in zip(
+        exposure.steps, exposure.starts.tolist(), exposure.ends.tolist(), exposure.launch
+    ):
+        pieces = exposure.pieces.within(start, end)
+        lengths, waited, owners = pieces.ends - pieces.starts, pieces.waited(until), pieces.owners
+        exposed, waiting = int(lengths.sum()), int(waited.sum())
+        transfer = int((lengths - waited)[is_complete[owners]].sum())
+        of_peer = [(int(peer), int(waited[peers[owners] == peer].sum())) for peer in np.unique(peers[owners])]
+        waits_for = [PeerWait(rank=peer, waited_ns=ns) for peer, ns in of_peer if peer != UNKNOWN and ns]
+        found.append(
+            ExposedSplit(
+                step=step,
+                exposed_ns=exposed,
+                transfer_ns=transfer if is_complete.any() else None,
+                waiting_ns=waiting if entered else None,
+                undivided_ns=exposed - waiting - transfer,
+                launch_ns=launch,
+                waits_for=tuple(sorted(waits_for, key=lambda one: (-one.waited_ns, one.rank))),
+            )
         )
+    return tuple(found)
+
+
+def _waits(
+    begins: Nanoseconds, entered: Mapping[int, Entered]
+) -> tuple[Nanoseconds, npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """Until when each collective waited, for which rank, and whether its whole group is known."""
+    until, peers, is_complete = begins.copy(), np.full(len(begins), UNKNOWN, np.int64), np.zeros(len(begins), np.bool_)
     for number, one in entered.items():
         until[number] += one.waited_ns
         peers[number] = UNKNOWN if one.rank is None else one.rank
         is_complete[number] = one.is_complete
-    return tuple(
-        _split(exposure.pieces.within(start, end), (until, peers, is_complete), step, launch)
-        for step, start, end, launch in windows
-    )
-
-
-def _undivided(pieces: Pieces, step: int | None, launch: int | None) -> ExposedSplit:
-    exposed = int((pieces.ends - pieces.starts).sum())
-    return ExposedSplit(
-        step=step, exposed_ns=exposed, transfer_ns=None, waiting_ns=None, undivided_ns=exposed, launch_ns=launch
-    )
-
-
-def _split(
-    pieces: Pieces,
-    told: tuple[Nanoseconds, npt.NDArray[np.int64], npt.NDArray[np.bool_]],
-    step: int | None,
-    launch: int | None,
-) -> ExposedSplit:
-    until, peers, is_complete = told
-    lengths, waited = pieces.ends - pieces.starts, pieces.waited(until)
-    exposed, waiting = int(lengths.sum()), int(waited.sum())
-    transfer = int((lengths - waited)[is_complete[pieces.owners]].sum())
-    of_peer = [(int(peer), int(waited[peers[pieces.owners] == peer].sum())) for peer in np.unique(peers[pieces.owners])]
-    found = [PeerWait(rank=peer, waited_ns=ns) for peer, ns in of_peer if peer != UNKNOWN and ns]
-    return ExposedSplit(
-        step=step,
-        exposed_ns=exposed,
-        transfer_ns=transfer if is_complete.any() else None,
-        waiting_ns=waiting,
-        undivided_ns=exposed - waiting - transfer,
-        launch_ns=launch,
-        waits_for=tuple(sorted(found, key=lambda one: (-one.waited_ns, one.rank))),
-    )
+    return until, peers, is_complete
 
 
 _LARGE = 2**36
@@ -272,14 +262,6 @@ SOME = "some ranks of its groups are not here, or some collectives could not be 
 _Key = tuple[str, str | None, int | None, int | None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """What the trace tells of a process group."""
-
-    ranks: tuple[int, ...]
-    description: str | None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Traffic:
     """What the communication figures of one trace are made of, before its peers are known.
@@ -316,9 +298,7 @@ def _of_collectives(
     exposure: Exposure, begins: Nanoseconds, entered: Mapping[int, Entered]
 ) -> tuple[Nanoseconds, Nanoseconds]:
     """Exposed nanoseconds of each collective within the steps, and those of them in which it waited."""
-    until = begins.copy()
-    for number, one in entered.items():
-        until[number] += one.waited_ns
+    until, _, _ = _waits(begins, entered)
     exposed, waited = np.zeros(len(begins), np.int64), np.zeros(len(begins), np.int64)
     first = 1 if len(exposure.steps) > 1 else 0
     for start, end in zip(exposure.starts[first:].tolist(), exposure.ends[first:].tolist()):
@@ -345,7 +325,15 @@ def _messages(
         told = None if group is None else traffic.groups.get(group)
         ranks = told.ranks if told is not None else ()
         sizes = [one.bytes for one in members if one.bytes is not None]
+        rates = [one.bus_bandwidth for one in members if one.bus_bandwidth is not None]
         partners = [entered[number] for number in numbers if number in entered]
+        # By the duration of the rank that entered last.
+        transfers = [
+            size * factor / (partner.shortest_ns * NS)
+            for number in numbers
+            for factor, size, partner in [(bus_factor(op, group_size), collectives[number].bytes, entered.get(number))]
+            if partner and partner.is_complete and partner.shortest_ns and factor is not None and size is not None
+        ]
         found.append(
             MessageFigures(
                 op=op,
@@ -359,27 +347,14 @@ def _messages(
                 most_bytes=max(sizes, default=None),
                 exposed_ns=int(times[0][numbers].sum()),
                 waiting_ns=int(times[1][numbers].sum()) if partners else None,
-                bus_bandwidth=_middle(one.bus_bandwidth for one in members),
-                transfer_bandwidth=_middle(_transfer(collectives[n], entered.get(n)) for n in numbers),
-                largest_bandwidth=max((b for one in members if (b := one.bus_bandwidth) is not None), default=None),
+                bus_bandwidth=median(rates) if rates else None,
+                transfer_bandwidth=median(transfers) if transfers else None,
+                largest_bandwidth=max(rates, default=None),
                 link_bandwidth=traffic.links.bandwidth(op, ranks),
                 is_latency_bound=_is_latency_bound(members, partners, fits.get((op, group)), traffic.links, ranks),
             )
         )
     return tuple(sorted(found, key=lambda one: -one.exposed_ns))
-
-
-def _middle(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
-
-
-def _transfer(one: CollectiveFigures, entered: Entered | None) -> float | None:
-    """Bus bandwidth by the duration of the rank that entered last."""
-    factor = bus_factor(one.op, one.group_size)
-    if entered is None or not entered.is_complete or not entered.shortest_ns or factor is None or one.bytes is None:
-        return None
-    return one.bytes * factor / (entered.shortest_ns * NS)
 
 
 def _is_latency_bound(
@@ -422,16 +397,12 @@ def _fits(
     for key, of_size in points.items():
         sizes = sorted(of_size)
         if len(sizes) >= _LEAST_SIZES and sizes[-1] >= _LEAST_SPREAD * sizes[0]:
-            found[key] = _line([(size, median(of_size[size])) for size in sizes])
+            # Theil and Sen's line: the median of all slopes, never below 0, and the median of what is left.
+            x, y = np.array([(size, median(of_size[size])) for size in sizes], np.float64)[:256].T
+            i, j = np.triu_indices(len(x), 1)
+            beta = max(0.0, float(np.median((y[j] - y[i]) / (x[j] - x[i]))))
+            found[key] = max(0.0, float(np.median(y - beta * x))), beta
     return found
-
-
-def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Theil and Sen's: the median of all slopes, never below 0, and the median of what is left."""
-    x, y = np.array(points, np.float64)[:256].T
-    i, j = np.triu_indices(len(x), 1)
-    beta = max(0.0, float(np.median((y[j] - y[i]) / (x[j] - x[i]))))
-    return max(0.0, float(np.median(y - beta * x))), beta
 
 
 def _bound(parts: Sequence[ExposedSplit], messages: Sequence[MessageFigures]) -> Bound | None:

@@ -39,7 +39,7 @@ class GraphFigures(msgspec.Struct, frozen=True, kw_only=True):
     replays: tuple[Replays, ...]
 
 
-class Hold(StrEnum):
+class Stall(StrEnum):
     """Kinds of calls that may hold the GPU up."""
 
     ITEM = "item"  # a value is read: .item(), .tolist(), if tensor:
@@ -52,7 +52,7 @@ class Hold(StrEnum):
     OTHER = "other"  # any other long call
 
 
-class HoldUp(msgspec.Struct, frozen=True, kw_only=True):
+class HostStall(msgspec.Struct, frozen=True, kw_only=True):
     """What calls at one place of the code, of one kind, do over all steps; without steps over the whole trace.
 
     ``call`` is the driver's function that takes most of the time. ``line`` is the Python function of the user's code
@@ -63,7 +63,7 @@ class HoldUp(msgspec.Struct, frozen=True, kw_only=True):
     their thread launches next.
     """
 
-    kind: Hold
+    kind: Stall
     call: str
     line: str | None
     operator: str | None
@@ -76,14 +76,14 @@ class HoldUp(msgspec.Struct, frozen=True, kw_only=True):
     followed_ns: int
 
 
-class HoldUps(msgspec.Struct, frozen=True, kw_only=True):
+class HostStalls(msgspec.Struct, frozen=True, kw_only=True):
     """All places, the one that causes most idle time first; None, with the ``reason``, where it cannot be told.
 
     ``steps`` is the number of steps that the figures are sums over, None in a trace without steps. ``idle_ns`` is all
     of their idle time, and ``span_ns`` their length.
     """
 
-    places: tuple[HoldUp, ...] | None
+    places: tuple[HostStall, ...] | None
     steps: int | None = None
     span_ns: int = 0
     idle_ns: int = 0
@@ -551,9 +551,9 @@ class WindowGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WindowFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The windows that ``asked`` chose in place of steps, by kind, in the order in which the kinds first come."""
+    """The windows that ``--window`` chose in place of steps, by kind, in the order in which the kinds first come."""
 
-    asked: str
+    window: str
     groups: tuple[WindowGroup, ...]
 
 
@@ -654,9 +654,9 @@ class TraceFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     ``job`` is the number of the job that its file belongs to, among the files analysed together. ``whole`` is over the
     whole trace, from the first device event's start to the last one's end (of a CPU trace: over its steps, or from the
-    first to the last span without steps). ``waits_for`` is empty for a rank whose peers are not here. ``untold`` says
-    why no verdict on losses can be given, where that is so. If ``host_only``, a device was used of which the trace has
-    no events: the breakdowns are of the host's operators, and are shown to nobody. ``operators`` is None without a
+    first to the last span without steps). ``waits_for`` is empty for a rank whose peers are not here. ``unavailable``
+    says why no verdict on losses can be given, where that is so. If ``host_only``, a device was used of which the trace
+    has no events: the breakdowns are of the host's operators, and are shown to nobody. ``operators`` is None without a
     trace file to read them from, or without work in its steps. ``what_if`` is None for a CPU's trace.
     """
 
@@ -680,9 +680,9 @@ class TraceFigures(msgspec.Struct, frozen=True, kw_only=True):
     memory_peaks: tuple[MemoryPeak, ...] = ()
     warnings: tuple[TraceWarning, ...] = ()
     communication: CommunicationFigures | None = None
-    holdups: HoldUps | None = None
+    host_stalls: HostStalls | None = None
     windows: WindowFigures | None = None
-    untold: str | None = None
+    unavailable: str | None = None
     host_only: bool = False
     graphs: GraphFigures | None = None
     operators: OperatorReport | None = None

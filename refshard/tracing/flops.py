@@ -16,17 +16,9 @@ import msgspec
 
 from refshard.events.table import Operands
 from refshard.specs.hardware import load_hardware, profile_of_device
+from refshard.tracing.names import dtype_named
 
 Shape = tuple[int, ...]
-
-_TYPES = {
-    "float": ("fp32", 4), "double": ("fp64", 8), "c10::BFloat16": ("bf16", 2), "c10::Half": ("fp16", 2),
-    "c10::Float8_e4m3fn": ("fp8", 1), "c10::Float8_e5m2": ("fp8", 1), "c10::Float8_e4m3fnuz": ("fp8", 1),
-    "c10::Float8_e5m2fnuz": ("fp8", 1), "int": ("int32", 4), "long": ("int64", 8), "long int": ("int64", 8),
-    "short": ("int16", 2), "short int": ("int16", 2), "signed char": ("int8", 1), "unsigned char": ("uint8", 1),
-    "bool": ("bool", 1), "c10::complex<float>": ("complex64", 8),
-}  # fmt: skip
-"""What the profiler calls a type of elements: what people do, and bytes of an element."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,11 +115,12 @@ def _tensor(dims: Any, kind: Any, strides: Any) -> Tensor | None:
     """An argument, if it is a tensor of a known type. One of no dimensions may be: a scalar of the host has the type
     ``Scalar``, which none has that lies on a device.
     """
-    if not isinstance(kind, str) or kind not in _TYPES or not isinstance(dims, list):
+    known = dtype_named(kind)
+    if known is None or not isinstance(dims, list):
         return None
     if not all(isinstance(size, int) and size >= 0 for size in dims):
         return None
-    dtype, element = _TYPES[kind]
+    dtype, element = known[0].partition("_")[0], known[1]  # peaks are of fp8, of either kind
     steps = strides if isinstance(strides, list) and len(strides) == len(dims) else [1] * len(dims)
     stored = prod(size for size, step in zip(dims, steps) if step != 0)
     return Tensor(shape=tuple(dims), dtype=dtype, element_bytes=element, bytes=element * stored)

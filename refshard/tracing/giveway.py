@@ -90,7 +90,8 @@ def _give_way(spans: Spans, found: _Preparations, of: slice, span_ns: int, reduc
     scarcest = int(np.argmin(found.samples[of]))
     samples = int(found.samples[of][scarcest])
     if samples < MIN_SAMPLES:
-        kernel = _short(spans.name_table[spans.names[found.scarcest[of][scarcest]]])
+        kernel = spans.name_table[spans.names[found.scarcest[of][scarcest]]]
+        kernel = kernel if len(kernel) <= 60 else f"{kernel[:57]}..."
         reason = f"{kernel} ran undisturbed {samples} times; {MIN_SAMPLES} are needed to tell how long it takes"
         return GiveWay(reduces=counted, samples=samples, baseline=baseline, reason=reason)
     lost, undisturbed = float(found.lost[of].sum()), float(found.undisturbed[of].sum())
@@ -102,10 +103,6 @@ def _give_way(spans: Spans, found: _Preparations, of: slice, span_ns: int, reduc
         samples=samples,
         baseline=baseline,
     )
-
-
-def _short(kernel: str, width: int = 60) -> str:
-    return kernel if len(kernel) <= width else kernel[: width - 3] + "..."
 
 
 def _reductions(timeline: Timeline) -> _Reductions:
@@ -144,9 +141,12 @@ def _preparations(timeline: Timeline, reductions: _Reductions, calibration: Time
         return _Preparations(starts=none, durations=none, undisturbed=zeros, lost=zeros, samples=none, scarcest=none)
     which, first = np.unique(reduction_of, return_index=True)
     dur0, samples = _undisturbed(spans, rows, timeline if calibration is None else calibration)
-    begun = np.maximum.reduce(
-        [reductions.before[which], _ends_of_gradients(spans, launches, launches[rows[first]]), launches[rows[first]]]
-    )
+    prepared = launches[rows[first]]
+    compute = np.flatnonzero(spans.of_kind(Kind.COMPUTE) & (launches != NEVER))
+    compute = compute[np.lexsort((spans.ends[compute], launches[compute]))]
+    ends = np.concatenate(([UNKNOWN], spans.ends[compute]))  # of the last gradient kernel launched before
+    gradients = ends[np.searchsorted(launches[compute], prepared, side="left")]
+    begun = np.maximum.reduce([reductions.before[which], gradients, prepared])
     started = reductions.starts[which]
     beside = timeline.busy(Kind.COMPUTE).within(np.minimum(begun, started), started)
     undisturbed = np.add.reduceat(dur0, first)
@@ -162,26 +162,22 @@ def _preparations(timeline: Timeline, reductions: _Reductions, calibration: Time
     )
 
 
-def _ends_of_gradients(spans: Spans, launches: Nanoseconds, prepared: Nanoseconds) -> Nanoseconds:
-    """For each first launch of a preparation, the end of the last compute span launched before it."""
-    compute = np.flatnonzero(spans.of_kind(Kind.COMPUTE) & (launches != NEVER))
-    compute = compute[np.lexsort((spans.ends[compute], launches[compute]))]
-    ends = np.concatenate(([UNKNOWN], spans.ends[compute]))
-    return np.asarray(ends[np.searchsorted(launches[compute], prepared, side="left")], np.int64)
-
-
 def _undisturbed(spans: Spans, rows: npt.NDArray[np.int64], source: Timeline) -> tuple[Floats, npt.NDArray[np.int64]]:
     """For each row the median duration of its kernel's undisturbed runs in ``source``, and how many there are."""
-    runs = _durations(source.spans, np.flatnonzero(_unaccompanied(source.spans)))
+    runs = _undisturbed_runs(source.spans)
     _, representative, kernel = np.unique(spans.signatures[rows], return_index=True, return_inverse=True)
     found = [runs.get(_signature(spans, row), []) for row in rows[representative].tolist()]
     medians = np.array([np.median(durations) if durations else np.nan for durations in found])
     return medians[kernel], np.array([len(durations) for durations in found], np.int64)[kernel]
 
 
-def _durations(spans: Spans, rows: npt.NDArray[np.int64]) -> dict[str, list[int]]:
-    """How long these rows took, by kernel."""
-    rows = rows[np.argsort(spans.signatures[rows], kind="stable")]
+def _undisturbed_runs(spans: Spans) -> dict[str, list[int]]:
+    """How long spans took beside which no other ran, of any kind and on any lane, by kernel."""
+    rows = np.flatnonzero(spans.ends > spans.starts)
+    starts, ends = spans.starts[rows], spans.ends[rows]
+    alone = np.concatenate(([True], np.maximum.accumulate(ends)[:-1] <= starts[1:]))[: len(rows)]
+    alone &= np.concatenate((ends[:-1] <= starts[1:], [True]))[: len(rows)]
+    rows = rows[alone][np.argsort(spans.signatures[rows[alone]], kind="stable")]
     _, first = np.unique(spans.signatures[rows], return_index=True)
     found: dict[str, list[int]] = {}
     for same in np.split(rows, first[1:]) if len(rows) else []:
@@ -193,14 +189,3 @@ def _signature(spans: Spans, row: int) -> str:
     if spans.signature_names:
         return spans.signature_names[int(spans.signatures[row])]
     return spans.name_table[int(spans.names[row])]
-
-
-def _unaccompanied(spans: Spans) -> npt.NDArray[np.bool_]:
-    """Which spans run while no other does, of whatever kind and on whatever lane."""
-    lasting = np.flatnonzero(spans.ends > spans.starts)
-    starts, ends = spans.starts[lasting], spans.ends[lasting]
-    alone = np.zeros(len(spans), np.bool_)
-    follows_free = np.concatenate(([True], np.maximum.accumulate(ends)[:-1] <= starts[1:]))[: len(lasting)]
-    ends_free = np.concatenate((ends[:-1] <= starts[1:], [True]))[: len(lasting)]
-    alone[lasting] = follows_free & ends_free
-    return alone

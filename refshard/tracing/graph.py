@@ -188,7 +188,9 @@ class _Builder:
             [place[row] for row in np.setdiff1d(full, np.union1d(own, named)).tolist()], np.int64
         )
         self.blocked = np.concatenate((waits[0], self.launched_by[own_spans], self.full_calls))
-        self.blocked_for = np.concatenate((waits[1], own_spans, self._last_ended(self.calls.ends[self.full_calls])))
+        order = np.argsort(spans.ends, kind="stable")
+        ended = np.searchsorted(spans.ends[order], self.calls.ends[self.full_calls], "right")
+        self.blocked_for = np.concatenate((waits[1], own_spans, order[np.maximum(0, ended - 1)]))
 
     def _has_only_launches(self, known: Rows) -> bool:
         """Whether the host made no calls but those that launched, from the first of these to the last."""
@@ -216,11 +218,6 @@ class _Builder:
         pending = launched - np.searchsorted(self.spans.starts, host.starts[rows], "right")
         long = lengths > ORDINARY * np.median(lengths) if len(rows) else lengths > 0
         return rows[long & (pending >= FULL_QUEUE)]
-
-    def _last_ended(self, points: Nanoseconds) -> Rows:
-        """The span that ended last at each point."""
-        order = np.argsort(self.spans.ends, kind="stable")
-        return np.asarray(order[np.maximum(0, np.searchsorted(self.spans.ends[order], points, "right") - 1)], np.int64)
 
     def _last_lanes(self) -> Rows:
         """The lane on which the thread of each call had launched last."""

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from refshard.events.table import ANNOTATION, HOST, LAUNCH, TraceFile
 from refshard.events.timeline import UNKNOWN, Intervals, Nanoseconds, Spans, Timeline
-from refshard.tracing.figures import Hold, HoldUp, HoldUps
+from refshard.tracing.figures import HostStall, HostStalls, Stall
 from refshard.tracing.grouping import ranges, sums
 from refshard.tracing.idle import NEVER, Gaps, idle_gaps
 from refshard.tracing.labels import find_labels
@@ -29,15 +29,15 @@ from refshard.tracing.windows import bounds, step_at
 
 TIMES_THE_MEDIAN = 20
 """A launch is long if it takes :data:`LONG_NS`, and so many times the median of all launches."""
-HOLDS = tuple(Hold)
+STALLS = tuple(Stall)
 """Kinds by their code in :attr:`Calls.kinds`."""
 
 _STEPS = re.compile(r"^ProfilerStep#")
 _BY_OPERATOR = {
-    Hold.ITEM: ("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal"),
-    Hold.SHAPE: ("aten::nonzero", "aten::_unique2", "aten::unique_consecutive", "aten::unique_dim",
+    Stall.ITEM: ("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal"),
+    Stall.SHAPE: ("aten::nonzero", "aten::_unique2", "aten::unique_consecutive", "aten::unique_dim",
                   "aten::masked_select", "aten::repeat_interleave", "aten::bincount"),
-    Hold.COPY: ("aten::copy_", "aten::_to_copy", "aten::to"),
+    Stall.COPY: ("aten::copy_", "aten::_to_copy", "aten::to"),
 }  # fmt: skip
 """What a wait or a copy is for, by the innermost operator around it."""
 
@@ -46,7 +46,7 @@ _BY_OPERATOR = {
 class Calls:
     """Calls of one trace, ordered by thread and start, none within another.
 
-    ``rows`` are those of :class:`~refshard.events.table.HostEvents`. ``kinds`` index :data:`HOLDS`. ``names``,
+    ``rows`` are those of :class:`~refshard.events.table.HostEvents`. ``kinds`` index :data:`STALLS`. ``names``,
     ``operators``, ``annotations`` and ``copies`` index :attr:`TraceFile.names`, ``frames`` the names of its frames,
     ``units`` :attr:`unit_names`; :data:`UNKNOWN` where there is none. ``occurrences`` are alike for the calls that one
     operator makes for one purpose.
@@ -88,7 +88,7 @@ def find_calls(trace: TraceFile, spans: Spans, launches: Launches, starved: Inte
     found = _for_operators(trace, kinds[rows], operators)
     frames, labels = trace.frames, find_labels(trace)
     frame = innermost_on(frames.threads, frames.starts, frames.ends, threads, starts)
-    merged = np.isin(found, [HOLDS.index(kind) for kind in _BY_OPERATOR]) & (around[HOST] != UNKNOWN)
+    merged = np.isin(found, [STALLS.index(kind) for kind in _BY_OPERATOR]) & (around[HOST] != UNKNOWN)
     return Calls(
         rows=rows,
         starts=starts,
@@ -118,15 +118,15 @@ def _kinds(trace: TraceFile, copies: "_Copies", starved: Intervals) -> npt.NDArr
     starving = np.zeros(len(lengths), np.bool_)
     starving[is_long] = starved.within(host.starts[is_long], host.ends[is_long]) > 0
     conditions = (
-        (is_call & named(trace, SYNCHRONISES), Hold.SYNC),
-        (is_call & named(trace, ALLOCATES), Hold.ALLOCATOR),
-        ((is_call & named(trace, LOADS)) | (is_long & named(trace, MAY_LOAD)), Hold.LOADING),
-        (blocks, Hold.COPY),
-        (is_long & is_launch & starving, Hold.LOADING),
-        (is_long & is_launch, Hold.QUEUE),
-        (is_long & ~named(trace, GRAPH_LAUNCHES), Hold.OTHER),
+        (is_call & named(trace, SYNCHRONISES), Stall.SYNC),
+        (is_call & named(trace, ALLOCATES), Stall.ALLOCATOR),
+        ((is_call & named(trace, LOADS)) | (is_long & named(trace, MAY_LOAD)), Stall.LOADING),
+        (blocks, Stall.COPY),
+        (is_long & is_launch & starving, Stall.LOADING),
+        (is_long & is_launch, Stall.QUEUE),
+        (is_long & ~named(trace, GRAPH_LAUNCHES), Stall.OTHER),
     )
-    codes = [HOLDS.index(kind) for _, kind in conditions]
+    codes = [STALLS.index(kind) for _, kind in conditions]
     return np.select([condition for condition, _ in conditions], codes, UNKNOWN).astype(np.int8)
 
 
@@ -159,11 +159,11 @@ def _for_operators(
     """The kinds, with the purpose of waits and copies by the operator around them."""
     found, waits = (
         kinds.copy(),
-        np.isin(kinds, [HOLDS.index(kind) for kind in (Hold.SYNC, Hold.COPY)]),
+        np.isin(kinds, [STALLS.index(kind) for kind in (Stall.SYNC, Stall.COPY)]),
     )
     for kind, names in _BY_OPERATOR.items():
         codes = [code for code, name in enumerate(trace.names) if name in names]
-        found[waits & np.isin(operators, codes)] = HOLDS.index(kind)
+        found[waits & np.isin(operators, codes)] = STALLS.index(kind)
     return found
 
 
@@ -176,25 +176,28 @@ def _outermost(threads: npt.NDArray[np.int32], ends: Nanoseconds) -> npt.NDArray
     return kept
 
 
-def find_holdups(trace: TraceFile, timeline: Timeline) -> HoldUps | None:
+def find_host_stalls(trace: TraceFile, timeline: Timeline) -> HostStalls | None:
     """What holds the GPU up in this trace; None for a trace without a GPU's events."""
     if not timeline.on_device:
         return None
     if not np.any(trace.host.categories == LAUNCH):
-        return HoldUps(places=None, reason="the trace holds no calls of the CUDA or HIP runtime")
+        return HostStalls(places=None, reason="the trace holds no calls of the CUDA or HIP runtime")
     launches = find_launches(trace)
     if not np.any(launches.calls != UNKNOWN):
-        return HoldUps(places=None, reason="no call of the trace has the correlation id of a kernel")
+        return HostStalls(places=None, reason="no call of the trace has the correlation id of a kernel")
     starts, ends = bounds(timeline.windows)
     # Calls before the first kernel and after the last find the GPU idle too.
     first, last = min(starts.min(), trace.host.starts.min()), max(ends.max(), trace.host.ends.max())
     gaps = idle_gaps(timeline, int(first), int(last))
-    calls = find_calls(trace, timeline.spans, launches, _starved(timeline, gaps))
+    # Nothing runs, and the call that launches what runs next has not returned.
+    queued = np.where(gaps.followers == UNKNOWN, NEVER, timeline.spans.queued[gaps.followers])
+    starved = Intervals(gaps.starts[queued > gaps.starts], np.minimum(gaps.ends, queued)[queued > gaps.starts])
+    calls = find_calls(trace, timeline.spans, launches, starved)
     windows = Intervals.union(starts, ends)
     idle, followed = idle_caused(timeline.spans.starts, gaps, launches, calls, windows)
     has_steps = timeline.windows[0].step is not None
     counted = step_at(calls.starts, timeline.host_windows) != UNKNOWN if has_steps else np.ones(len(calls), np.bool_)
-    return HoldUps(
+    return HostStalls(
         places=_places(trace, calls, np.flatnonzero(counted), idle, followed),
         steps=len(timeline.windows) if has_steps else None,
         span_ns=windows.length,
@@ -214,7 +217,10 @@ def idle_caused(
     gap before its own span as far as the call stands in that gap, the rest for the gap after.
     """
     caused, followed = np.zeros(len(calls), np.int64), np.zeros(len(calls), np.int64)
-    own = _first_spans(kernels, launches, int(calls.rows.max(initial=-1)) + 1)[calls.rows]
+    first_span = np.full(int(calls.rows.max(initial=-1)) + 1, NEVER, np.int64)  # that each host event launched
+    rows = np.flatnonzero((launches.calls != UNKNOWN) & (launches.calls < len(first_span)))
+    np.minimum.at(first_span, launches.calls[rows], kernels[rows])
+    own = first_span[calls.rows]
     until_own = np.maximum(calls.starts, np.where(own == NEVER, calls.starts, np.minimum(own, calls.ends)))
     before_own = Intervals(gaps.starts, gaps.ends).within(calls.starts, until_own)
     follower = gaps.followers
@@ -224,7 +230,9 @@ def idle_caused(
     ended = ended[launches.queued[follower[ended]] > gaps.starts[ended]]
     for thread in np.unique(calls.threads).tolist():
         mine = ended[launches.threads[follower[ended]] == thread]
-        launch, previous = _with_previous(launches, thread, launches.points[follower[mine]])
+        launch, points = launches.points[follower[mine]], np.unique(launches.points[launches.threads == thread])
+        before = np.searchsorted(points, launch, side="left") - 1
+        previous = np.where(before < 0, -NEVER, points[before] if len(points) else 0)
         low, high = np.searchsorted(calls.threads, (thread, thread + 1)).tolist()
         from_ = low + np.searchsorted(calls.starts[low:high], previous, side="left")
         to = low + np.searchsorted(calls.starts[low:high], launch, side="right")
@@ -245,21 +253,6 @@ def idle_caused(
     return caused, followed
 
 
-def _first_spans(kernels: Nanoseconds, launches: Launches, count: int) -> Nanoseconds:
-    """When the first span of each of the first ``count`` host events starts; :data:`NEVER` where it launched none."""
-    found = np.full(count, NEVER, np.int64)
-    rows = np.flatnonzero((launches.calls != UNKNOWN) & (launches.calls < count))
-    np.minimum.at(found, launches.calls[rows], kernels[rows])
-    return found
-
-
-def _with_previous(launches: Launches, thread: int, launch: Nanoseconds) -> tuple[Nanoseconds, Nanoseconds]:
-    """Some launches of a thread, and the one before each."""
-    points = np.unique(launches.points[launches.threads == thread])
-    before = np.searchsorted(points, launch, side="left") - 1
-    return launch, np.where(before < 0, -NEVER, points[before] if len(points) else 0)
-
-
 def _shares(place: npt.NDArray[np.int64], parts: Nanoseconds, totals: Nanoseconds, amounts: Nanoseconds) -> Nanoseconds:
     """``amounts[place]`` divided in proportion to ``parts``, which add up to ``totals``; whole, and with nothing lost.
 
@@ -273,16 +266,9 @@ def _shares(place: npt.NDArray[np.int64], parts: Nanoseconds, totals: Nanosecond
     return np.asarray(up_to - from_, np.int64)
 
 
-def _starved(timeline: Timeline, gaps: Gaps) -> Intervals:
-    """When nothing runs and the call that launches what runs next has not returned."""
-    queued = np.where(gaps.followers == UNKNOWN, np.iinfo(np.int64).max, timeline.spans.queued[gaps.followers])
-    rows = queued > gaps.starts
-    return Intervals(gaps.starts[rows], np.minimum(gaps.ends, queued)[rows])
-
-
 def _places(
     trace: TraceFile, calls: Calls, rows: npt.NDArray[np.int64], idle: Nanoseconds, followed: Nanoseconds
-) -> tuple[HoldUp, ...]:
+) -> tuple[HostStall, ...]:
     """Sums over the calls of each kind and place."""
     known = calls.frames[rows] != UNKNOWN
     units = np.where(known, UNKNOWN, calls.units[rows])
@@ -301,7 +287,7 @@ def _places(
 
 def _place(
     trace: TraceFile, calls: Calls, rows: npt.NDArray[np.int64], idle: Nanoseconds, followed: Nanoseconds
-) -> HoldUp:
+) -> HostStall:
     lengths = (calls.ends - calls.starts)[rows]
     row, copies = int(rows[0]), calls.copies[rows]
     copies = copies[copies != UNKNOWN]
@@ -309,8 +295,8 @@ def _place(
     unit, annotation, frame = int(calls.units[row]), int(calls.annotations[row]), int(calls.frames[row])
     operator = int(calls.operators[row])
     label = calls.unit_names[unit] if unit != UNKNOWN else None
-    return HoldUp(
-        kind=HOLDS[calls.kinds[row]],
+    return HostStall(
+        kind=STALLS[calls.kinds[row]],
         call=trace.names[int(np.argmax(by_name))],
         line=None if frame == UNKNOWN else trace.frames.name_table[frame],
         operator=None if operator == UNKNOWN else trace.names[operator],

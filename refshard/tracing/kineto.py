@@ -17,7 +17,14 @@ from refshard.tracing.labels import find_labels
 from refshard.tracing.names import BLOCKS, LONG_NS, STREAM_WAITS
 from refshard.tracing.owners import named
 from refshard.tracing.spans import Launches, cpu_spans, device_order, device_spans, find_launches, main_thread
-from refshard.tracing.windows import Asked, asked_windows, cut_to, device_windows, device_windows_apart, host_steps
+from refshard.tracing.windows import (
+    WindowOptions,
+    chosen_windows,
+    cut_to,
+    device_windows,
+    device_windows_apart,
+    host_steps,
+)
 
 Rows = npt.NDArray[np.int64]
 Pairs = tuple[Rows, Rows]
@@ -154,9 +161,9 @@ def read_timeline(path: Path) -> Timeline:
 
 
 def timeline_of(
-    trace: TraceFile, asked: Asked | None = None, *, communication: Sequence["re.Pattern[str]"] = ()
+    trace: TraceFile, options: WindowOptions | None = None, *, communication: Sequence["re.Pattern[str]"] = ()
 ) -> Timeline:
-    """What the rank of this trace did, with windows ``asked`` for in place of its steps.
+    """What the rank of this trace did, with windows by ``options`` in place of its steps.
 
     A trace without steps is one window, from its first span to its last.
 
@@ -165,7 +172,7 @@ def timeline_of(
     Raises:
         TraceError: the trace holds nothing that could be analysed, or nothing that was asked for.
     """
-    host_windows, step_rows = host_steps(trace) if asked is None else asked_windows(trace, asked)
+    host_windows, step_rows = host_steps(trace) if options is None else chosen_windows(trace, options)
     labels = find_labels(trace)
     on_device = len(trace.device.starts) > 0
     launches = find_launches(trace) if on_device else None
@@ -178,7 +185,7 @@ def timeline_of(
             f"{trace.path}: holds no kernels and copies, no gloo:* or emulated:* spans, no steps and no operators; "
             "record it with ProfilerActivity.CPU, and CUDA where there is a GPU"
         )
-    lived = device_windows if asked is None else device_windows_apart
+    lived = device_windows if options is None else device_windows_apart
     windows = lived(spans, host_windows) if on_device else host_windows
     collectives = find_collectives(trace, spans, labels, host_windows, launches)
     timeline = Timeline(
@@ -191,7 +198,7 @@ def timeline_of(
         on_device=on_device,
         calls=find_calls(trace, launches, spans) if launches is not None else None,
     )
-    return timeline if asked is None or asked.pattern is not None else cut_to(timeline, trace, asked)
+    return timeline if options is None or options.pattern is not None else cut_to(timeline, trace, options)
 
 
 def rank_of(trace: TraceFile) -> int | None:

@@ -176,7 +176,8 @@ class _Host:
         self._optimizer = Intervals.union(self._labels.starts[is_optimizer], self._labels.ends[is_optimizer])
         outside = is_operator & ~_covers(self._backward, host.starts) & ~_covers(self._optimizer, host.starts)
         outside &= ~named(self._trace, _COMMUNICATES) & (self._labels.under(host.threads, host.starts) & _SHARDING == 0)
-        self._main = _most(host.threads[outside])
+        threads = host.threads[outside]
+        self._main = int(np.argmax(np.bincount(threads))) if len(threads) else UNKNOWN
         forward = np.sort(host.starts[outside & (host.threads == self._main)])
         # Where a phase that follows backward begins.
         self._breaks = np.sort(np.concatenate((forward, self._optimizer.starts)))
@@ -205,9 +206,11 @@ class _Host:
         call_end = np.append(self._optimizer.ends, _NEVER)[call]
         collectives = [_COLLECTIVE.match(name or "") for name in where.operators]
         ops = [match[1].replace("_", "") if match else "" for match in collectives]
-        gathers = (where.under & (Meaning.ALL_GATHER | Meaning.COPY_OUT) > 0) | _contain(ops, "allgather")
+        gathers = (where.under & (Meaning.ALL_GATHER | Meaning.COPY_OUT) > 0) | np.array(
+            ["allgather" in op for op in ops], np.bool_
+        )
         is_hook = where.under & Meaning.REDUCE > 0
-        reduces = is_hook | _contain(ops, "reduce")
+        reduces = is_hook | np.array(["reduce" in op for op in ops], np.bool_)
         optimizer = where.under & Meaning.OPTIMIZER > 0
         backward = where.in_backward
         nowhere = np.array([name is None for name in where.operators], np.bool_) & (where.under == 0) & ~backward
@@ -261,11 +264,3 @@ def _covers(intervals: Intervals, points: Nanoseconds) -> npt.NDArray[np.bool_]:
 def _next(marks: Nanoseconds, points: Nanoseconds) -> Nanoseconds:
     """The first mark after each point; :data:`_NEVER` after the last."""
     return np.append(marks, _NEVER)[np.searchsorted(marks, points, side="right")]
-
-
-def _contain(names: list[str], part: str) -> npt.NDArray[np.bool_]:
-    return np.array([part in name for name in names], np.bool_)
-
-
-def _most(codes: npt.NDArray[np.int32]) -> int:
-    return int(np.argmax(np.bincount(codes))) if len(codes) else UNKNOWN

@@ -5,109 +5,113 @@ runtime, and short names of kernels.
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from refshard.errors import SpecError
 from refshard.events.table import is_peer_copy
 from refshard.tracing.figures import CLASSES, OperatorClass
 
+DTYPES = {
+    "double": ("fp64", 8), "float": ("fp32", 4), "half": ("fp16", 2), "bfloat16": ("bf16", 2), "long int": ("int64", 8),
+    "long": ("int64", 8), "int": ("int32", 4), "short int": ("int16", 2), "short": ("int16", 2),
+    "unsigned char": ("uint8", 1), "signed char": ("int8", 1), "byte": ("uint8", 1), "char": ("int8", 1),
+    "bool": ("bool", 1), "float8_e4m3fn": ("fp8_e4m3", 1), "float8_e5m2": ("fp8_e5m2", 1),
+    "float8_e4m3fnuz": ("fp8_e4m3", 1), "float8_e5m2fnuz": ("fp8_e5m2", 1), "complex<float>": ("complex64", 8),
+    "complex<double>": ("complex128", 16),
+}  # fmt: skip
+"""Types of elements in lower case, as operators and NCCL's annotations call them: a short name, and bytes."""
+
+
+def dtype_named(name: object) -> tuple[str, int] | None:
+    """The short name and the bytes of a type of elements; None for what is none.
+
+    >>> dtype_named("c10::BFloat16"), dtype_named("Float"), dtype_named("TensorList")
+    (('bf16', 2), ('fp32', 4), None)
+    """
+    return DTYPES.get(name.removeprefix("c10::").lower()) if isinstance(name, str) else None
+
+
 PEER_COPY = "peer_copy"
 """The operation of a copy between the memories of two devices, which is a memcpy to the profiler."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Family:
-    """Kernels of one library: a pattern searched in their names, and their operation where the name tells.
-
-    Patterns hold for demangled names and for the mangled ones that ROCm's tools leave, in which an identifier follows
-    its length.
-    """
-
-    pattern: str
-    op: str | None = None
-
-
-_GENERAL = (
+_GENERAL: tuple[tuple[str, str | None], ...] = (
     # NCCL 2.4 to 2.28, RCCL, MSCCL, MSCCL++, NVSHMEM and torch's c10d::nvshmem_extension, rocSHMEM, and what refshard
     # itself does not measure. What each does is read from the rest of its name.
-    _Family(pattern=r"nccl|rccl|mscclpp|msccl|nvshmem|rocshmem|refshard_(?:emulated|simulated)"),
+    (r"nccl|rccl|mscclpp|msccl|nvshmem|rocshmem|refshard_(?:emulated|simulated)", None),
     # The other kernels of DeepEP: barriers, buffers cleaned for all ranks. The layout of a dispatch and the epilogues
     # work on this rank's memory alone.
-    _Family(pattern=r"deep_ep(?![^\s<(]*(?:get_dispatch_layout|_epilogue))"),
-    _Family(pattern=r"(?<![a-z_])ep(?:::|\d+)int(?:er|ra)node(?![^\s<(]*get_dispatch_layout)"),
+    (r"deep_ep(?![^\s<(]*(?:get_dispatch_layout|_epilogue))", None),
+    (r"(?<![a-z_])ep(?:::|\d+)int(?:er|ra)node(?![^\s<(]*get_dispatch_layout)", None),
 )
 # DeepEP csrc/kernels/{intranode,internode,internode_ll}.cu and deep_ep/include/deep_ep/impls. DeepSeek's own traces
 # have the same kernels in the namespace dpsk::ep (deepseek-ai/profile-data).
 _DEEP_EP = r"(?:deep_ep|(?<![a-z_])ep)(?:::|\d+)(?:legacy(?:::|\d+))?"
 _OF_DEEP_EP = _DEEP_EP + r"(?:int(?:er|ra)node(?:_ll)?|elastic)(?:::|\d+)(?:hybrid_)?"
-_CUSTOM = (
-    _Family(pattern=_OF_DEEP_EP + r"dispatch(?!_copy)", op="dispatch"),
-    _Family(pattern=_OF_DEEP_EP + r"combine(?!_reduce)", op="combine"),
-    _Family(pattern=_OF_DEEP_EP + r"(?:cached_)?notify", op="notify"),
+_CUSTOM: tuple[tuple[str, str | None], ...] = (
+    (_OF_DEEP_EP + r"dispatch(?!_copy)", "dispatch"),
+    (_OF_DEEP_EP + r"combine(?!_reduce)", "combine"),
+    (_OF_DEEP_EP + r"(?:cached_)?notify", "notify"),
     # vllm csrc/custom_all_reduce.cuh, sglang sgl-kernel/csrc/allreduce/custom_all_reduce.cuh, aiter
     # csrc/include/custom_all_reduce.cuh, flashinfer include/flashinfer/comm/vllm_custom_all_reduce.cuh. Aiter's
     # reduce_scatter_cross_device_store is the first half of an all-reduce, and comes first.
-    _Family(pattern=r"reduce_scatter_cross_device_store", op="reduce_scatter"),
-    _Family(pattern=r"cross_device_reduce", op="all_reduce"),
+    (r"reduce_scatter_cross_device_store", "reduce_scatter"),
+    (r"cross_device_reduce", "all_reduce"),
     # aiter csrc/include/custom_all_reduce.cuh and custom_all_reduce_gfx1250.cuh.
-    _Family(pattern=r"allgather_(?:naive|vec|lastdim)|(?<![a-z_])ag_gfx\d+", op="all_gather"),
-    _Family(pattern=r"reduce_scatter_split_(?:first|last|mid)_?dim|(?<![a-z_])rs_gfx\d+", op="reduce_scatter"),
-    _Family(pattern=r"allReduceQuantFp8|allreduce_mhc_post|(?<![a-z_])ar_(?:ll_)?gfx\d+", op="all_reduce"),
+    (r"allgather_(?:naive|vec|lastdim)|(?<![a-z_])ag_gfx\d+", "all_gather"),
+    (r"reduce_scatter_split_(?:first|last|mid)_?dim|(?<![a-z_])rs_gfx\d+", "reduce_scatter"),
+    (r"allReduceQuantFp8|allreduce_mhc_post|(?<![a-z_])ar_(?:ll_)?gfx\d+", "all_reduce"),
     # quickreduce: vllm csrc/quickreduce, sglang sgl-kernel/csrc/allreduce/quick_all_reduce.cuh, aiter
     # csrc/include/quick_all_reduce.cuh: allreduce_prototype_twoshot, allreduce_rmsnorm_prototype_twoshot.
-    _Family(pattern=r"quickreduce|allreduce_(?:\w+_)?prototype", op="all_reduce"),
+    (r"quickreduce|allreduce_(?:\w+_)?prototype", "all_reduce"),
     # torch torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryOps.cu. Its two-shot all-reduce with the fourth
     # template argument set stops after the first half, which is a reduce-scatter.
-    _Family(
-        pattern=r"two_shot_all_reduce_kernel<[^<>]*, (?:\(int\))?-?\d+, (?:\(int\))?-?\d+, (?:true|\(bool\)1)",
-        op="reduce_scatter",
-    ),
-    _Family(pattern=r"multimem_all_gather", op="all_gather"),
-    _Family(pattern=r"multimem_(?:one_shot_)?all_reduce", op="all_reduce"),
-    _Family(pattern=r"multimem_reduce_scatter", op="reduce_scatter"),
-    _Family(pattern=r"(?<![A-Za-z])multimem_\w*kernel"),
+    (r"two_shot_all_reduce_kernel<[^<>]*, (?:\(int\))?-?\d+, (?:\(int\))?-?\d+, (?:true|\(bool\)1)", "reduce_scatter"),
+    (r"multimem_all_gather", "all_gather"),
+    (r"multimem_(?:one_shot_)?all_reduce", "all_reduce"),
+    (r"multimem_reduce_scatter", "reduce_scatter"),
+    (r"(?<![A-Za-z])multimem_\w*kernel", None),
     # The same file, torch intra_node_comm.cu (oneShotAllReduceKernel, hybridCubeMeshAllReduceKernel), TensorRT-LLM
     # cpp/tensorrt_llm/kernels/customAllReduceKernels.cu and communicationKernels/, flashinfer
     # include/flashinfer/comm/trtllm_allreduce.cuh and trtllm_mnnvl_allreduce.cuh (oneshotAllreduceFusionKernel).
-    _Family(pattern=r"(?:one|two)_?shot_?(?:prenorm_?)?all_?reduce", op="all_reduce"),
-    _Family(pattern=r"hybridCubeMeshAllReduce|lowPrecision\w*AllReduce", op="all_reduce"),
+    (r"(?:one|two)_?shot_?(?:prenorm_?)?all_?reduce", "all_reduce"),
+    (r"hybridCubeMeshAllReduce|lowPrecision\w*AllReduce", "all_reduce"),
     # TensorRT-LLM communicationKernels/allReduceFusionKernels.cu and moeAllReduceFusionKernels.cu, flashinfer
     # include/flashinfer/comm/trtllm_allreduce_fusion.cuh and trtllm_moe_allreduce_fusion.cuh, aiter
     # csrc/include/custom_all_reduce.cuh: allreduce_fusion_kernel_oneshot_lamport, ..._1stage and the like.
-    _Family(pattern=r"all_?reduce_fusion", op="all_reduce"),
+    (r"all_?reduce_fusion", "all_reduce"),
     # flashinfer include/flashinfer/comm/mixed_comm.cuh: both fused kernels, then the plain ones. They are whole names:
     # "allreduce_kernel" as a part of another name says nothing.
-    _Family(pattern=r"fused_(?:allreduce_allgather|reducescatter_allreduce)_kernel", op="all_reduce"),
-    _Family(pattern=r"mixed_comm\w*(?:::|\d)allreduce_kernel", op="all_reduce"),
-    _Family(pattern=r"mixed_comm\w*(?:::|\d)allgather_kernel", op="all_gather"),
-    _Family(pattern=r"mixed_comm\w*(?:::|\d)reducescatter_kernel", op="reduce_scatter"),
+    (r"fused_(?:allreduce_allgather|reducescatter_allreduce)_kernel", "all_reduce"),
+    (r"mixed_comm\w*(?:::|\d)allreduce_kernel", "all_reduce"),
+    (r"mixed_comm\w*(?:::|\d)allgather_kernel", "all_gather"),
+    (r"mixed_comm\w*(?:::|\d)reducescatter_kernel", "reduce_scatter"),
     # flashinfer include/flashinfer/comm/pcie_ipc_all_reduce.cuh: every kernel of this namespace is one all-reduce.
-    _Family(pattern=r"pcie_ipc(?:::|\d)", op="all_reduce"),
+    (r"pcie_ipc(?:::|\d)", "all_reduce"),
     # TensorRT-LLM and flashinfer communicationKernels/moeAlltoAllKernels.cu, helixAllToAll.cu, trtllm_alltoall.cuh.
-    _Family(pattern=r"moeA2ADispatch", op="dispatch"),
-    _Family(pattern=r"moeA2ACombine", op="combine"),
-    _Family(pattern=r"(?:helix|moe)AllToAllKernel", op="all_to_all"),
+    (r"moeA2ADispatch", "dispatch"),
+    (r"moeA2ACombine", "combine"),
+    (r"(?:helix|moe)AllToAllKernel", "all_to_all"),
     # MoRI (ROCm/mori) src/ops/dispatch_combine: EpDispatchIntraNodeKernel, EpCombineInterNodeKernel, ...
-    _Family(pattern=r"EpDispatch(?:Intra|Inter)Node", op="dispatch"),
-    _Family(pattern=r"EpCombine(?:Intra|Inter)Node", op="combine"),
+    (r"EpDispatch(?:Intra|Inter)Node", "dispatch"),
+    (r"EpCombine(?:Intra|Inter)Node", "combine"),
     # Transformer Engine and TensorRT-LLM userbuffers.cu: userbuffers_fp16_sum_inplace_gpu_*, kuserbuffers_pushsend, ...
     # The ending _rs is a reduce-scatter, _ag an all-gather.
-    _Family(pattern=r"kuserbuffers_p(?:ush|ull)send(?!recv)", op="send"),
-    _Family(pattern=r"kuserbuffers_p(?:ush|ull)recv", op="recv"),
-    _Family(pattern=r"kuserbuffers_pushsendrecv", op="send_recv"),
-    _Family(pattern=r"userbuffers_\w*_rs(?![a-z])", op="reduce_scatter"),
-    _Family(pattern=r"userbuffers_\w*_ag(?![a-z])", op="all_gather"),
-    _Family(pattern=r"userbuffers_fp16_sum", op="all_reduce"),
+    (r"kuserbuffers_p(?:ush|ull)send(?!recv)", "send"),
+    (r"kuserbuffers_p(?:ush|ull)recv", "recv"),
+    (r"kuserbuffers_pushsendrecv", "send_recv"),
+    (r"userbuffers_\w*_rs(?![a-z])", "reduce_scatter"),
+    (r"userbuffers_\w*_ag(?![a-z])", "all_gather"),
+    (r"userbuffers_fp16_sum", "all_reduce"),
 )
-"""In the order of precedence: the first pattern that a name holds gives its operation."""
+"""A pattern of each kernel's name and its operation, where the name tells; the first that matches gives it.
+
+Patterns hold for demangled names and for the mangled ones that ROCm's tools leave, in which an identifier follows its
+length.
+"""
 
 
-def _compiled(families: Sequence[_Family]) -> tuple[tuple["re.Pattern[str]", str | None], ...]:
-    return tuple((re.compile(family.pattern, re.IGNORECASE), family.op) for family in families)
-
-
-_KNOWN = _compiled((*_CUSTOM, *_GENERAL))
-_ANY = re.compile("|".join(family.pattern for family in (*_CUSTOM, *_GENERAL)), re.IGNORECASE)
+_KNOWN = tuple((re.compile(pattern, re.IGNORECASE), op) for pattern, op in (*_CUSTOM, *_GENERAL))
+_ANY = re.compile("|".join(pattern for pattern, _ in (*_CUSTOM, *_GENERAL)), re.IGNORECASE)
 _GENERATED = re.compile(r"^triton_(?:poi|red|per|tem|for|mm)_")
 """Inductor's kernels: their names list what is fused in them, a collective's wait too, but none communicates."""
 
@@ -201,11 +205,10 @@ _BY_KERNEL: tuple[tuple[OperatorClass, str], ...] = (
 )  # fmt: skip
 
 
-def _compiled_rules(rules: tuple[tuple[OperatorClass, str], ...]) -> tuple[tuple[int, re.Pattern[str]], ...]:
-    return tuple((CLASSES.index(name), re.compile(rule, re.IGNORECASE)) for name, rule in rules)
-
-
-_OPERATORS, _KERNELS = _compiled_rules(_BY_OPERATOR), _compiled_rules(_BY_KERNEL)
+_OPERATORS, _KERNELS = (
+    tuple((CLASSES.index(name), re.compile(rule, re.IGNORECASE)) for name, rule in rules)
+    for rules in (_BY_OPERATOR, _BY_KERNEL)
+)
 OTHERS = CLASSES.index("others")
 SURE = tuple(CLASSES.index(name) for name in ("GEMM", "attention", "convolution"))
 """What an operator of these does is the same wherever it stands, in an optimizer's step too."""

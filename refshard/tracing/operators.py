@@ -56,22 +56,14 @@ class Launched:
 
 
 def launched_work(trace: TraceFile, timeline: Timeline) -> Launched:
-    """All work of a trace, and the operator that each piece is for, as :mod:`~.owners` tells it."""
-    return _on_device(trace, timeline) if timeline.on_device else _on_cpu(trace, timeline)
-
-
-def _on_device(trace: TraceFile, timeline: Timeline) -> Launched:
-    spans = timeline.spans
-    calls = spans.calls.astype(np.int64)
+    """All work of a trace, and the operator that each piece is for, by the rule of :mod:`refshard.tracing.owners`."""
+    if not timeline.on_device:
+        return _on_cpu(trace, timeline)
+    spans, calls = timeline.spans, timeline.spans.calls.astype(np.int64)
     return Launched(
-        spans=np.arange(len(spans)),
-        ns=spans.ends - spans.starts,
-        calls=calls,
-        names=spans.operators,
-        operands=column_at(trace.host.operands, calls),
-        steps=spans.steps,
-        at=spans.launches,
-    )
+        spans=np.arange(len(spans)), ns=spans.ends - spans.starts, calls=calls, names=spans.operators,
+        operands=column_at(trace.host.operands, calls), steps=spans.steps, at=spans.launches,
+    )  # fmt: skip
 
 
 def _on_cpu(trace: TraceFile, timeline: Timeline) -> Launched:
@@ -276,7 +268,14 @@ def operator_report(trace: TraceFile, timeline: Timeline, device: str) -> Operat
     classes = _classes(trace, timeline, work)
     computes = classes != _COMMUNICATION
     mine, its = work.of(computes), classes[computes]
-    work_ns, shorts = int(mine.ns.sum()), _short_names(timeline, mine)
+    work_ns, shorts, contention = int(mine.ns.sum()), dict[int, str](), None
+    if timeline.on_device:
+        spans, rows = timeline.spans, mine.spans
+        codes = np.unique(spans.names[rows]).tolist()
+        shorts = dict(zip(codes, short_kernel_names([spans.name_table[code] for code in codes])))
+        # Of kernels alone: how long a copy takes depends on its bytes, which nothing here tells.
+        is_kernel = (trace.device.categories[device_order(trace)] == KERNEL)[rows]
+        contention = find_contention(timeline, rows[is_kernel], its[is_kernel], mine.operands[is_kernel], shorts)
     operators = _operators(trace, timeline, mine, its, device, shorts)
     totals = _totals(operators)
     kernels = _kernels(timeline, mine, its, shorts) if timeline.on_device else []
@@ -291,26 +290,10 @@ def operator_report(trace: TraceFile, timeline: Timeline, device: str) -> Operat
         operator_count=len(operators),
         kernels=tuple(kernels[:MOST]),
         kernel_count=len(kernels),
-        contention=_contention(trace, timeline, mine, its, shorts) if timeline.on_device else None,
+        contention=contention,
         hardware=peaks.profile if peaks else None,
         has_shapes=len(trace.operands) > 0,
     )
-
-
-def _short_names(timeline: Timeline, work: Launched) -> dict[int, str]:
-    """Short names of a device's kernels by their code in the table of names."""
-    if not timeline.on_device:
-        return {}
-    codes = np.unique(timeline.spans.names[work.spans]).tolist()
-    return dict(zip(codes, short_kernel_names([timeline.spans.name_table[code] for code in codes])))
-
-
-def _contention(
-    trace: TraceFile, timeline: Timeline, work: Launched, classes: npt.NDArray[np.int8], shorts: Mapping[int, str]
-) -> Contention | None:
-    """Of kernels alone: how long a copy takes depends on its bytes, which nothing here tells."""
-    is_kernel = (trace.device.categories[device_order(trace)] == KERNEL)[work.spans]
-    return find_contention(timeline, work.spans[is_kernel], classes[is_kernel], work.operands[is_kernel], shorts)
 
 
 def _classes(trace: TraceFile, timeline: Timeline, work: Launched) -> npt.NDArray[np.int8]:

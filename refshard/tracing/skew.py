@@ -180,11 +180,21 @@ def rank_waits(figures: Sequence[TraceFigures]) -> Waits:
         lonely += sum(map(len, of_trace.values())) - sum(map(len, matches))
         for one in matches:
             _enter(figures, one, entered)
+    if lonely:
+        warnings.append(
+            TraceWarning(
+                code="collectives_differ",
+                message=f"{lonely} of {every} collectives could not be matched with those of the other ranks here, so "
+                "waits in them are unknown: they lie outside the steps or in steps that only some ranks have, or the "
+                "ranks' sequences of operation and size differ there. Check that the traces are of the same steps",
+                count=lonely,
+            )
+        )
     for place, own in enumerate(entered):
         _add_waits(figures, place, own, waits)
     return Waits(
         waits_for=tuple(_waits_of(figures, waits, i) for i in range(len(figures))),
-        warnings=(*warnings, *([_unmatched(lonely, every)] if lonely else [])),
+        warnings=tuple(warnings),
         entered=tuple(entered),
     )
 
@@ -195,19 +205,13 @@ def _by_group(figures: Sequence[TraceFigures]) -> dict[Key, dict[int, list[tuple
     found: dict[Key, dict[int, list[tuple[int, CollectiveFigures]]]] = defaultdict(lambda: defaultdict(list))
     for i in sorted(present, key=lambda i: (figures[i].rank, i)):
         for number, collective in enumerate(figures[i].collectives):
-            if collective.op not in _POINT_TO_POINT and _is_matchable(collective, figures[i].world_size):
-                found[_key(collective)][i].append((number, collective))
+            size, world_size = collective.group_size, figures[i].world_size
+            # One of an unnamed subgroup may have any partners.
+            is_known = collective.group is not None or size is None or world_size is None or size == world_size
+            if collective.op not in _POINT_TO_POINT and is_known:
+                key = ("", collective.op) if collective.group is None else (collective.group, "")
+                found[key][i].append((number, collective))
     return found
-
-
-def _key(collective: CollectiveFigures) -> Key:
-    return ("", collective.op) if collective.group is None else (collective.group, "")
-
-
-def _is_matchable(collective: CollectiveFigures, world_size: int | None) -> bool:
-    """Whether a collective's partners can be told: one of an unnamed subgroup may have any."""
-    named, size = collective.group is not None, collective.group_size
-    return named or size is None or world_size is None or size == world_size
 
 
 def _ambiguity(key: Key, of_trace: dict[int, list[tuple[int, CollectiveFigures]]]) -> TraceWarning | None:
@@ -215,25 +219,12 @@ def _ambiguity(key: Key, of_trace: dict[int, list[tuple[int, CollectiveFigures]]
     sizes = [c.group_size for sequence in of_trace.values() for _, c in sequence if c.group_size is not None]
     if not sizes or len(of_trace) <= min(sizes):
         return None
+    name = f"group {key[0]}" if key[0] else f"the unnamed group of {key[1]}"
     return TraceWarning(
         code="groups_alike",
-        message=f"{_group(key)} is of {min(sizes)} ranks but appears on {len(of_trace)}: several groups share the "
+        message=f"{name} is of {min(sizes)} ranks but appears on {len(of_trace)}: several groups share the "
         "name, so waits in them are not attributed to ranks",
         count=sum(map(len, of_trace.values())),
-    )
-
-
-def _group(key: Key) -> str:
-    return f"group {key[0]}" if key[0] else f"the unnamed group of {key[1]}"
-
-
-def _unmatched(lonely: int, every: int) -> TraceWarning:
-    return TraceWarning(
-        code="collectives_differ",
-        message=f"{lonely} of {every} collectives could not be matched with those of the other ranks here, so waits in "
-        "them are unknown: they lie outside the steps or in steps that only some ranks have, or the ranks' sequences "
-        "of operation and size differ there. Check that the traces are of the same steps",
-        count=lonely,
     )
 
 

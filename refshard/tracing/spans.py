@@ -13,32 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from refshard.events.table import ANNOTATION, EMULATED, GLOO, HOST, KERNEL, LAUNCH, Operands, TraceFile, is_peer_copy
-from refshard.events.timeline import KINDS, UNKNOWN, Inputs, Intervals, Kind, Meaning, Nanoseconds, Spans, Window
+from refshard.events.timeline import KINDS, UNKNOWN, Inputs, Intervals, Kind, Meaning, Spans, Window
 from refshard.tracing.labels import Labels
-from refshard.tracing.names import communicates
+from refshard.tracing.names import communicates, dtype_named
 from refshard.tracing.owners import column_at, innermost_on, named, operators_of
 from refshard.tracing.windows import step_at
 
 LONGEST_INPUTS = 512
 """Bytes of "Input Dims" that are spelled out: lists of hundreds of tensors tell nothing."""
-
-_DTYPES = {
-    "float": "fp32",
-    "double": "fp64",
-    "BFloat16": "bf16",
-    "Half": "fp16",
-    "long int": "int64",
-    "long": "int64",
-    "int": "int32",
-    "short": "int16",
-    "signed char": "int8",
-    "unsigned char": "uint8",
-    "Float8_e4m3fn": "fp8_e4m3",
-    "Float8_e4m3fnuz": "fp8_e4m3",
-    "Float8_e5m2": "fp8_e5m2",
-    "Float8_e5m2fnuz": "fp8_e5m2",
-}
-"""What the profiler calls a type of element, without its namespace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -78,7 +60,9 @@ def inputs_of(dims: bytes, types: bytes) -> Inputs:
     shapes, names = _list(dims), _list(types)
     found = [(shape, names[place] if place < len(names) else "") for place, shape in enumerate(shapes) if shape]
     dtypes = dict.fromkeys(_dtype(name) for _, name in found)
-    return Inputs("x".join(_shape(shape) for shape, _ in found), ",".join(name for name in dtypes if name))
+    return Inputs(
+        "x".join(msgspec.json.encode(shape).decode() for shape, _ in found), ",".join(name for name in dtypes if name)
+    )
 
 
 def _list(text: bytes) -> list[object]:
@@ -88,16 +72,11 @@ def _list(text: bytes) -> list[object]:
         return []
 
 
-def _shape(shape: object) -> str:
-    """One tensor's sizes, or those of a list of tensors."""
-    return msgspec.json.encode(shape).decode()
-
-
 def _dtype(name: object) -> str:
     if not isinstance(name, str) or name in ("Scalar", "ScalarList", "TensorList", "GenericList"):
         return ""
-    short = name.rpartition("::")[2]
-    return _DTYPES.get(short, short)
+    known = dtype_named(name)
+    return known[0] if known else name.rpartition("::")[2]
 
 
 AUTOGRAD = "autograd::engine::evaluate_function"
@@ -126,7 +105,8 @@ def find_launches(trace: TraceFile) -> Launches:
     """
     host, device, order = trace.host, trace.device, device_order(trace)
     if not len(host.starts):
-        return _unknown_launches(len(order))
+        unknown = np.full(len(order), UNKNOWN, np.int64)
+        return Launches(calls=unknown, points=unknown, queued=unknown, threads=unknown.astype(np.int32))
     rows = np.flatnonzero((host.categories == LAUNCH) & (host.correlations > 0))
     calls = _match(trace, device.correlations[order], host.correlations[rows], rows)
     launched = calls != UNKNOWN
@@ -142,12 +122,6 @@ def find_launches(trace: TraceFile) -> Launches:
         queued=np.where(known, np.maximum(host.starts[calls], np.minimum(returned, device.starts[order])), UNKNOWN),
         threads=np.where(known, host.threads[calls], UNKNOWN).astype(np.int32),
     )
-
-
-def _unknown_launches(count: int) -> Launches:
-    """Of a trace without host events."""
-    unknown = np.full(count, UNKNOWN, np.int64)
-    return Launches(calls=unknown, points=unknown, queued=unknown, threads=unknown.astype(np.int32))
 
 
 def in_autograd(
@@ -196,6 +170,7 @@ def device_spans(
     # Where the trace holds no launch at all, an event belongs to the step in which it ran.
     in_time = launches.points if (launches.points != UNKNOWN).any() else starts
     inputs, operators = input_table(trace.operands), operators_of(trace, launches.calls)
+    several = len({number for number, _ in trace.lanes}) > 1
     return Spans(
         starts=starts,
         ends=device.ends[order],
@@ -209,7 +184,10 @@ def device_spans(
         units=units.astype(np.int32),
         under=under,
         signatures=device.signatures[order],
-        lane_names=_lane_names(trace),
+        lane_names=tuple(
+            f"device {number} stream {stream}" if several else f"stream {stream}"
+            for number, stream in ((number, stream.removeprefix("stream ")) for number, stream in trace.lanes)
+        ),
         name_table=trace.names,
         unit_names=labels.unit_names,
         signature_names=trace.signatures,
@@ -256,15 +234,6 @@ def _kinds(
     return np.select(conditions, classes, code[Kind.UNCLASSIFIED]).astype(np.int8)
 
 
-def _lane_names(trace: TraceFile) -> tuple[str, ...]:
-    """Streams, with their device where there are several."""
-    several = len({device for device, _ in trace.lanes}) > 1
-    return tuple(
-        f"device {device} stream {stream}" if several else f"stream {stream}"
-        for device, stream in ((device, stream.removeprefix("stream ")) for device, stream in trace.lanes)
-    )
-
-
 _COMPILED = re.compile(r"^(## Call CompiledFxGraph|Torch-Compiled Region)")
 """What torch.compile made into one: what is fused there has no operators, so it computes wherever it does not wait."""
 _RUNS = re.compile(f"^(?:{GLOO}|{EMULATED})")
@@ -286,11 +255,14 @@ def cpu_spans(trace: TraceFile, labels: Labels, windows: tuple[Window, ...], mai
     computes &= np.isin(host.categories, (HOST, ANNOTATION))
     outermost = _outermost(host.starts, host.ends, np.flatnonzero(computes))
     is_cut = named(trace, IN_GRAPH) & (host.threads == main)
-    encloses = _enclose(host.starts[outermost], host.ends[outermost], np.sort(host.starts[is_cut]))
+    cuts, (first, last) = np.sort(host.starts[is_cut]), (host.starts[outermost], host.ends[outermost])
+    encloses = np.searchsorted(cuts, first) < np.searchsorted(cuts, last)
     whole = np.concatenate((np.flatnonzero(is_run), outermost[~encloses]))
-    pieces, cut_starts, cut_ends = _pieces(host.starts, host.ends, outermost[encloses], is_cut)
+    left = Intervals.union(first[encloses], last[encloses])
+    left -= Intervals.union(host.starts[is_cut], host.ends[is_cut])
+    pieces = outermost[encloses][np.searchsorted(first[encloses], left.starts, side="right") - 1]
     rows = np.concatenate((whole, pieces))
-    starts, ends = np.concatenate((host.starts[whole], cut_starts)), np.concatenate((host.ends[whole], cut_ends))
+    starts, ends = np.concatenate((host.starts[whole], left.starts)), np.concatenate((host.ends[whole], left.ends))
     order = np.lexsort((ends, starts))
     rows, starts, ends = rows[order], starts[order], ends[order]
     communicates = is_run[rows]
@@ -347,16 +319,3 @@ def _outermost(
     is_outermost = np.ones(len(rows), np.bool_)
     is_outermost[1:] = ends[rows][1:] > reach[:-1]
     return np.asarray(rows[is_outermost], np.int64)
-
-
-def _enclose(starts: Nanoseconds, ends: Nanoseconds, points: Nanoseconds) -> npt.NDArray[np.bool_]:
-    """Which of the intervals have one of the ordered ``points`` in them."""
-    return np.asarray(np.searchsorted(points, starts) < np.searchsorted(points, ends), np.bool_)
-
-
-def _pieces(
-    starts: Nanoseconds, ends: Nanoseconds, rows: npt.NDArray[np.int64], is_cut: npt.NDArray[np.bool_]
-) -> tuple[npt.NDArray[np.int64], Nanoseconds, Nanoseconds]:
-    """What is left of ``rows``, which do not overlap, without what is cut: of each piece its row, start and end."""
-    left = Intervals.union(starts[rows], ends[rows]) - Intervals.union(starts[is_cut], ends[is_cut])
-    return rows[np.searchsorted(starts[rows], left.starts, side="right") - 1], left.starts, left.ends

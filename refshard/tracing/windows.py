@@ -196,7 +196,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class WindowOptions:
     """What a user wants to see: annotations whose names ``pattern`` matches, or else ``[start_ns, end_ns)``.
 
     Times count from the trace's first event; None for its start or end. ``text`` is what the user wrote.
@@ -208,7 +208,7 @@ class Asked:
     end_ns: int | None = None
 
 
-def parse_window(text: str) -> Asked:
+def parse_window(text: str) -> WindowOptions:
     """A pattern, or a range such as ``1.5s..2s``, ``800ms..`` or ``..20us``.
 
     >>> parse_window("1.5s..2s").end_ns
@@ -222,9 +222,9 @@ def parse_window(text: str) -> Asked:
         if start is not None or end is not None:
             if end is not None and end <= (start or 0):
                 raise SpecError(f"window: a range must end after it starts, got {text}")
-            return Asked(text=text, start_ns=start, end_ns=end)
+            return WindowOptions(text=text, start_ns=start, end_ns=end)
     try:
-        return Asked(text=text, pattern=re.compile(text))
+        return WindowOptions(text=text, pattern=re.compile(text))
     except re.error as error:
         raise SpecError(
             f"window: {text!r} is no regular expression ({error}); put a backslash before ( [ * + ? . to match them"
@@ -238,7 +238,7 @@ def _nanoseconds(part: str, text: str) -> int:
     return int(Decimal(match[1]) * _UNITS[match[2]])
 
 
-def asked_windows(trace: TraceFile, asked: Asked) -> tuple[tuple[Window, ...], npt.NDArray[np.int64]]:
+def chosen_windows(trace: TraceFile, options: WindowOptions) -> tuple[tuple[Window, ...], npt.NDArray[np.int64]]:
     """The annotations that match, numbered in order of time, and their rows of :attr:`TraceFile.host`.
 
     A match within another is left out; of several threads the one with most matches counts. Without annotations that
@@ -247,11 +247,11 @@ def asked_windows(trace: TraceFile, asked: Asked) -> tuple[tuple[Window, ...], n
     Raises:
         TraceError: nothing matches.
     """
-    if asked.pattern is None:
+    if options.pattern is None:
         return (), host_steps(trace)[1]
-    rows = outermost(trace, _matches(trace, asked.pattern))
+    rows = outermost(trace, _matches(trace, options.pattern))
     if not len(rows):
-        raise TraceError(f"{trace.path}: --window {asked.text!r} matches no annotation; {frequent(trace)}")
+        raise TraceError(f"{trace.path}: --window {options.text!r} matches no annotation; {frequent(trace)}")
     host = trace.host
     columns = (host.starts[rows].tolist(), host.ends[rows].tolist(), host.names[rows].tolist())
     windows = tuple(
@@ -280,7 +280,10 @@ def device_windows_apart(spans: Spans, host_windows: tuple[Window, ...]) -> tupl
     """
     (first, last), (_, last_on_main) = extents(spans, host_windows)
     announced, _ = bounds(host_windows)
-    begins = np.minimum(first, np.maximum(announced, _busy_before(spans, first)))
+    on_main = spans.lanes == spans.main_lane()
+    reach = np.concatenate(([NEVER[0]], np.maximum.accumulate(spans.ends[on_main])))
+    busy_before = reach[np.searchsorted(spans.starts[on_main], first, side="left")]
+    begins = np.minimum(first, np.maximum(announced, busy_before))
     next_first = np.append(np.minimum.accumulate(first[::-1])[::-1][1:], NEVER[1])
     ends = np.maximum(last_on_main, np.minimum(last, next_first))
     windows: list[Window] = []
@@ -290,14 +293,7 @@ def device_windows_apart(spans: Spans, host_windows: tuple[Window, ...]) -> tupl
     return tuple(windows)
 
 
-def _busy_before(spans: Spans, points: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """When the lane that computes most ended what it began before each point."""
-    on_main = spans.lanes == spans.main_lane()
-    reach = np.concatenate(([NEVER[0]], np.maximum.accumulate(spans.ends[on_main])))
-    return np.asarray(reach[np.searchsorted(spans.starts[on_main], points, side="left")], np.int64)
-
-
-def cut_to(timeline: Timeline, trace: TraceFile, asked: Asked) -> Timeline:
+def cut_to(timeline: Timeline, trace: TraceFile, options: WindowOptions) -> Timeline:
     """The timeline with the range of time as its only window; a span belongs to it if it starts there.
 
     Raises:
@@ -306,13 +302,13 @@ def cut_to(timeline: Timeline, trace: TraceFile, asked: Asked) -> Timeline:
     tables = [events for events in (trace.host, trace.device) if len(events.starts)]
     origin = min(int(events.starts.min()) for events in tables)
     close = max(int(events.ends.max()) for events in tables)
-    start, end = origin + (asked.start_ns or 0), close if asked.end_ns is None else origin + asked.end_ns
+    start, end = origin + (options.start_ns or 0), close if options.end_ns is None else origin + options.end_ns
     if start >= close:
         raise TraceError(
-            f"{trace.path}: --window {asked.text} lies after the trace's end; the trace is {format_ns(close - origin)} "
-            "long, and times count from its first event"
+            f"{trace.path}: --window {options.text} lies after the trace's end; the trace is "
+            f"{format_ns(close - origin)} long, and times count from its first event"
         )
-    windows = (Window(step=0, start=start, end=min(end, close), name=asked.text),)
+    windows = (Window(step=0, start=start, end=min(end, close), name=options.text),)
     spans = replace(timeline.spans, steps=step_at(timeline.spans.starts, windows))
     collectives = tuple(
         replace(one, step=0 if one.start is not None and start <= one.start < end else None)
@@ -321,17 +317,17 @@ def cut_to(timeline: Timeline, trace: TraceFile, asked: Asked) -> Timeline:
     return replace(timeline, windows=windows, host_windows=windows, spans=spans, collectives=collectives)
 
 
-def window_figures(asked: Asked, steps: Sequence[StepFigures]) -> WindowFigures:
+def window_figures(options: WindowOptions, steps: Sequence[StepFigures]) -> WindowFigures:
     """Sums over the windows of each kind."""
     members: dict[str, list[StepFigures]] = defaultdict(list)
     for step in steps:
-        members[_kind(asked, step.name or "")].append(step)
-    return WindowFigures(asked=asked.text, groups=tuple(_group(kind, found) for kind, found in members.items()))
+        members[_kind(options, step.name or "")].append(step)
+    return WindowFigures(window=options.text, groups=tuple(_group(kind, found) for kind, found in members.items()))
 
 
-def _kind(asked: Asked, name: str) -> str:
+def _kind(options: WindowOptions, name: str) -> str:
     """What the parentheses of the pattern matched, or else the name without its numbers: batches differ in these."""
-    match = None if asked.pattern is None else asked.pattern.search(name)
+    match = None if options.pattern is None else options.pattern.search(name)
     if match is None:
         return name
     return " ".join(part for part in match.groups() if part) or _NUMBER.sub("#", name)
@@ -353,11 +349,11 @@ def _group(kind: str, members: Sequence[StepFigures]) -> WindowGroup:
     )
 
 
-def window_warnings(trace: TraceFile, timeline: Timeline, asked: Asked | None) -> Iterator[TraceWarning]:
+def window_warnings(trace: TraceFile, timeline: Timeline, options: WindowOptions | None) -> Iterator[TraceWarning]:
     """Matches that are no window, and what ran outside of all windows that a pattern chose."""
-    if asked is None or asked.pattern is None:
+    if options is None or options.pattern is None:
         return
-    if unused := len(_matches(trace, asked.pattern)) - len(timeline.host_windows):
+    if unused := len(_matches(trace, options.pattern)) - len(timeline.host_windows):
         yield TraceWarning(
             code="windows_overlap",
             message=f"{unused} annotations that --window matches lie within others or on other threads and are left "

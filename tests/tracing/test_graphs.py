@@ -52,7 +52,7 @@ def test_captured_launches_are_not_lost(tmp_path: Path, api: str) -> None:
         Capture(start_ns=base + 40_500, end_ns=base + 50_000, launches=2),
     )
     assert figures.graphs.replays == ()
-    assert figures.untold is None
+    assert figures.unavailable is None
 
 
 def test_launches_outside_of_the_capture_are_lost_as_before(tmp_path: Path) -> None:
@@ -102,8 +102,8 @@ def test_a_trace_that_is_mostly_capture_gets_no_verdict(tmp_path: Path) -> None:
     begin, end = call("cudaStreamBeginCapture", 6, 100), call("cudaStreamEndCapture", 190, 102)
     long = [begin, call("cudaLaunchKernel", 9, 101), end]
     figures = figures_of(tmp_path, long)
-    assert figures.untold is not None
-    assert figures.untold.startswith("Most of this trace is the capture of graphs (184 us, 88 %)")
+    assert figures.unavailable is not None
+    assert figures.unavailable.startswith("Most of this trace is the capture of graphs (184 us, 88 %)")
     assert not figures.host_only
 
 

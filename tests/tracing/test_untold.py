@@ -55,7 +55,7 @@ def test_a_device_without_events_is_named(tmp_path: Path, more: list[dict[str, A
 )
 def test_a_cpu_trace_is_one(tmp_path: Path, more: list[dict[str, Any]]) -> None:
     figures = analyse(write(tmp_path / "t.json", [*HOST, *more])).figures
-    assert (figures.host_only, figures.untold, figures.device) == (False, None, "cpu")
+    assert (figures.host_only, figures.unavailable, figures.device) == (False, None, "cpu")
     assert as_objects([figures])[0]["compute_ns"] == 90_000
 
 

@@ -32,7 +32,7 @@ from refshard.report.blocks import (
 )
 from refshard.report.draw.embed import MOST_EMBEDDED
 from refshard.report.trace.answer import as_objects, job_blocks, rank_blocks
-from refshard.report.trace.words import Finding, findings
+from refshard.report.trace.findings import Finding, findings
 from refshard.tracing.figures import TraceFigures
 
 _LISTED = 8

@@ -16,11 +16,11 @@ from refshard.records import Run
 from refshard.report.draw.charts import Chart, chart
 from refshard.report.run.charts import step_parts
 from refshard.report.trace import charts as trace_charts
-from refshard.report.trace import jobs as trace_jobs
 from refshard.report.trace import tables as trace_tables
+from refshard.report.trace import wording
 from refshard.report.trace.idle import NAMES as IDLE
 from refshard.report.trace.lanes import drawn_windows
-from refshard.report.trace.layer import View, find_layer, layer_chart
+from refshard.report.trace.spans_figure import View, find_layer, layer_chart
 from refshard.tracing.analysis import Analysis, analyse
 from refshard.tracing.figures import CollectiveFigures, StepFigures, TraceFigures
 
@@ -133,7 +133,7 @@ def _sentence(parts: Mapping[CaseResult, Mapping[str, float]]) -> str:
 
 def _row(one: Traced) -> dict[str, str]:
     figures = one.figures
-    steps = len(trace_jobs.parts(figures))
+    steps = len(wording.parts(figures))
     copies, whole = figures.copies, figures.whole
     known = whole.idle_host_ns is not None
     return {

@@ -29,12 +29,10 @@ from refshard.report.blocks import (
     table,
 )
 from refshard.report.draw.embed import embedded
-from refshard.report.trace import tables, waiting
-from refshard.report.trace.doubts import doubts
-from refshard.report.trace.jobs import job_names, jobs, parts, who
-from refshard.report.trace.per_step import each, has_steps, per
+from refshard.report.trace import tables
+from refshard.report.trace.findings import SMALL, Finding, doubts, findings, late
 from refshard.report.trace.sections import sections_of
-from refshard.report.trace.words import SMALL, Finding, findings
+from refshard.report.trace.wording import each, has_steps, job_names, jobs, parts, per, who
 from refshard.tracing.analysis import Analysis
 from refshard.tracing.figures import Breakdown, TraceFigures
 from refshard.tracing.hta import HtaFailure, HtaFigures
@@ -209,7 +207,7 @@ def _waits(members: Sequence[TraceFigures], job: str) -> Iterator[Block]:
     """Who waits for whom in a job."""
     found = tables.waits(members)
     if found.rows:
-        blocks: list[Block] = [Notes(sentences=[waiting.late(members)]), found]
+        blocks: list[Block] = [Notes(sentences=[late(members)]), found]
         identity = f"waits-{members[0].job}"
         yield Section(title=f"Who waits for whom{job}", id=identity, nav="Who waits", blocks=blocks, where="detail")
 

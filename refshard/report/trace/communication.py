@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 from refshard.quantities import format_bytes, format_ns, format_percent, format_rate
 from refshard.report.blocks import Section
-from refshard.report.trace.per_step import per
-from refshard.report.trace.section import section
+from refshard.report.trace.wording import per, section
 from refshard.tracing.figures import CommunicationFigures, ExposedSplit, MessageFigures, TraceFigures
 
 _UNITS = 1e9

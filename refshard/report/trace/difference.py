@@ -8,8 +8,7 @@ import msgspec
 
 from refshard.quantities import format_ns, format_percent
 from refshard.report.blocks import Answer, Block, Charts, Column, Cover, Notes, Table, Text, Verdict
-from refshard.report.trace.cut import cut_middle
-from refshard.report.trace.jobs import counted
+from refshard.report.trace.wording import counted, cut_middle
 from refshard.tracing.attribution import IDLE
 from refshard.tracing.difference import Change, Difference, Unlike
 
@@ -27,7 +26,7 @@ _TELLING = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """A difference of two jobs, ``names`` and ``steps`` (how many) of each, and the doubts about it.
+    """A difference of two jobs, ``names`` and ``steps`` (how many) of each, and what makes it uncertain.
 
     ``unlike`` says in what the jobs are not like for like.
 
@@ -39,7 +38,7 @@ class Compared:
     steps: tuple[int, int]
     difference: Difference
     interval: tuple[float, float] | None = None
-    doubts: Sequence[str] = ()
+    warnings: Sequence[str] = ()
     unlike: Sequence[Unlike] = ()
 
     @property
@@ -165,7 +164,7 @@ def remarks(found: Compared) -> list[str]:
     if len(ranks) > 1 and ranks[-1].delta_ns:
         least, most = (f"rank {one.rank}" + f" ({signed(one.delta_ns)})" for one in (ranks[0], ranks[-1]))
         told.append(f"Of {len(ranks)} ranks, {most} changed most and {least} least.")
-    return [*told, *_unmatched(found.difference), *found.doubts]
+    return [*told, *_unmatched(found.difference), *found.warnings]
 
 
 def _unmatched(difference: Difference) -> list[str]:

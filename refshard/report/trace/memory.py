@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 from refshard.quantities import format_bytes, format_part, format_percent
 from refshard.report.blocks import Section
-from refshard.report.trace.cut import cut
-from refshard.report.trace.section import section
+from refshard.report.trace.wording import cut, section
 from refshard.tracing.figures import Category, Holder, MemoryPeak, TraceFigures
 
 PURPOSES: dict[Category, str] = {

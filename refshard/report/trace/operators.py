@@ -4,10 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from refshard.quantities import format_ns, format_percent, format_rate
 from refshard.report.blocks import Section
-from refshard.report.trace.cut import cut
-from refshard.report.trace.per_step import in_each, per
-from refshard.report.trace.section import section
-from refshard.report.trace.words import SMALL
+from refshard.report.trace.findings import SMALL
+from refshard.report.trace.wording import cut, in_each, per, section
 from refshard.tracing.figures import Contention, OperatorFigures, OperatorReport, Slowdown, TraceFigures
 
 _CALLED: dict[str, str] = {

@@ -1,4 +1,4 @@
-"""What a CUDA memory snapshot looks like in a terminal, and as JSON."""
+"""What CUDA memory snapshots and memory timelines of torch's profiler look like in a terminal, and as JSON."""
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -8,9 +8,38 @@ from typing import Any
 import msgspec
 
 from refshard.plain import plain
-from refshard.quantities import format_bytes, format_part, format_percent, format_times
+from refshard.quantities import format_bytes, format_ns, format_part, format_percent, format_times
 from refshard.report.blocks import Answer, Block, Notes, Table, Text, Verdict, table
+from refshard.tracing.memory_timeline import MemoryTimelineFigures
 from refshard.tracing.snapshot import DeviceFigures, Fragmentation, HistoryFigures, LineFigures, OomFigures, Site
+
+
+def memory_timeline_answer(timelines: Sequence[tuple[str, MemoryTimelineFigures]]) -> Answer:
+    """The peak of each file, by category."""
+    blocks: list[Block] = []
+    verdicts = []
+    for file, one in timelines:
+        ordered = sorted(one.by_category.items(), key=lambda item: -item[1])
+        rows = [
+            {"held for": name, "bytes": format_bytes(size), "share": format_percent(size / one.peak_bytes)}
+            for name, size in ordered
+        ]
+        blocks.append(table(rows, title=f"{PurePath(file).name}: memory at the peak, by torch's categories"))
+        most, size = ordered[0]
+        verdicts.append(
+            f"Peak: {format_bytes(one.peak_bytes)}, {format_ns(one.peak_ns)} after the first event; most is {most} "
+            f"({format_percent(size / one.peak_bytes, 0)})."
+        )
+    data = [{"file": file, **msgspec.to_builtins(one)} for file, one in timelines]
+    rows = [
+        {"file": one["file"], "category": name, "bytes": n} for one in data for name, n in one["by_category"].items()
+    ]
+    return Answer(
+        data={"verdict": verdicts, "memory_timelines": data},
+        rows=rows,
+        blocks=[*blocks, Verdict(sentences=verdicts)],
+    )
+
 
 _LINES, _SIZES, _OOMS = 12, 10, 5
 _LARGE = 0.1

@@ -7,10 +7,10 @@ from statistics import median
 from refshard.events.timeline import Timeline
 from refshard.quantities import format_bytes, format_ns, format_percent
 from refshard.report.blocks import Block, Cell, Quantity, Section, Table, table
-from refshard.report.trace import jobs as trace_jobs
-from refshard.report.trace import waiting
+from refshard.report.trace import wording
+from refshard.report.trace.findings import exposed_waits
 from refshard.report.trace.idle import names as idle_names
-from refshard.report.trace.per_step import each, has_steps
+from refshard.report.trace.wording import each, has_steps
 from refshard.tracing.figures import Breakdown, CollectiveFigures, StepFigures, TraceFigures
 
 MOST_UNITS = 400
@@ -31,7 +31,7 @@ def of_trace(one: TraceFigures, timeline: Timeline | None) -> Iterator[Block]:
             "added up",
         ),
         (
-            f"{trace_jobs.counted(len(one.units), 'unit')}"
+            f"{wording.counted(len(one.units), 'unit')}"
             f"{f', the first {MOST_UNITS}' if len(one.units) > MOST_UNITS else ''}", units(one),
             f"Each unit's own spans, {over}; concurrent communication counts for each unit",
         ),
@@ -48,7 +48,7 @@ def of_trace(one: TraceFigures, timeline: Timeline | None) -> Iterator[Block]:
 def _gaps(one: TraceFigures, timeline: Timeline | None) -> list[dict[str, Cell]]:
     if timeline is None:
         return []
-    from refshard.report.trace.gaps import gap_table, gaps_of  # plotly takes a second to import
+    from refshard.report.trace.charts import gap_table, gaps_of  # plotly takes a second to import
 
     gaps = gaps_of(one, timeline)
     return gap_table(gaps) if gaps else []
@@ -65,7 +65,7 @@ def steps(one: TraceFigures) -> list[dict[str, Cell]]:
             "copy-out": Quantity(step.copies.copy_out_ns, "ns"),
             "waits for a reduction": Quantity(step.reduce_wait.host_ns, "ns"),
         }
-        for step in (*every, trace_jobs.whole(one))
+        for step in (*every, wording.whole(one))
     ]
 
 
@@ -98,7 +98,7 @@ def per_step(one: TraceFigures) -> str:
 
 def units(one: TraceFigures) -> list[dict[str, Cell]]:
     """One row per unit, per step."""
-    steps = len(trace_jobs.parts(one))
+    steps = len(wording.parts(one))
     return [
         {
             "unit": unit.unit,
@@ -125,7 +125,7 @@ def collectives(one: TraceFigures) -> list[dict[str, Cell]]:
         groups.setdefault((found.op, found.bytes, found.group, found.group_size), []).append(found)
     ordered = sorted(groups.items(), key=lambda item: -sum(c.exposed_ns for c in item[1]))
     sizes = _told_apart(groups)
-    steps = len(trace_jobs.parts(one))
+    steps = len(wording.parts(one))
     return [
         {
             "collective": key[0],
@@ -173,7 +173,7 @@ def blocking(members: Sequence[CollectiveFigures], steps: int) -> str:
 
 def overheads(one: TraceFigures) -> list[dict[str, Cell]]:
     """Copies, waits for a reduction's buffer, give-way: per step, in words."""
-    copies, wait, give, steps = one.copies, one.reduce_wait, one.giveway, len(trace_jobs.parts(one))
+    copies, wait, give, steps = one.copies, one.reduce_wait, one.giveway, len(wording.parts(one))
 
     def mean(ns: int | None) -> str:
         return format_ns(None if ns is None else ns / steps)
@@ -202,13 +202,13 @@ def _rows(pairs: Sequence[tuple[str, str]]) -> list[dict[str, Cell]]:
 
 def waits(members: Sequence[TraceFigures]) -> Table:
     """Which rank of a job waits how long for which, per step; the longest waits first."""
-    every = [(len(trace_jobs.parts(one)), one, wait) for one in members for wait in one.waits_for]
+    every = [(len(wording.parts(one)), one, wait) for one in members for wait in one.waits_for]
     every.sort(key=lambda row: -row[2].waited_ns / row[0])
-    exposed = {id(one): waiting.exposed_waits(one) for one in members if one.communication is not None}
-    span = {id(one): sum(part.breakdown.span_ns for part in trace_jobs.parts(one)) for one in members}
+    exposed = {id(one): exposed_waits(one) for one in members if one.communication is not None}
+    span = {id(one): sum(part.breakdown.span_ns for part in wording.parts(one)) for one in members}
     rows: list[dict[str, Cell]] = [
         {
-            "waiting": trace_jobs.who(one),
+            "waiting": wording.who(one),
             "for": f"rank {wait.rank}",
             "waited": Quantity(wait.waited_ns / steps, "ns"),
             "share of the step": Quantity(wait.waited_ns / span[id(one)], "share") if span[id(one)] else None,

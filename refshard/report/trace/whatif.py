@@ -2,9 +2,7 @@
 
 from refshard.quantities import format_ns, format_percent
 from refshard.report.blocks import Section
-from refshard.report.trace.jobs import counted, parts
-from refshard.report.trace.per_step import each, has_steps, in_each
-from refshard.report.trace.section import section
+from refshard.report.trace.wording import counted, each, has_steps, in_each, parts, section
 from refshard.tracing import figures as whatif
 from refshard.tracing.figures import TOLERATED_ERROR, PathPart, TraceFigures, WhatIf, WhatIfFigures
 from refshard.tracing.names import name_in_words

@@ -3,16 +3,16 @@
 import msgspec
 import pytest
 
-from refshard.report.trace.holdups import holdups_section
+from refshard.report.trace.host_stalls import host_stalls_section
 from refshard.report.trace.sections import SECTIONS
 from refshard.tracing.figures import (
     NO_SYNC,
     ClassFigures,
     CriticalPath,
-    Hold,
-    HoldUp,
-    HoldUps,
+    HostStall,
+    HostStalls,
     OperatorReport,
+    Stall,
     WhatIf,
     WhatIfFigures,
 )
@@ -21,19 +21,19 @@ from tests.report.traces import figures, gpu
 
 MS = 1_000_000
 LITTLE = "No blocking call itself idles the GPU for 1 % of a step or more."
-HOLDUP = HoldUp(
-    kind=Hold.ITEM, call="cudaMemcpyAsync", line=None, operator="aten::_local_scalar_dense", unit=None, thread="7/7",
+HOLDUP = HostStall(
+    kind=Stall.ITEM, call="cudaMemcpyAsync", line=None, operator="aten::_local_scalar_dense", unit=None, thread="7/7",
     copied=None, count=8, host_ns=40 * MS, idle_ns=20 * MS, followed_ns=30 * MS,
 )  # fmt: skip
 
 
-def of(*places: HoldUp, steps: int | None = 4) -> Opened:
+def of(*places: HostStall, steps: int | None = 4) -> Opened:
     """The section of four steps of 100 ms."""
-    found = HoldUps(places=places, steps=steps, span_ns=400 * MS, idle_ns=50 * MS)
-    return opened(holdups_section(msgspec.structs.replace(figures(gpu(steps=1)), holdups=found)))
+    found = HostStalls(places=places, steps=steps, span_ns=400 * MS, idle_ns=50 * MS)
+    return opened(host_stalls_section(msgspec.structs.replace(figures(gpu(steps=1)), host_stalls=found)))
 
 
-def changed(**how: object) -> HoldUp:
+def changed(**how: object) -> HostStall:
     return msgspec.structs.replace(HOLDUP, **how)
 
 
@@ -41,22 +41,24 @@ def changed(**how: object) -> HoldUp:
 def test_an_allocator_that_does_not_cache_is_told_apart(calls: int, words: str) -> None:
     """Four steps of 25 kernels each, and memory given back for every fourth of them or for fewer."""
     places = (
-        changed(kind=Hold.ALLOCATOR, call="hipFree", count=20),
-        changed(kind=Hold.ALLOCATOR, call="hipFree", count=calls - 20),
-        changed(kind=Hold.ALLOCATOR, call="hipMalloc", count=90),
+        changed(kind=Stall.ALLOCATOR, call="hipFree", count=20),
+        changed(kind=Stall.ALLOCATOR, call="hipFree", count=calls - 20),
+        changed(kind=Stall.ALLOCATOR, call="hipMalloc", count=90),
     )
     work = ClassFigures(name="GEMM", count=100, ns=300 * MS, share=1.0)
     report = OperatorReport(
         steps=4, work_ns=300 * MS, classes=(work,), totals=(), total_count=0, operators=(), operator_count=0,
         kernels=(), kernel_count=0, contention=None, hardware=None, has_shapes=False,
     )  # fmt: skip
-    found = HoldUps(places=places, steps=4, span_ns=400 * MS, idle_ns=50 * MS)
-    section = opened(holdups_section(msgspec.structs.replace(figures(gpu(steps=1)), holdups=found, operators=report)))
+    found = HostStalls(places=places, steps=4, span_ns=400 * MS, idle_ns=50 * MS)
+    section = opened(
+        host_stalls_section(msgspec.structs.replace(figures(gpu(steps=1)), host_stalls=found, operators=report))
+    )
     assert words in section.sentences[1]
 
 
 def test_rows_are_means_per_step() -> None:
-    section = of(HOLDUP, changed(kind=Hold.SYNC, call="cudaDeviceSynchronize", operator=None, idle_ns=4 * MS, count=2))
+    section = of(HOLDUP, changed(kind=Stall.SYNC, call="cudaDeviceSynchronize", operator=None, idle_ns=4 * MS, count=2))
     assert section.rows == [
         {
             "what": "value read by the host (cudaMemcpyAsync)",
@@ -75,11 +77,11 @@ def test_rows_are_means_per_step() -> None:
     ]
     assert section.title == "What holds the GPU up, per step"
     assert section.brief
-    assert holdups_section in SECTIONS
+    assert host_stalls_section in SECTIONS
 
 
 def test_the_worst_is_named_with_its_remedy() -> None:
-    first, remedy, together, stacks = of(HOLDUP, changed(kind=Hold.COPY, idle_ns=8 * MS)).sentences
+    first, remedy, together, stacks = of(HOLDUP, changed(kind=Stall.COPY, idle_ns=8 * MS)).sentences
     assert first == (
         "The GPU is held up most by: value read by the host (cudaMemcpyAsync) at aten::_local_scalar_dense. It makes "
         "the GPU idle for 5.00 ms a step (5.0 %)."
@@ -93,15 +95,15 @@ def test_the_worst_is_named_with_its_remedy() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"kind": Hold.SHAPE}, "torch.where"),
-        ({"kind": Hold.COPY, "copied": "Memcpy HtoD (Pageable -> Device)"}, "pin_memory=True"),
-        ({"kind": Hold.COPY, "copied": "Memcpy DtoH (Device -> Pageable)"}, "pinned memory"),
-        ({"kind": Hold.COPY}, "non_blocking=True"),
-        ({"kind": Hold.SYNC}, "wait_stream"),
-        ({"kind": Hold.ALLOCATOR}, "expandable_segments"),
-        ({"kind": Hold.LOADING}, "CUDA_MODULE_LOADING=EAGER"),
-        ({"kind": Hold.LOADING, "call": "hipLaunchKernel"}, "HIP_ENABLE_DEFERRED_LOADING=0"),
-        ({"kind": Hold.OTHER}, "warm up"),
+        ({"kind": Stall.SHAPE}, "torch.where"),
+        ({"kind": Stall.COPY, "copied": "Memcpy HtoD (Pageable -> Device)"}, "pin_memory=True"),
+        ({"kind": Stall.COPY, "copied": "Memcpy DtoH (Device -> Pageable)"}, "pinned memory"),
+        ({"kind": Stall.COPY}, "non_blocking=True"),
+        ({"kind": Stall.SYNC}, "wait_stream"),
+        ({"kind": Stall.ALLOCATOR}, "expandable_segments"),
+        ({"kind": Stall.LOADING}, "CUDA_MODULE_LOADING=EAGER"),
+        ({"kind": Stall.LOADING, "call": "hipLaunchKernel"}, "HIP_ENABLE_DEFERRED_LOADING=0"),
+        ({"kind": Stall.OTHER}, "warm up"),
     ],
 )
 def test_each_cause_has_a_remedy(changes: dict[str, object], words: str) -> None:
@@ -146,13 +148,15 @@ def what_if(gain: int, error: float = 0.0) -> WhatIfFigures:
 )
 def test_waits_that_delay_the_host_are_said_to(found: WhatIfFigures | None, told: list[str]) -> None:
     """A wait of 10 ms that ends before the queue does idles nothing, and yet delays all launches after it."""
-    few = HoldUps(places=(changed(idle_ns=MS, kind=Hold.SYNC),), steps=4, span_ns=400 * MS, idle_ns=50 * MS)
-    section = opened(holdups_section(msgspec.structs.replace(figures(gpu(steps=1)), holdups=few, what_if=found)))
+    few = HostStalls(places=(changed(idle_ns=MS, kind=Stall.SYNC),), steps=4, span_ns=400 * MS, idle_ns=50 * MS)
+    section = opened(
+        host_stalls_section(msgspec.structs.replace(figures(gpu(steps=1)), host_stalls=few, what_if=found))
+    )
     assert list(section.sentences) == [LITTLE, *told]
 
 
 def test_a_full_queue_is_no_problem() -> None:
-    section = of(changed(kind=Hold.QUEUE, call="cudaLaunchKernel", idle_ns=0))
+    section = of(changed(kind=Stall.QUEUE, call="cudaLaunchKernel", idle_ns=0))
     assert section.rows[0]["what"] == "full launch queue (cudaLaunchKernel)"
     assert section.sentences[-1] == "Launches that wait for a full queue are no problem: the host is ahead of the GPU."
 
@@ -173,9 +177,9 @@ def test_where_it_is(changes: dict[str, object], where: str) -> None:
 
 def test_a_trace_that_cannot_tell_says_why() -> None:
     told = figures(gpu(steps=1))
-    assert holdups_section(told) is None
-    unknown = HoldUps(places=None, reason="the trace holds no calls")
-    section = opened(holdups_section(msgspec.structs.replace(told, holdups=unknown)))
+    assert host_stalls_section(told) is None
+    unknown = HostStalls(places=None, reason="the trace holds no calls")
+    section = opened(host_stalls_section(msgspec.structs.replace(told, host_stalls=unknown)))
     assert section.rows == []
     assert section.sentences == (
         "What holds the GPU up cannot be told: the trace holds no calls. Record CPU and CUDA activities together.",

@@ -8,7 +8,7 @@ import pytest
 from refshard.events.timeline import Kind, Meaning, Timeline, Window
 from refshard.report.draw.charts import Chart
 from refshard.report.draw.palette import SPANS, dimmed
-from refshard.report.trace.layer import MOST_BLOCKS, View, find_layer, layer_chart
+from refshard.report.trace.spans_figure import MOST_BLOCKS, View, find_layer, layer_chart
 from tests.report import traces
 from tests.report.pages import numbers
 

@@ -12,18 +12,18 @@ import pytest
 from refshard.quantities import format_ns
 from refshard.report.blocks import table
 from refshard.report.draw.charts import chart
-from refshard.report.trace import captions as trace_captions
+from refshard.report.trace import charts as trace_captions
 from refshard.report.trace import charts as trace_charts
-from refshard.report.trace import doubts as trace_doubts
-from refshard.report.trace import gaps as trace_gaps
-from refshard.report.trace import jobs as trace_jobs
+from refshard.report.trace import charts as trace_gaps
+from refshard.report.trace import findings as trace_doubts
+from refshard.report.trace import findings as trace_words
+from refshard.report.trace import findings as waiting
 from refshard.report.trace import tables as trace_tables
-from refshard.report.trace import waiting
-from refshard.report.trace import words as trace_words
+from refshard.report.trace import wording as trace_jobs
 from refshard.report.trace.answer import trace_answer
+from refshard.report.trace.charts import chart_of_cpu
 from refshard.report.trace.idle import idle_section
-from refshard.report.trace.of_cpu import chart_of_cpu
-from refshard.report.trace.per_step import in_each, of_each, per
+from refshard.report.trace.wording import in_each, of_each, per
 from refshard.tracing.figures import (
     Cause,
     CommunicationFigures,
@@ -168,7 +168,7 @@ def test_a_trace_without_steps_has_no_times_per_step() -> None:
 def test_times_are_of_steps_windows_or_the_whole(
     steps: int, *, windows: bool, head: str, after: str, share: str
 ) -> None:
-    chosen = WindowFigures(asked="x", groups=()) if windows else None
+    chosen = WindowFigures(window="x", groups=()) if windows else None
     figures = made(steps=made().steps[:1] * steps, windows=chosen)
     assert (per(figures), in_each(figures), of_each(figures)) == (head, after, share)
 
@@ -475,7 +475,7 @@ def test_a_card_says_how_many_ranks_of_the_job_are_here(ranks: int, size: int | 
 
 @pytest.mark.processes
 def test_sentences_need_neither_pandas_nor_plotly() -> None:
-    code = "import sys, refshard.report.trace.words; print({'pandas', 'plotly', 'numpy'} & set(sys.modules))"
+    code = "import sys, refshard.report.trace.findings; print({'pandas', 'plotly', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 
@@ -628,7 +628,7 @@ def test_a_trace_without_steps_is_one_bar_of_the_whole() -> None:
     bars = trace_charts.step_bars(figures)
     assert list(bars.layout.yaxis.ticktext) == ["whole trace"]
     assert bars.layout.xaxis.title.text == "ms in the trace"
-    assert trace_captions.steps(figures).startswith("The whole trace, which has no steps: ")
+    assert trace_captions.steps_caption(figures).startswith("The whole trace, which has no steps: ")
 
 
 def test_each_gap_is_in_the_histogram_once_by_its_time() -> None:
@@ -674,7 +674,7 @@ def test_a_long_memory_timeline_is_thinned_but_keeps_its_peak() -> None:
     assert len(kept) <= trace_charts.MOST_POINTS
     assert max(point.bytes for point in kept) == 5000
     assert [point.ns for point in kept] == sorted(point.ns for point in kept)
-    assert "peak of 4.88 KiB" in trace_captions.memory(points)
+    assert "peak of 4.88 KiB" in trace_captions.memory_caption(points)
 
 
 def test_without_memory_points_there_is_no_memory_chart() -> None:

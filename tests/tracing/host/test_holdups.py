@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refshard.tracing.analysis import analyse
-from refshard.tracing.figures import Hold, HoldUp, HoldUps
+from refshard.tracing.figures import HostStall, HostStalls, Stall
 from tests.tracing.handmade import event, step, write
 
 Events = list[dict[str, Any]]
@@ -41,14 +41,14 @@ def frame(name: str, start: float, duration: float, **where: Any) -> dict[str, A
     return event(name, start, duration, cat="python_function", **where)
 
 
-def holdups(path: Path, events: Events) -> HoldUps:
-    found = analyse(write(path / "t.json", events)).figures.holdups
+def host_stalls(path: Path, events: Events) -> HostStalls:
+    found = analyse(write(path / "t.json", events)).figures.host_stalls
     assert found is not None
     return found
 
 
-def places(path: Path, events: Events) -> list[HoldUp]:
-    found = holdups(path, events).places
+def places(path: Path, events: Events) -> list[HostStall]:
+    found = host_stalls(path, events).places
     assert found is not None
     return list(found)
 
@@ -67,7 +67,7 @@ def item() -> Events:
 
 def test_item_makes_the_gpu_idle_until_the_next_launch(tmp_path: Path) -> None:
     (one,) = places(tmp_path, item())
-    assert (one.kind, one.operator, one.count) == (Hold.ITEM, "aten::_local_scalar_dense", 1)
+    assert (one.kind, one.operator, one.count) == (Stall.ITEM, "aten::_local_scalar_dense", 1)
     assert one.call == "cudaMemcpyAsync"
     assert one.copied == DTOH
     # One microsecond before the copy, and 32 after it, which the 58 in both calls outlast.
@@ -77,7 +77,7 @@ def test_item_makes_the_gpu_idle_until_the_next_launch(tmp_path: Path) -> None:
 def test_a_call_causes_no_more_idle_time_than_it_takes(tmp_path: Path) -> None:
     events = [*launched(1, 10, 20, 80), call("cudaDeviceSynchronize", 200, 3), *launched(2, 600, 605, 10)]
     (one,) = places(tmp_path, events)
-    assert (one.kind, one.call) == (Hold.SYNC, "cudaDeviceSynchronize")
+    assert (one.kind, one.call) == (Stall.SYNC, "cudaDeviceSynchronize")
     assert (one.host_ns, one.idle_ns, one.followed_ns) == (3 * US, 3 * US, 405 * US)
 
 
@@ -92,14 +92,14 @@ def test_calls_before_one_launch_share_the_gap_by_their_durations(tmp_path: Path
     # Idle from 100 to 140; without the calls the launch would have come 80 earlier. The shares are 60 and 20 of 80.
     assert (wait.call, wait.idle_ns, wait.followed_ns) == ("cudaDeviceSynchronize", 30 * US, 10 * US)
     assert (allocation.call, allocation.idle_ns, allocation.followed_ns) == ("cudaMalloc", 10 * US, 30 * US)
-    assert allocation.kind is Hold.ALLOCATOR
+    assert allocation.kind is Stall.ALLOCATOR
 
 
 def test_a_long_launch_loads_if_the_gpu_has_nothing_to_do_meanwhile(tmp_path: Path) -> None:
     short = [part for n in range(9) for part in launched(10 + n, 1 + 3 * n, 40 + n, 1)]
     events = [*short, *launched(2, 60, 1590, 10, takes=1500)]
     (one,) = places(tmp_path, events)
-    assert (one.kind, one.call) == (Hold.LOADING, "cudaLaunchKernel")
+    assert (one.kind, one.call) == (Stall.LOADING, "cudaLaunchKernel")
     assert (one.host_ns, one.idle_ns, one.followed_ns) == (1500 * US, 1500 * US, 1530 * US)
 
 
@@ -107,7 +107,7 @@ def test_a_long_launch_waits_for_a_full_queue_if_the_gpu_is_busy(tmp_path: Path)
     short = [part for n in range(9) for part in launched(10 + n, 1 + 3 * n, 40 + 300 * n, 299)]
     events = [*short, *launched(2, 60, 2739, 10, takes=1500)]
     (one,) = places(tmp_path, events)
-    assert (one.kind, one.host_ns, one.idle_ns, one.followed_ns) == (Hold.QUEUE, 1500 * US, 0, 0)
+    assert (one.kind, one.host_ns, one.idle_ns, one.followed_ns) == (Stall.QUEUE, 1500 * US, 0, 0)
 
 
 def test_a_pinned_copy_that_returns_at_once_holds_nothing_up(tmp_path: Path) -> None:
@@ -124,19 +124,19 @@ def test_a_pageable_copy_blocks_if_it_returns_after_its_end_or_late(tmp_path: Pa
     assert places(tmp_path, copies(20, 101)) == []
     (late,) = places(tmp_path, copies(110, 151))
     (after,) = places(tmp_path, copies(70, 101))
-    assert (late.kind, late.count, after.kind, after.count) == (Hold.COPY, 1, Hold.COPY, 1)
+    assert (late.kind, late.count, after.kind, after.count) == (Stall.COPY, 1, Stall.COPY, 1)
 
 
 @pytest.mark.parametrize(
     ("operator", "kind"),
     [
-        ("aten::nonzero", Hold.SHAPE),
-        ("aten::copy_", Hold.COPY),
-        ("aten::item", Hold.ITEM),
-        ("mine", Hold.SYNC),
+        ("aten::nonzero", Stall.SHAPE),
+        ("aten::copy_", Stall.COPY),
+        ("aten::item", Stall.ITEM),
+        ("mine", Stall.SYNC),
     ],
 )
-def test_a_wait_is_named_by_the_operator_around_it(tmp_path: Path, operator: str, kind: Hold) -> None:
+def test_a_wait_is_named_by_the_operator_around_it(tmp_path: Path, operator: str, kind: Stall) -> None:
     events = [
         *launched(1, 10, 20, 80),
         event(operator, 30, 80),
@@ -145,22 +145,22 @@ def test_a_wait_is_named_by_the_operator_around_it(tmp_path: Path, operator: str
         *launched(2, 120, 125, 10),
     ]
     (one,) = places(tmp_path, events)
-    assert (one.kind, one.operator, one.count) == (kind, operator, 2 if kind is Hold.SYNC else 1)
+    assert (one.kind, one.operator, one.count) == (kind, operator, 2 if kind is Stall.SYNC else 1)
 
 
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("cudaEventSynchronize", Hold.SYNC), ("hipStreamSynchronize", Hold.SYNC), ("cuCtxSynchronize", Hold.SYNC),
-        ("cudaMalloc", Hold.ALLOCATOR), ("hipFree", Hold.ALLOCATOR), ("cudaMemGetInfo", Hold.ALLOCATOR),
-        ("cudaHostAlloc", Hold.ALLOCATOR), ("cuMemMap", Hold.ALLOCATOR), ("hipExtMallocWithFlags", Hold.ALLOCATOR),
-        ("cuModuleLoadData", Hold.LOADING), ("hipModuleLoadData", Hold.LOADING), ("cuLibraryLoadData", Hold.LOADING),
-        ("cudaMemcpy", Hold.COPY), ("hipMemcpyWithStream", Hold.COPY), ("cudaMemcpy2D", Hold.COPY),
+        ("cudaEventSynchronize", Stall.SYNC), ("hipStreamSynchronize", Stall.SYNC), ("cuCtxSynchronize", Stall.SYNC),
+        ("cudaMalloc", Stall.ALLOCATOR), ("hipFree", Stall.ALLOCATOR), ("cudaMemGetInfo", Stall.ALLOCATOR),
+        ("cudaHostAlloc", Stall.ALLOCATOR), ("cuMemMap", Stall.ALLOCATOR), ("hipExtMallocWithFlags", Stall.ALLOCATOR),
+        ("cuModuleLoadData", Stall.LOADING), ("hipModuleLoadData", Stall.LOADING), ("cuLibraryLoadData", Stall.LOADING),
+        ("cudaMemcpy", Stall.COPY), ("hipMemcpyWithStream", Stall.COPY), ("cudaMemcpy2D", Stall.COPY),
         ("cudaMallocAsync", None), ("cudaStreamWaitEvent", None), ("cudaEventRecord", None), ("cudaEventQuery", None),
         ("cudaFuncGetAttributes", None), ("hipModuleLaunchKernel", None), ("cudaGraphLaunch", None),
     ],
 )  # fmt: skip
-def test_what_calls_are_for(tmp_path: Path, name: str, kind: Hold | None) -> None:
+def test_what_calls_are_for(tmp_path: Path, name: str, kind: Stall | None) -> None:
     found = places(tmp_path, [*launched(1, 10, 20, 80), call(name, 40, 5), *launched(2, 120, 125, 10)])
     assert [one.kind for one in found] == ([] if kind is None else [kind])
 
@@ -168,11 +168,11 @@ def test_what_calls_are_for(tmp_path: Path, name: str, kind: Hold | None) -> Non
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("cudaFuncGetAttributes", Hold.LOADING), ("cudaStreamCreateWithFlags", Hold.OTHER),
+        ("cudaFuncGetAttributes", Stall.LOADING), ("cudaStreamCreateWithFlags", Stall.OTHER),
         ("cudaGraphLaunch", None), ("hipGraphLaunch", None),
     ],
 )  # fmt: skip
-def test_what_long_calls_are_for(tmp_path: Path, name: str, kind: Hold | None) -> None:
+def test_what_long_calls_are_for(tmp_path: Path, name: str, kind: Stall | None) -> None:
     found = places(tmp_path, [*launched(1, 10, 20, 80), call(name, 200, 150), *launched(2, 420, 425, 10)])
     assert [one.kind for one in found] == ([] if kind is None else [kind])
 
@@ -222,7 +222,7 @@ def test_calls_at_one_place_are_added_up_over_the_steps_and_others_left_out(tmp_
         at = 100 * n
         events += [*launched(2 * n + 1, at + 10, at + 20, 20), call("cudaDeviceSynchronize", at + 30, 10 + n)]
         events += launched(2 * n + 2, at + 60, at + 65, 20)
-    found = holdups(tmp_path, events)
+    found = host_stalls(tmp_path, events)
     assert found.places is not None
     (one,) = found.places
     assert (found.steps, one.count, one.host_ns, one.idle_ns) == (2, 2, 21 * US, 21 * US)
@@ -239,7 +239,7 @@ def test_what_comes_after_a_graphs_first_kernel_is_not_due_to_a_wait_before_the_
 
 
 def test_hip_and_the_schema_of_2021_give_the_same(tmp_path: Path) -> None:
-    def renamed(categories: dict[str, str], prefix: str) -> list[HoldUp]:
+    def renamed(categories: dict[str, str], prefix: str) -> list[HostStall]:
         events = item()
         for one in events:
             one["cat"] = categories.get(one["cat"], one["cat"])
@@ -252,17 +252,17 @@ def test_hip_and_the_schema_of_2021_give_the_same(tmp_path: Path) -> None:
     )
     (hip,) = renamed({"cuda_runtime": "hip_runtime"}, "hip")
     for one in (old, hip):
-        assert (one.kind, one.count, one.host_ns, one.idle_ns) == (Hold.ITEM, 1, 58 * US, 33 * US)
+        assert (one.kind, one.count, one.host_ns, one.idle_ns) == (Stall.ITEM, 1, 58 * US, 33 * US)
 
 
 def test_what_cannot_be_told_has_a_reason(tmp_path: Path) -> None:
     kernels = [part for part in item() if part["cat"] in ("kernel", "gpu_memcpy")]
     kernels.append(event("aten::mm", 1, 2))
-    without_calls = holdups(tmp_path, kernels)
+    without_calls = host_stalls(tmp_path, kernels)
     assert (without_calls.places, without_calls.reason) == (None, "the trace holds no calls of the CUDA or HIP runtime")
-    unmatched = holdups(tmp_path, [*kernels, call("cudaDeviceSynchronize", 40, 60, 99)])
+    unmatched = host_stalls(tmp_path, [*kernels, call("cudaDeviceSynchronize", 40, 60, 99)])
     assert (unmatched.places, unmatched.reason) == (None, "no call of the trace has the correlation id of a kernel")
-    assert analyse(write(tmp_path / "cpu.json", [step(0, 0, 9), event("aten::mm", 1, 2)])).figures.holdups is None
+    assert analyse(write(tmp_path / "cpu.json", [step(0, 0, 9), event("aten::mm", 1, 2)])).figures.host_stalls is None
 
 
 LENGTHS = {"launch": "cudaLaunchKernel", "wait": "cudaDeviceSynchronize", "copy": "cudaMemcpy", "free": "cudaFree"}
@@ -300,7 +300,7 @@ def test_every_gap_is_divided_as_counted_nanosecond_by_nanosecond(
         if kernel:
             where: dict[str, Any] = {"cat": "kernel", "tid": 7, "stream": 7, "device": 0, "correlation": number}
             events.append(event("gemm", kernel[0] / 1000, (kernel[1] - kernel[0]) / 1000, **where))
-    found = analyse(write(tmp_path_factory.getbasetemp() / "divided.json", events)).figures.holdups
+    found = analyse(write(tmp_path_factory.getbasetemp() / "divided.json", events)).figures.host_stalls
     assert found is not None
     assert found.places is not None
     by_number = {int((one.line or "")[1:].partition(".")[0]): one for one in found.places}

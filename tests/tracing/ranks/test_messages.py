@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from refshard.tracing.exposure import Exposure, Group, Links, Pieces, Traffic, communication, links_of
+from refshard.tracing.exposure import Exposure, Links, Pieces, Traffic, communication, links_of
 from refshard.tracing.figures import CollectiveFigures, CommunicationFigures, MessageFigures
+from refshard.tracing.issued import Group
 from refshard.tracing.skew import Entered
 
 US, MIB = 1000, 2**20

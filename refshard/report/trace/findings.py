@@ -1,23 +1,148 @@
-"""What the figures of traces come to, in sentences: the largest loss of each job, and what to do about it.
-
-Needs neither pandas nor plotly, so that a terminal may print it too.
+"""What the figures of traces come to, in sentences: the largest loss of each job and what to do about it, which rank
+the others wait for, and warnings.
 """
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
 import msgspec
 
 from refshard.quantities import format_ns, format_percent
-from refshard.report.trace import lone_copies
 from refshard.report.trace.communication import answer, short, unknown_waiting
-from refshard.report.trace.jobs import counted, job_names, jobs, mean, parts, ranks, who
-from refshard.report.trace.per_step import has_steps, in_each, is_alone, of_each
-from refshard.report.trace.waiting import balance, exposed_waits, late
-from refshard.tracing.figures import Cause, IdleFigures, StepFigures, TraceFigures
+from refshard.report.trace.idle import lone_copy_sentences
+from refshard.report.trace.wording import (
+    capital,
+    counted,
+    has_steps,
+    in_each,
+    is_alone,
+    job_names,
+    jobs,
+    mean,
+    of_each,
+    parts,
+    ranks,
+    who,
+)
+from refshard.tracing.figures import Cause, IdleFigures, StepFigures, TraceFigures, TraceWarning
 from refshard.tracing.names import name_in_words
+
+LONGER = 1.02
+"""A rank that computes so many times as long as another computes longer."""
+
+
+def exposed_waits(one: TraceFigures) -> dict[int, int]:
+    """Exposed nanoseconds in which a rank waited for others, by rank, the longest first; over its steps."""
+    sums: Counter[int] = Counter()
+    told = one.communication
+    for part in () if told is None else told.steps or (told.whole,):
+        for peer in part.waits_for:
+            sums[peer.rank] += peer.waited_ns
+    return dict(sums.most_common())
+
+
+def balance(members: Sequence[TraceFigures], worst: TraceFigures, exposed: float, waits: dict[int, int]) -> str:
+    """Why the ``worst`` rank, which exposes so many nanoseconds a step, ``waits`` (by rank), and what to look at."""
+    a, steps = in_each(worst), len(parts(worst))
+    last = next(iter(waits))
+    told = (
+        f"{capital(who(worst))} exposes {format_ns(exposed)} {a}, {format_ns(sum(waits.values()) / steps)} of it "
+        f"waiting in collectives for {_for_whom(waits, last, steps)} to enter. "
+    )
+    late_one = next((one for one in members if one.rank == last), None)
+    if late_one is None:
+        return f"{told}Balance the work, or look at the host of rank {last}."
+    its, own = (mean([one], lambda part: part.compute_ns) for one in (late_one, worst))
+    times = f"{format_ns(its)} {a} against {format_ns(own)}"
+    waited = sum(waits.values()) / steps
+    # Compute explains a wait only if there is enough of it: 1 ms more does not hold another rank up for a second.
+    if its > LONGER * own and its - own >= waited / 2:
+        return f"{told}{capital(who(late_one))} computes {times}: balance the work, or look at that host."
+    how = "less" if own > LONGER * its else "more" if its > LONGER * own else "about as long"
+    told += f"{capital(who(late_one))} computes {how} ({times})"
+    idle = mean([late_one], lambda part: part.idle_ns)
+    if idle >= waited / 2 and late_one.idle:
+        return f"{told} but idles for {format_ns(idle)}, {_mostly(late_one)}"
+    return f"{told}: look at what else delays that host."
+
+
+def _mostly(one: TraceFigures) -> str:
+    """What a rank that others wait for idled for most, and what to do about it."""
+    most = max(one.idle, key=lambda idle: idle.ns)
+    place = "in" if most.cause == Cause.CALL else "before"
+    what = name_in_words(most.what) if most.what else "the next kernel"
+    return (
+        f"{format_ns(most.ns / len(parts(one)))} of it {place} {what}: look at what that host does there, not at the "
+        "network."
+    )
+
+
+def _for_whom(waits: dict[int, int], last: int, steps: int) -> str:
+    if len(waits) == 1:
+        return f"rank {last}"
+    return f"the last rank (longest for rank {last}: {format_ns(waits[last] / steps)})"
+
+
+def late(members: Sequence[TraceFigures]) -> str:
+    """The rank that the others wait for longest, in a sentence; empty where none waits.
+
+    The time is a mean over the other ranks and their steps, so that it never exceeds a step.
+    """
+    total: Counter[int] = Counter()
+    of_rank: dict[int, float] = defaultdict(float)
+    for one in members:
+        for wait in one.waits_for:
+            total[wait.rank] += wait.waited_ns
+            of_rank[wait.rank] += wait.waited_ns / len(parts(one))
+    if not total.total():
+        return ""
+    last, waited = total.most_common(1)[0]
+    others = [one for one in members if one.rank != last]
+    on_average = "" if len(others) == 1 else " on average"
+    waiting = f"{who(others[0])} waits" if len(others) == 1 else f"the {len(others)} others wait"
+    return (
+        f"Of the {len(members)} ranks here, rank {last} is waited for longest: {waiting} "
+        f"{format_ns(of_rank[last] / len(others))} {in_each(members[0])} for it{on_average} "
+        f"({format_percent(waited / total.total(), 0)} of all waiting between them)."
+    )
+
+
+MOST_NAMED = 6
+
+
+def warning(told: TraceWarning) -> str:
+    """A warning, with what it concerns where that is not in its words."""
+    concerned = [] if told.count is None or _says(told, told.count) else [counted(told.count, "event")]
+    concerned += [] if told.ns is None or format_ns(told.ns) in told.message else [format_ns(told.ns)]
+    return f"{told.message} ({', '.join(concerned)})" if concerned else told.message
+
+
+def _says(told: TraceWarning, count: int) -> bool:
+    return bool(re.search(rf"(?<![\d.,]){count:,}(?![\d,]|\.\d)|(?<![\d.,]){count}(?![\d,]|\.\d)", told.message))
+
+
+def doubts(figures: Sequence[TraceFigures]) -> list[str]:
+    """Every warning once, with the traces that give it, where there are several traces."""
+    givers: dict[str, list[str]] = {}
+    for one in figures:
+        for found in one.warnings:
+            files = givers.setdefault(f"[{found.code}] {warning(found)}", [])
+            files += [] if one.file in files else [Path(one.file).name]
+    return [f"{sentence}{_of(files, len(figures))}" for sentence, files in givers.items()]
+
+
+def _of(files: Sequence[str], traces: int) -> str:
+    if traces == 1:
+        return ""
+    if len(files) == traces:
+        return f" (all {traces} traces)"
+    more = f" and {len(files) - MOST_NAMED} more" if len(files) > MOST_NAMED else ""
+    return f" ({', '.join(files[:MOST_NAMED])}{more})"
+
 
 SMALL = 0.01
 """A loss under this share of the step is not called one."""
@@ -150,8 +275,8 @@ def findings(figures: Sequence[TraceFigures]) -> tuple[Finding, ...]:
 
 
 def _finding(title: str, members: Sequence[TraceFigures]) -> Finding:
-    if untold := [one for one in members if one.untold is not None]:
-        return _without(untold, title, [one for one in members if one.untold is None])
+    if unavailable := [one for one in members if one.unavailable is not None]:
+        return _without(unavailable, title, [one for one in members if one.unavailable is None])
     shares = _shares(members)
     share, worst = shares[0]
     length = format_ns(mean(members, lambda part: part.span_ns))
@@ -235,7 +360,7 @@ def _remedy(members: Sequence[TraceFigures], loss: _Loss) -> list[str]:
     """What to do about a loss; of idle time also what most of it was waited for, on the rank that lost most by it."""
     one = max(members, key=lambda one: _share([one], loss))
     if loss is _LONE_COPIES:
-        return lone_copies.sentences(one, parts(one), f" on {who(one)}" if len(members) > 1 else "")
+        return lone_copy_sentences(one, parts(one), f" on {who(one)}" if len(members) > 1 else "")
     named = [idle for idle in one.idle if idle.cause == loss.cause and idle.what]
     if not named or one.device.lower() == "cpu":
         return [f"To reduce {loss.name}, try: {loss.remedy}."]
@@ -265,13 +390,13 @@ _PLACES = {
 """Where gaps of a cause lie, before what they are told by."""
 
 
-def _without(untold: Sequence[TraceFigures], title: str, others: Sequence[TraceFigures]) -> Finding:
+def _without(unavailable: Sequence[TraceFigures], title: str, others: Sequence[TraceFigures]) -> Finding:
     """The finding of a job in which some traces allow no verdict: that of the others, if there are any."""
-    told = tuple(dict.fromkeys(one.untold for one in untold if one.untold is not None))
+    told = tuple(dict.fromkeys(one.unavailable for one in unavailable if one.unavailable is not None))
     if not others:
         return Finding(title=title, lead=told[0], more=told[1:])
     found = _finding(title, others)
-    left_out = f"Left out of this: {', '.join(who(one) for one in untold)}."
+    left_out = f"Left out of this: {', '.join(who(one) for one in unavailable)}."
     return Finding(title=title, lead=found.lead, more=(*found.more, left_out, *told))
 
 

@@ -2,29 +2,27 @@
 
 from refshard.quantities import format_ns, format_percent
 from refshard.report.blocks import Section
-from refshard.report.trace.cut import cut
-from refshard.report.trace.per_step import in_each, of_each, per
-from refshard.report.trace.section import section
-from refshard.report.trace.words import SMALL
-from refshard.tracing.figures import NO_SYNC, TOLERATED_ERROR, Hold, HoldUp, HoldUps, TraceFigures
+from refshard.report.trace.findings import SMALL
+from refshard.report.trace.wording import cut, in_each, of_each, per, section
+from refshard.tracing.figures import NO_SYNC, TOLERATED_ERROR, HostStall, HostStalls, Stall, TraceFigures
 
 _LEAST = SMALL / 10
 """Rows are calls that take, or cause idle time of, this share of the step."""
 _SHOWN = 8
 _LONGEST = 48
 _REMEDIES = {
-    Hold.ITEM: "read values (.item(), .tolist(), if tensor:) only every n steps, or copy them into pinned memory with "
+    Stall.ITEM: "read values (.item(), .tolist(), if tensor:) only every n steps, or copy them into pinned memory with "
     "non_blocking=True and read them a step later",
-    Hold.SHAPE: "keep sizes independent of values: torch.where or a mask instead of nonzero and boolean indexing",
-    Hold.COPY: "pin_memory=True in the DataLoader, non_blocking=True in .to() and .cuda(), and read results a step "
+    Stall.SHAPE: "keep sizes independent of values: torch.where or a mask instead of nonzero and boolean indexing",
+    Stall.COPY: "pin_memory=True in the DataLoader, non_blocking=True in .to() and .cuda(), and read results a step "
     "later",
-    Hold.SYNC: "take the wait out of the step; CUDA events and wait_stream order streams without stopping the host",
-    Hold.ALLOCATOR: "warm up before the steps that count; if it goes on, leave the allocator headroom: smaller "
+    Stall.SYNC: "take the wait out of the step; CUDA events and wait_stream order streams without stopping the host",
+    Stall.ALLOCATOR: "warm up before the steps that count; if it goes on, leave the allocator headroom: smaller "
     "batches, or PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation",
-    Hold.LOADING: "run some steps to warm up before those that count; CUDA_MODULE_LOADING=EAGER loads all kernels at "
+    Stall.LOADING: "run some steps to warm up before those that count; CUDA_MODULE_LOADING=EAGER loads all kernels at "
     "the start",
-    Hold.QUEUE: "nothing: the host is ahead of the GPU",
-    Hold.OTHER: "run some steps to warm up before those that count: such calls mostly set up contexts, streams and "
+    Stall.QUEUE: "nothing: the host is ahead of the GPU",
+    Stall.OTHER: "run some steps to warm up before those that count: such calls mostly set up contexts, streams and "
     "graphs, once",
 }  # fmt: skip
 _UNCACHED = 0.25
@@ -39,17 +37,17 @@ _LOADING_OF_HIP = (
     "run some steps to warm up before those that count; HIP_ENABLE_DEFERRED_LOADING=0 loads all kernels at the start"
 )
 _WHAT = {
-    Hold.ITEM: "value read by the host",
-    Hold.SHAPE: "size that depends on values",
-    Hold.COPY: "blocking copy",
-    Hold.LOADING: "kernel loading",
-    Hold.QUEUE: "full launch queue",
+    Stall.ITEM: "value read by the host",
+    Stall.SHAPE: "size that depends on values",
+    Stall.COPY: "blocking copy",
+    Stall.LOADING: "kernel loading",
+    Stall.QUEUE: "full launch queue",
 }
 
 
-def holdups_section(figures: TraceFigures) -> Section | None:
+def host_stalls_section(figures: TraceFigures) -> Section | None:
     """The calls that hold the GPU up, the worst first; None for a trace without a GPU's events."""
-    found = figures.holdups
+    found = figures.host_stalls
     if found is None:
         return None
     if found.places is None:
@@ -83,12 +81,12 @@ def holdups_section(figures: TraceFigures) -> Section | None:
 _TITLE = "What holds the GPU up"
 
 
-def _what(one: HoldUp) -> str:
+def _what(one: HostStall) -> str:
     """The purpose, and the driver's function."""
     return f"{_WHAT[one.kind]} ({one.call})" if one.kind in _WHAT else one.call
 
 
-def _where(one: HoldUp) -> str:
+def _where(one: HostStall) -> str:
     """The line and the operator; without a line the operator and its layer or annotation; else the thread."""
     if one.line is not None:
         operator = f", {cut(one.operator, _LONGEST)}" if one.operator else ""
@@ -103,12 +101,12 @@ def _file(line: str) -> str:
     return "/".join(path.split("/")[-2:]) + bracket + rest
 
 
-def _share(found: HoldUps, places: tuple[HoldUp, ...]) -> float:
+def _share(found: HostStalls, places: tuple[HostStall, ...]) -> float:
     """Of the steps' time, the idle time that some places cause."""
     return sum(one.idle_ns for one in places) / found.span_ns if found.span_ns else 0.0
 
 
-def _sentences(places: tuple[HoldUp, ...], found: HoldUps, figures: TraceFigures) -> tuple[str, ...]:
+def _sentences(places: tuple[HostStall, ...], found: HostStalls, figures: TraceFigures) -> tuple[str, ...]:
     steps, share = found.steps or 1, _share(found, places[:1])
     if share < SMALL:
         limit = format_percent(SMALL, 0)
@@ -132,18 +130,18 @@ def _sentences(places: tuple[HoldUp, ...], found: HoldUps, figures: TraceFigures
             "But the host starts what follows later because it waits: if it never waited for the GPU, "
             f"{format_ns(gain)} {in_each(figures)} would be saved (see What if)."
         )
-    queued = [one for one in places if one.kind is Hold.QUEUE]
+    queued = [one for one in places if one.kind is Stall.QUEUE]
     if sum(one.host_ns for one in queued) >= SMALL * found.span_ns:
         told.append("Launches that wait for a full queue are no problem: the host is ahead of the GPU.")
     return tuple(told)
 
 
-def _is_uncached(worst: HoldUp, places: tuple[HoldUp, ...], figures: TraceFigures) -> bool:
+def _is_uncached(worst: HostStall, places: tuple[HostStall, ...], figures: TraceFigures) -> bool:
     """Whether the allocator gives memory back so often that it cannot cache anything."""
-    if worst.kind is not Hold.ALLOCATOR or not worst.call.endswith("Free"):  # a first step takes memory, and keeps it
+    if worst.kind is not Stall.ALLOCATOR or not worst.call.endswith("Free"):  # a first step takes memory, and keeps it
         return False
     kernels = 0 if figures.operators is None else sum(one.count for one in figures.operators.classes)
-    frees = sum(one.count for one in places if one.kind is Hold.ALLOCATOR and one.call.endswith("Free"))
+    frees = sum(one.count for one in places if one.kind is Stall.ALLOCATOR and one.call.endswith("Free"))
     return 0 < _UNCACHED * kernels <= frees
 
 
@@ -159,11 +157,11 @@ def _gain_without_waits(figures: TraceFigures) -> int:
     return gain if gain >= SMALL * found.step_ns else 0
 
 
-def _remedy(one: HoldUp) -> str:
-    if one.kind is Hold.COPY and one.copied is not None and one.copied.startswith("Memcpy DtoH"):
+def _remedy(one: HostStall) -> str:
+    if one.kind is Stall.COPY and one.copied is not None and one.copied.startswith("Memcpy DtoH"):
         return _TO_HOST
-    if one.kind is Hold.COPY and one.copied is not None and one.copied.startswith("Memcpy HtoD"):
+    if one.kind is Stall.COPY and one.copied is not None and one.copied.startswith("Memcpy HtoD"):
         return _FROM_HOST
-    if one.kind is Hold.LOADING and one.call.startswith("hip"):
+    if one.kind is Stall.LOADING and one.call.startswith("hip"):
         return _LOADING_OF_HIP
     return _REMEDIES[one.kind]

@@ -1,11 +1,63 @@
-"""Which job and which rank a trace is of, in words, and the steps that its figures are means over."""
+"""How traces, ranks and jobs are called, what their times are means over, and a section of table and sentences."""
 
 import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import PurePath
 
+from refshard.report.blocks import Block, Notes, Row, Section, table
 from refshard.tracing.figures import Breakdown, StepFigures, TraceFigures
+
+
+def cut(name: str, most: int) -> str:
+    """At most so many characters: the first ones, and a sign that there are more.
+
+    >>> cut("aten::copy_", 11), cut("aten::copy_", 6)
+    ('aten::copy_', 'aten:…')
+    """
+    return name if len(name) <= most else f"{name[: most - 1]}…"
+
+
+def cut_middle(name: str, most: int) -> str:
+    """At most so many characters: the first and the last ones.
+
+    >>> cut_middle("aten::copy_", 11), cut_middle("aten::copy_", 6)
+    ('aten::copy_', 'ate…y_')
+    """
+    return name if len(name) <= most else f"{name[: most // 2]}…{name[-(most - most // 2 - 1) :]}"
+
+
+def has_steps(figures: TraceFigures) -> bool:
+    """Whether the trace tells steps apart; one that does not has its whole length as its only step, or none."""
+    return any(step.step is not None for step in figures.steps)
+
+
+def each(figures: TraceFigures) -> str:
+    """What times of this trace are means over, or of."""
+    if figures.windows is not None:
+        return "window"
+    return "step" if has_steps(figures) else "trace"
+
+
+def per(figures: TraceFigures) -> str:
+    """What a column of times is for, in its head: "per step"; of a trace without steps "in the trace"."""
+    return f"in the {each(figures)}" if is_alone(figures) else f"per {each(figures)}"
+
+
+def in_each(figures: TraceFigures) -> str:
+    """The same in a sentence, after a time: "a step", "in the trace"."""
+    return f"in the {each(figures)}" if is_alone(figures) else f"a {each(figures)}"
+
+
+def of_each(figures: TraceFigures) -> str:
+    """The same after a share: "a step", "the trace"."""
+    return f"{'the' if is_alone(figures) else 'a'} {each(figures)}"
+
+
+def is_alone(figures: TraceFigures) -> bool:
+    """Whether times are of one stretch of time, the trace or the only window, and no means."""
+    return not has_steps(figures) or (figures.windows is not None and len(figures.steps) == 1)
+
 
 _HASH = re.compile(r"-(?=[a-z]*\d)[0-9a-f]{8,40}(?=-|$)")
 
@@ -99,3 +151,15 @@ def mean(members: Sequence[TraceFigures], of: Callable[[Breakdown], int]) -> flo
 def capital(text: str) -> str:
     """What :func:`who` says, at the start of a sentence."""
     return text[:1].upper() + text[1:] if text.startswith("rank ") else text
+
+
+def section(
+    *, title: str, caption: str, rows: Sequence[Row], sentences: Sequence[str] = (),
+    text: Sequence[str] = (), brief: bool = False, shown: int = 10,
+) -> Section:  # fmt: skip
+    """All ``rows`` have the same keys, the heads of their columns; the first and those in ``text`` hold text, the
+    others figures. ``caption`` explains the rows. A terminal shows the first ``shown`` rows of a ``brief`` section, and
+    those of others with ``--verbose``.
+    """
+    blocks: list[Block] = [table(rows, text=text, caption=caption, shown=shown), Notes(sentences=sentences)]
+    return Section(title=title, blocks=blocks, where="always" if brief else "detail")
