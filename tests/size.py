@@ -24,13 +24,13 @@ BUDGETS = {
     "refshard/fakecuda": 750,
     "refshard/harness": 9_500,
     "refshard/models": 1_300,
-    "refshard/report": 10_550,
+    "refshard/report": 10_300,
     "refshard/specs": 2_250,
     "refshard/stats": 750,
     "refshard/strategies": 3_150,
-    "refshard/tracing": 9_850,
+    "refshard/tracing": 9_500,
     "refshard/*.py": 2_000,
-    "tests": 69_950,
+    "tests": 69_700,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

@@ -46,8 +46,8 @@ def _host(trace: TraceFile) -> Iterator[str]:
             known += [f'"correlation": {correlation}'] if correlation >= 0 else []
             if operands >= 0:
                 one = trace.operands[operands]
-                told = (("Dims", one.dims), ("Strides", one.strides), ("type", one.types))
-                known += [f'"Input {key}": {text.decode()}' for key, text in told if text]
+                found = (("Dims", one.dims), ("Strides", one.strides), ("type", one.types))
+                known += [f'"Input {key}": {text.decode()}' for key, text in found if text]
                 known += [f'"Concrete Inputs": {one.values.decode()}'] if one.values else []
             args = f"{{{', '.join(known)}}}"
         yield _event(_HOST_CATEGORIES[category], names[name], threads[thread], start, end, args)
@@ -98,10 +98,10 @@ def _memory(trace: TraceFile) -> Iterator[str]:
         name = trace.memory_devices[device]
         kind = '"Device Type": 0' if name == "cpu" else f'"Device Type": 1, "Device Id": {name.removeprefix("device ")}'
         known = {"Addr": address, "Total Allocated": allocated, "Total Reserved": reserved}
-        told = "".join(f', "{key}": {value}' for key, value in known.items() if value != -1)
+        found = "".join(f', "{key}": {value}' for key, value in known.items() if value != -1)
         yield (
             f'{{"ph": "i", "s": "t", "name": "[memory]", "pid": {_id(pid)}, "tid": {_id(tid)}, "ts": {_us(at)}, '
-            f'"args": {{"Bytes": {change}, {kind}{told}}}}}'
+            f'"args": {{"Bytes": {change}, {kind}{found}}}}}'
         )
 
 

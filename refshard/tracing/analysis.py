@@ -53,7 +53,7 @@ class Analysis:
 
     @property
     def timeline(self) -> Timeline:
-        """What the rank did; the analysis must have been told to keep it."""
+        """What the rank did; needs ``keep_timeline=True``."""
         assert self.kept is not None, "analyse with keep_timeline=True"
         return self.kept
 
@@ -96,42 +96,24 @@ def analyse(
     whole, *steps = _per_window(timeline, calibration)
     traffic, collectives = _traffic(trace, timeline, name), collective_figures(timeline)
     figures = TraceFigures(
-        file=str(trace.path),
-        job=0,
-        rank=identity.rank if identity.rank is not None else rank_in_name(trace.path),
-        world_size=identity.world_size,
-        backend=identity.backend,
-        device=name,
-        events=trace.count,
-        whole=whole.breakdown,
-        giveway=whole.giveway,
-        copies=whole.copies,
-        reduce_wait=whole.reduce_wait,
-        steps=tuple(steps),
-        units=unit_figures(timeline),
-        collectives=collectives,
-        communication=communication(traffic, collectives, {}, alone=True),
-        idle=idle_figures(timeline),
+        file=str(trace.path), job=0, rank=identity.rank if identity.rank is not None else rank_in_name(trace.path),
+        world_size=identity.world_size, backend=identity.backend, device=name, events=trace.count,
+        whole=whole.breakdown, giveway=whole.giveway, copies=whole.copies, reduce_wait=whole.reduce_wait,
+        steps=tuple(steps), units=unit_figures(timeline), collectives=collectives,
+        communication=communication(traffic, collectives, {}, alone=True), idle=idle_figures(timeline),
         lone_copies=lone_copies(timeline, *bounds(timeline.windows)),
-        memory=_memory(trace.memory, trace.memory_devices),
-        memory_peaks=memory_peaks(trace),
+        memory=_memory(trace.memory, trace.memory_devices), memory_peaks=memory_peaks(trace),
         host_stalls=find_host_stalls(trace, timeline),
         warnings=(*in_words_of(trace, find_warnings(trace, timeline)), *window_warnings(trace, timeline, window)),
         windows=None if window is None else window_figures(window, steps),
-        unavailable=missing or mostly_capture(timeline, graphs),
-        host_only=missing is not None,
-        graphs=graphs,
+        unavailable=missing or mostly_capture(timeline, graphs), host_only=missing is not None, graphs=graphs,
         operators=None if missing is not None else operator_report(trace, timeline, name),
         what_if=None if graph is None else what_ifs(graph),
-    )
+    )  # fmt: skip
     return Analysis(
-        figures=figures,
-        identity=identity,
-        kept=timeline if keep_timeline else None,
-        traffic=traffic,
-        attribution=attribute(timeline) if compare else None,
-        graph=graph if keep_graph else None,
-    )
+        figures=figures, identity=identity, kept=timeline if keep_timeline else None, traffic=traffic,
+        attribution=attribute(timeline) if compare else None, graph=graph if keep_graph else None,
+    )  # fmt: skip
 
 
 def _per_window(timeline: Timeline, calibration: Timeline | None) -> list[StepFigures]:
@@ -177,12 +159,12 @@ def join(analyses: Sequence[Analysis], *, one_job: bool = False) -> tuple[Analys
         for place, waits_for, entered in zip(places, waits.waits_for, waits.entered):
             traffic, graph, one = analyses[place].traffic, analyses[place].graph, figures[place]
             waited = [(one.collectives[n].start_ns, found.waited_ns) for n, found in entered.items() if found.waited_ns]
-            told = None if traffic is None else communication(traffic, one.collectives, entered, alone=False)
+            text = None if traffic is None else communication(traffic, one.collectives, entered, alone=False)
             figures[place] = msgspec.structs.replace(
                 one,
                 waits_for=waits_for,
                 warnings=(*one.warnings, *waits.warnings),
-                communication=told,
+                communication=text,
                 what_if=one.what_if if graph is None or not waited else what_ifs(graph, waited),
             )
     return tuple(replace(one, figures=found) for found, one in zip(figures, analyses))

@@ -172,13 +172,9 @@ def _with_collectives(
             # What a sharded unit reduces are gradients, whichever thread runs it.
             reduces = one.unit is not None and one.op in ("reduce_scatter", "all_reduce")
             work = Work(
-                kind=Kind.COMM.value,
-                operator=one.op,
-                unit=one.unit,
-                phase=BACKWARD if reduces else _PHASES[phases[one.rows[0]]],
-                bytes=one.bytes,
-                group=_group(one),
-            )
+                kind=Kind.COMM.value, operator=one.op, unit=one.unit,
+                phase=BACKWARD if reduces else _PHASES[phases[one.rows[0]]], bytes=one.bytes, group=_group(one),
+            )  # fmt: skip
             if work not in places:
                 places[work] = len(works)
                 works.append(work)
@@ -309,12 +305,12 @@ def _of_idle(
     gaps = idle_gaps(timeline, int(starts[0]), int(ends[-1])).split(starts, ends)
     # What never comes has number -1, and so the work that is last.
     followers = np.append(work_of, len(works))[gaps.followers]
-    told = knows_launches(timeline.spans)
+    found = knows_launches(timeline.spans)
     keys = followers * len(CAUSES) + gaps.causes.astype(np.int64)
     for key, ns, count in _sums(keys, gaps.ends - gaps.starts, np.ones_like(followers)):
         follower, cause = divmod(key, len(CAUSES))
         after = works[follower] if follower < len(works) else Work(kind=IDLE, operator=END)
-        bound = CAUSES[cause].replace("_", " ") if told else None
+        bound = CAUSES[cause].replace("_", " ") if found else None
         yield Work(kind=IDLE, operator=after.operator, unit=after.unit, phase=after.phase, bound=bound), ns, count, ()
 
 

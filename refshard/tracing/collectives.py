@@ -74,26 +74,14 @@ def collective_figures(timeline: Timeline) -> tuple[CollectiveFigures, ...]:
         blocking = None if silent is None or one.launched is None else one.launched <= silent and beside
         found.append(
             CollectiveFigures(
-                op=one.op,
-                unit=one.unit,
-                step=one.step,
-                group=one.group,
-                group_size=one.group_size,
-                dtype=one.dtype,
-                lane=lane,
-                start_ns=start,
-                duration_ns=duration,
-                exposed_ns=exposed,
-                exposed_any_ns=exposed_any,
-                queued_ns=None if one.launched is None else max(0, start - one.launched),
-                bytes=one.bytes,
-                algorithm_bandwidth=rate,
-                bus_bandwidth=None if rate is None or factor is None else rate * factor,
-                gap_ns=None if silent is None else max(0, start - silent),
-                gap_blocking=blocking,
+                op=one.op, unit=one.unit, step=one.step, group=one.group, group_size=one.group_size, dtype=one.dtype,
+                lane=lane, start_ns=start, duration_ns=duration, exposed_ns=exposed, exposed_any_ns=exposed_any,
+                queued_ns=None if one.launched is None else max(0, start - one.launched), bytes=one.bytes,
+                algorithm_bandwidth=rate, bus_bandwidth=None if rate is None or factor is None else rate * factor,
+                gap_ns=None if silent is None else max(0, start - silent), gap_blocking=blocking,
                 sequence=one.sequence,
             )
-        )
+        )  # fmt: skip
     return tuple(found)
 
 
@@ -148,15 +136,9 @@ def unit_figures(timeline: Timeline) -> tuple[UnitFigures, ...]:
         comm = own[Kind.COMM]
         exposed, exposed_any = (comm.length - int(by.within(comm.starts, comm.ends).sum()) for by in hiding)
         figures = UnitFigures(
-            unit=name,
-            compute_ns=own[Kind.COMPUTE].length,
-            comm_ns=comm.length,
-            prep_ns=own[Kind.PREP].length,
-            copy_ns=own[Kind.COPY].length,
-            exposed_ns=exposed,
-            exposed_any_ns=exposed_any,
-            collectives=counts[code],
-        )
+            unit=name, compute_ns=own[Kind.COMPUTE].length, comm_ns=comm.length, prep_ns=own[Kind.PREP].length,
+            copy_ns=own[Kind.COPY].length, exposed_ns=exposed, exposed_any_ns=exposed_any, collectives=counts[code],
+        )  # fmt: skip
         found.append((rows[0], figures))
     return tuple(figures for _, figures in sorted(found, key=lambda pair: int(pair[0])))
 

@@ -232,9 +232,9 @@ def blocked_for(trace: TraceFile, calls: CallOrder, streams: Streams, blocking: 
     known = _recorded_sources(trace, calls, streams, blocking)
     wanted[:, list({place for place, _ in known})] = False
     lane, place = np.nonzero(wanted)
-    told = _as_pairs(known)
-    waiting = np.concatenate((place, told[0]))
-    return blocking[waiting], np.concatenate((last[lane, place], told[1]))
+    found = _as_pairs(known)
+    waiting = np.concatenate((place, found[0]))
+    return blocking[waiting], np.concatenate((last[lane, place], found[1]))
 
 
 def _recorded_sources(trace: TraceFile, calls: CallOrder, streams: Streams, blocking: Rows) -> list[tuple[int, int]]:

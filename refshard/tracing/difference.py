@@ -336,23 +336,12 @@ def _change(row: _Row, scale: _Scale) -> Change:
     most = max(by_rank, key=lambda pair: abs(pair[0]), default=None)
     total_a, total_b = sum(row.a.ns), sum(row.b.ns)
     return Change(
-        kind=row.work.kind,
-        label=label_of(row.work),
-        work=row.work,
-        a_ns=scale.mean(total_a, 0),
-        b_ns=scale.mean(total_b, 1),
-        delta_ns=scale.change(total_a, total_b),
-        a_count=scale.mean(row.a.count, 0),
-        b_count=scale.mean(row.b.count, 1),
-        new=not row.sides[0],
-        gone=not row.sides[1],
-        matched=row.matched,
-        units=row.units,
-        a_kernels=_longest(row.a),
-        b_kernels=_longest(row.b),
-        most_rank=None if most is None else most[1],
-        most_ns=None if most is None else most[0] / scale.steps,
-    )
+        kind=row.work.kind, label=label_of(row.work), work=row.work, a_ns=scale.mean(total_a, 0),
+        b_ns=scale.mean(total_b, 1), delta_ns=scale.change(total_a, total_b), a_count=scale.mean(row.a.count, 0),
+        b_count=scale.mean(row.b.count, 1), new=not row.sides[0], gone=not row.sides[1], matched=row.matched,
+        units=row.units, a_kernels=_longest(row.a), b_kernels=_longest(row.b),
+        most_rank=None if most is None else most[1], most_ns=None if most is None else most[0] / scale.steps,
+    )  # fmt: skip
 
 
 def _longest(part: _Part) -> tuple[str, ...]:

@@ -64,7 +64,7 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Exposure:
-    """The exposed communication of a trace, and the windows that figures are told of: the whole trace, then its steps.
+    """The exposed communication of a trace, and the windows that figures are about: the whole trace, then its steps.
 
     ``launch`` is the time of each window in which nothing ran because the next collective was launched late; None, and
     ``no_launch`` says why, where that is unknown.
@@ -126,8 +126,8 @@ def _launch(timeline: Timeline, starts: Nanoseconds, ends: Nanoseconds) -> tuple
     late, doubtful = queued > gaps.starts, queued == UNKNOWN
     found = Intervals(gaps.starts[late], gaps.ends[late]).within(starts, ends).tolist()
     doubts = Intervals(gaps.starts[doubtful], gaps.ends[doubtful]).within(starts, ends).tolist()
-    told = [None if doubt else ns for ns, doubt in zip(found, doubts)]
-    return told, SOME_LAUNCHES if None in told else None
+    known = [None if doubt else ns for ns, doubt in zip(found, doubts)]
+    return known, SOME_LAUNCHES if None in known else None
 
 
 def _gaps_before_collectives(timeline: Timeline) -> tuple[Intervals, Nanoseconds]:
@@ -161,15 +161,11 @@ def split(exposure: Exposure, begins: Nanoseconds, entered: Mapping[int, Entered
         waits_for = [PeerWait(rank=peer, waited_ns=ns) for peer, ns in of_peer if peer != UNKNOWN and ns]
         found.append(
             ExposedSplit(
-                step=step,
-                exposed_ns=exposed,
-                transfer_ns=transfer if is_complete.any() else None,
-                waiting_ns=waiting if entered else None,
-                undivided_ns=exposed - waiting - transfer,
-                launch_ns=launch,
+                step=step, exposed_ns=exposed, transfer_ns=transfer if is_complete.any() else None,
+                waiting_ns=waiting if entered else None, undivided_ns=exposed - waiting - transfer, launch_ns=launch,
                 waits_for=tuple(sorted(waits_for, key=lambda one: (-one.waited_ns, one.rank))),
             )
-        )
+        )  # fmt: skip
     return tuple(found)
 
 
@@ -284,14 +280,10 @@ def communication(
     messages = _messages(traffic, collectives, entered, _of_collectives(traffic.exposure, begins, entered))
     missing = ALONE if alone else NO_PARTNER if not entered else SOME
     return CommunicationFigures(
-        whole=whole,
-        steps=tuple(steps),
-        messages=messages,
-        bound=_bound(parts, messages),
-        profile=traffic.links.profile,
-        missing=missing if whole.undivided_ns else None,
+        whole=whole, steps=tuple(steps), messages=messages, bound=_bound(parts, messages),
+        profile=traffic.links.profile, missing=missing if whole.undivided_ns else None,
         no_launch=traffic.exposure.no_launch,
-    )
+    )  # fmt: skip
 
 
 def _of_collectives(
@@ -322,8 +314,8 @@ def _messages(
     found = []
     for (op, group, group_size, _), numbers in of_key.items():
         members = [collectives[number] for number in numbers]
-        told = None if group is None else traffic.groups.get(group)
-        ranks = told.ranks if told is not None else ()
+        text = None if group is None else traffic.groups.get(group)
+        ranks = text.ranks if text is not None else ()
         sizes = [one.bytes for one in members if one.bytes is not None]
         rates = [one.bus_bandwidth for one in members if one.bus_bandwidth is not None]
         partners = [entered[number] for number in numbers if number in entered]
@@ -336,24 +328,17 @@ def _messages(
         ]
         found.append(
             MessageFigures(
-                op=op,
-                group=group,
-                description=None if told is None else told.description,
-                group_size=group_size,
-                nodes=traffic.links.nodes(ranks),
-                count=len(members),
-                bytes=sum(sizes) if sizes else None,
-                least_bytes=min(sizes, default=None),
-                most_bytes=max(sizes, default=None),
+                op=op, group=group, description=None if text is None else text.description, group_size=group_size,
+                nodes=traffic.links.nodes(ranks), count=len(members), bytes=sum(sizes) if sizes else None,
+                least_bytes=min(sizes, default=None), most_bytes=max(sizes, default=None),
                 exposed_ns=int(times[0][numbers].sum()),
                 waiting_ns=int(times[1][numbers].sum()) if partners else None,
                 bus_bandwidth=median(rates) if rates else None,
                 transfer_bandwidth=median(transfers) if transfers else None,
-                largest_bandwidth=max(rates, default=None),
-                link_bandwidth=traffic.links.bandwidth(op, ranks),
+                largest_bandwidth=max(rates, default=None), link_bandwidth=traffic.links.bandwidth(op, ranks),
                 is_latency_bound=_is_latency_bound(members, partners, fits.get((op, group)), traffic.links, ranks),
             )
-        )
+        )  # fmt: skip
     return tuple(sorted(found, key=lambda one: -one.exposed_ns))
 
 

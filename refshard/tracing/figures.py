@@ -77,7 +77,7 @@ class HostStall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostStalls(msgspec.Struct, frozen=True, kw_only=True):
-    """All places, the one that causes most idle time first; None, with the ``reason``, where it cannot be told.
+    """All places, the one that causes most idle time first; None, with the ``reason``, where that is unknown.
 
     ``steps`` is the number of steps that the figures are sums over, None in a trace without steps. ``idle_ns`` is all
     of their idle time, and ``span_ns`` their length.
@@ -488,7 +488,7 @@ class GiveWay(msgspec.Struct, frozen=True, kw_only=True):
     ``index`` is the time lost, over the window. ``stretch`` is how many times as long the preparatory kernels took as
     with nothing beside them, ``baseline`` where that undisturbed duration comes from, in ``samples`` samples of the
     kernel with the fewest. ``reduces`` counts the reductions that such kernels precede. ``index`` and ``stretch`` are
-    None, and ``reason`` says why, where it cannot be told.
+    None, and ``reason`` says why, where that is unknown.
     """
 
     index: float | None = None

@@ -76,9 +76,9 @@ class _UnknownError(Exception):
 def work_of(name: str, operands: Operands) -> Work:
     """What a call of the operator ``name`` with these arguments does."""
     call = _call(operands)
-    told = [tensor for tensor in call.tensors if tensor is not None]
-    shapes = ", ".join(str(list(tensor.shape)) for tensor in told if tensor.shape)
-    dtype = told[0].dtype if told else None
+    known = [tensor for tensor in call.tensors if tensor is not None]
+    shapes = ", ".join(str(list(tensor.shape)) for tensor in known if tensor.shape)
+    dtype = known[0].dtype if known else None
     formula = _formula(name)
     if formula is None:
         return Work(shapes=shapes, dtype=dtype, reason="no formula for this operator")
@@ -248,10 +248,10 @@ def _attention(name: str) -> _Formula:
 
 def _elementwise(call: _Call) -> tuple[None, int]:
     """The result has the sizes that the operands are broadcast to; its type is taken to be the first one's."""
-    told = [tensor for tensor in call.tensors if tensor is not None]
-    if not told:
+    known = [tensor for tensor in call.tensors if tensor is not None]
+    if not known:
         raise _UnknownError
-    return None, call.bytes + _broadcast([tensor.shape for tensor in told]) * told[0].element_bytes
+    return None, call.bytes + _broadcast([tensor.shape for tensor in known]) * known[0].element_bytes
 
 
 def _in_place(call: _Call) -> tuple[None, int]:

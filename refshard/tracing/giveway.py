@@ -16,7 +16,7 @@ from refshard.tracing.idle import NEVER, knows_launches, latest_launches
 
 REDUCTIONS = frozenset(("reduce_scatter", "all_reduce", "all_to_all"))
 MIN_SAMPLES = 5
-"""Undisturbed runs of a kernel without which its undisturbed duration is not told."""
+"""Fewest undisturbed runs of a kernel that give its undisturbed duration."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -59,7 +59,7 @@ def give_ways(
     lost(r) = max(0, |D_r within U(compute)| - sum of dur0 over P_r). P_r are the preparatory kernels of r's unit that
     were launched after the reduction before r and before r: what follows a reduction under its annotation, a division
     or a cast, prepares no other one. Reductions without any count nowhere. dur0 of a kernel is the median duration of
-    its undisturbed runs, those that no other span overlaps, here or in ``calibration``; kernels are told apart by name
+    its undisturbed runs, those that no other span overlaps, here or in ``calibration``; kernels are the same by name
     and launch geometry, and one with under 5 such runs leaves the window without an index. D_r lasts from the latest
     of: the end of the collective before r on its lane, of the one before it of its unit on any lane, of the last
     compute kernel launched before P_r, and the first launch of P_r; to the start of r. Stretch is the sum of durations
@@ -96,13 +96,10 @@ def _give_way(spans: Spans, found: _Preparations, of: slice, span_ns: int, reduc
         return GiveWay(reduces=counted, samples=samples, baseline=baseline, reason=reason)
     lost, undisturbed = float(found.lost[of].sum()), float(found.undisturbed[of].sum())
     return GiveWay(
-        index=lost / span_ns if span_ns else None,
-        lost_ns=round(lost),
-        stretch=float(found.durations[of].sum()) / undisturbed if undisturbed else None,
-        reduces=counted,
-        samples=samples,
-        baseline=baseline,
-    )
+        index=lost / span_ns if span_ns else None, lost_ns=round(lost),
+        stretch=float(found.durations[of].sum()) / undisturbed if undisturbed else None, reduces=counted,
+        samples=samples, baseline=baseline,
+    )  # fmt: skip
 
 
 def _reductions(timeline: Timeline) -> _Reductions:
@@ -153,13 +150,10 @@ def _preparations(timeline: Timeline, reductions: _Reductions, calibration: Time
     by_scarcity = np.lexsort((samples, reduction_of))
     order = np.argsort(started, kind="stable")
     return _Preparations(
-        starts=started[order],
-        durations=np.add.reduceat(spans.ends[rows] - spans.starts[rows], first)[order],
-        undisturbed=undisturbed[order],
-        lost=np.maximum(0.0, beside - undisturbed)[order],
-        samples=samples[by_scarcity[first]][order],
-        scarcest=rows[by_scarcity[first]][order],
-    )
+        starts=started[order], durations=np.add.reduceat(spans.ends[rows] - spans.starts[rows], first)[order],
+        undisturbed=undisturbed[order], lost=np.maximum(0.0, beside - undisturbed)[order],
+        samples=samples[by_scarcity[first]][order], scarcest=rows[by_scarcity[first]][order],
+    )  # fmt: skip
 
 
 def _undisturbed(spans: Spans, rows: npt.NDArray[np.int64], source: Timeline) -> tuple[Floats, npt.NDArray[np.int64]]:

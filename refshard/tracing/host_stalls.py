@@ -90,20 +90,11 @@ def find_calls(trace: TraceFile, spans: Spans, launches: Launches, starved: Inte
     frame = innermost_on(frames.threads, frames.starts, frames.ends, threads, starts)
     merged = np.isin(found, [STALLS.index(kind) for kind in _BY_OPERATOR]) & (around[HOST] != UNKNOWN)
     return Calls(
-        rows=rows,
-        starts=starts,
-        ends=host.ends[rows],
-        threads=threads,
-        kinds=found,
-        names=host.names[rows],
-        operators=operators,
-        annotations=column_at(host.names, around[ANNOTATION]),
-        frames=column_at(frames.names, frame),
-        units=labels.of_work(threads, starts)[0].astype(np.int32),
-        copies=copies.names[rows],
-        occurrences=np.where(merged, around[HOST], rows),
-        unit_names=labels.unit_names,
-    )
+        rows=rows, starts=starts, ends=host.ends[rows], threads=threads, kinds=found, names=host.names[rows],
+        operators=operators, annotations=column_at(host.names, around[ANNOTATION]),
+        frames=column_at(frames.names, frame), units=labels.of_work(threads, starts)[0].astype(np.int32),
+        copies=copies.names[rows], occurrences=np.where(merged, around[HOST], rows), unit_names=labels.unit_names,
+    )  # fmt: skip
 
 
 def _kinds(trace: TraceFile, copies: "_Copies", starved: Intervals) -> npt.NDArray[np.int8]:
@@ -296,15 +287,11 @@ def _place(
     operator = int(calls.operators[row])
     label = calls.unit_names[unit] if unit != UNKNOWN else None
     return HostStall(
-        kind=STALLS[calls.kinds[row]],
-        call=trace.names[int(np.argmax(by_name))],
+        kind=STALLS[calls.kinds[row]], call=trace.names[int(np.argmax(by_name))],
         line=None if frame == UNKNOWN else trace.frames.name_table[frame],
         operator=None if operator == UNKNOWN else trace.names[operator],
         unit=label if label is not None or annotation == UNKNOWN else trace.names[annotation],
         thread="/".join(trace.threads[int(calls.threads[row])]),
-        copied=trace.names[int(copies[0])] if len(copies) else None,
-        count=len(np.unique(calls.occurrences[rows])),
-        host_ns=int(lengths.sum()),
-        idle_ns=int(idle[rows].sum()),
-        followed_ns=int(followed[rows].sum()),
-    )
+        copied=trace.names[int(copies[0])] if len(copies) else None, count=len(np.unique(calls.occurrences[rows])),
+        host_ns=int(lengths.sum()), idle_ns=int(idle[rows].sum()), followed_ns=int(followed[rows].sum()),
+    )  # fmt: skip

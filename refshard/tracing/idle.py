@@ -164,8 +164,8 @@ def _dependencies(
     """
     spans, calls, comes = timeline.spans, timeline.calls, gaps.followers != UNKNOWN
     if calls is None or not len(calls.waiting):
-        told = np.zeros(len(comes), np.bool_) if calls is None else comes & calls.awaits[gaps.followers]
-        return told | near, gaps.before
+        known = np.zeros(len(comes), np.bool_) if calls is None else comes & calls.awaits[gaps.followers]
+        return known | near, gaps.before
     waits = np.append(np.zeros(len(spans), np.bool_), False)
     waits[calls.waiting] = True
     gap_of = np.full(len(spans), UNKNOWN, np.int64)

@@ -311,23 +311,14 @@ class _Describe:
         group = group_of(args, self._groups)
         spans = self._spans
         return Collective(
-            op=op,
-            bytes=bytes_of_message(op, args) if size is None else size,
-            step=None if step == UNKNOWN else step,
-            group=group.name,
-            group_size=group.size,
-            dtype=dtype_of(args),
+            op=op, bytes=bytes_of_message(op, args) if size is None else size, step=None if step == UNKNOWN else step,
+            group=group.name, group_size=group.size, dtype=dtype_of(args),
             unit=None if unit == UNKNOWN else self._labels.unit_names[unit],
             lane=spans.lane_names[spans.lanes[rows[0]]] if rows else None,
-            launched=None if launched == UNKNOWN else launched,
-            start=int(spans.starts[rows].min()) if rows else None,
-            end=int(spans.ends[rows].max()) if rows else None,
-            announced=announced,
-            rows=tuple(rows),
-            group_ranks=group.ranks,
-            group_description=group.description,
-            sequence=whole(args.get(_SEQUENCE)),
-        )
+            launched=None if launched == UNKNOWN else launched, start=int(spans.starts[rows].min()) if rows else None,
+            end=int(spans.ends[rows].max()) if rows else None, announced=announced, rows=tuple(rows),
+            group_ranks=group.ranks, group_description=group.description, sequence=whole(args.get(_SEQUENCE)),
+        )  # fmt: skip
 
 
 def _bytes(one: _Announced, dtype: str | None) -> int | None:

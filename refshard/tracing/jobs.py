@@ -40,14 +40,12 @@ def identity_of(trace: TraceFile) -> Identity:
     base = base if isinstance(base, int) else 0
     tables = [events for events in (trace.host, trace.device) if len(events.starts)]
     return Identity(
-        path=trace.path,
-        rank=rank_of(trace),
-        world_size=whole(info.get("world_size")),
+        path=trace.path, rank=rank_of(trace), world_size=whole(info.get("world_size")),
         backend=info["backend"] if isinstance(info.get("backend"), str) else None,
         start=base + min((int(events.starts.min()) for events in tables), default=0),
         end=base + max((int(events.ends.max()) for events in tables), default=0),
         facts=_facts(info, trace.metadata.get("deviceProperties")),
-    )
+    )  # fmt: skip
 
 
 def group(identities: Sequence[Identity], *, one_job: bool = False) -> list[int]:

@@ -120,15 +120,10 @@ def find_calls(trace: TraceFile, launches: Launches, spans: Spans) -> HostCalls:
     rows = rows[np.argsort(host.starts[rows], kind="stable")]
     waiting, sources = recorded_waits(trace, spans)
     return HostCalls(
-        threads=launches.threads,
-        awaits=_awaits(trace, launches, np.flatnonzero(calls & named(trace, STREAM_WAITS))),
-        starts=host.starts[rows],
-        ends=host.ends[rows],
-        callers=host.threads[rows],
-        names=host.names[rows],
-        waiting=waiting,
-        sources=sources,
-    )
+        threads=launches.threads, awaits=_awaits(trace, launches, np.flatnonzero(calls & named(trace, STREAM_WAITS))),
+        starts=host.starts[rows], ends=host.ends[rows], callers=host.threads[rows], names=host.names[rows],
+        waiting=waiting, sources=sources,
+    )  # fmt: skip
 
 
 def _awaits(trace: TraceFile, launches: Launches, waits: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
@@ -191,13 +186,10 @@ def timeline_of(
     timeline = Timeline(
         rank=rank_of(trace),
         windows=windows or (Window(step=None, start=int(spans.starts.min()), end=int(spans.ends.max())),),
-        host_windows=host_windows,
-        spans=spans if on_device else _with_collectives(spans, collectives),
-        collectives=collectives,
-        labels=labels.as_labels(),
-        on_device=on_device,
+        host_windows=host_windows, spans=spans if on_device else _with_collectives(spans, collectives),
+        collectives=collectives, labels=labels.as_labels(), on_device=on_device,
         calls=find_calls(trace, launches, spans) if launches is not None else None,
-    )
+    )  # fmt: skip
     return timeline if options is None or options.pattern is not None else cut_to(timeline, trace, options)
 
 

@@ -155,10 +155,8 @@ def find_labels(trace: TraceFile) -> Labels:
     number = {unit: place for place, unit in enumerate(unit_names)}
     codes = host.names[rows].tolist()
     return Labels(
-        starts=host.starts[rows],
-        ends=host.ends[rows],
-        threads=host.threads[rows],
+        starts=host.starts[rows], ends=host.ends[rows], threads=host.threads[rows],
         meanings=np.array([known[code][0] for code in codes], np.int16),
         units=np.array([number.get(known[code][1] or "", UNKNOWN) for code in codes], np.int32),
         unit_names=unit_names,
-    )
+    )  # fmt: skip

@@ -22,7 +22,7 @@ from refshard.tracing.owners import innermost_on, named
 from refshard.tracing.windows import host_steps, step_at
 
 MOST_HOLDERS = 500
-"""So many are told apart; the others are summed by category."""
+"""Most holders that are listed; the others are summed by category."""
 _BACKWARD = re.compile(r"^autograd::engine::evaluate_function|^(?!aten::).*Backward\d*$|^aten::\w*_backward")
 _COLLECTIVE = re.compile(r"^(?:c10d|_c10d_functional)::(\w+)")
 _NO_UNIT = re.compile(
@@ -49,8 +49,8 @@ def allocated_over_time(events: MemoryEvents, rows: npt.NDArray[np.int64]) -> tu
 
     One that does not tells what each event adds; what was there when it began is not known then.
     """
-    told = events.allocated[rows]
-    return (told, True) if (told >= 0).all() else (np.cumsum(events.changes[rows]), False)
+    known = events.allocated[rows]
+    return (known, True) if (known >= 0).all() else (np.cumsum(events.changes[rows]), False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -88,17 +88,12 @@ def _peak(events: MemoryEvents, device: int, name: str, host: "_Host") -> Memory
     reserved = events.reserved[rows] if name != "cpu" else np.full(len(rows), -1)
     where = host.at(events.threads[rows[at : at + 1]], events.times[rows[at : at + 1]])
     found = MemoryPeak(
-        device=name,
-        ns=int(events.times[rows[at]]),
-        step=None if where.steps[0] == UNKNOWN else int(where.steps[0]),
-        phase=where.phase(0),
-        operator=where.operators[0],
-        unit=where.units[0],
-        allocated_bytes=int(allocated[at]) if is_told else None,
-        risen_bytes=int(allocated[at]) - base,
+        device=name, ns=int(events.times[rows[at]]), step=None if where.steps[0] == UNKNOWN else int(where.steps[0]),
+        phase=where.phase(0), operator=where.operators[0], unit=where.units[0],
+        allocated_bytes=int(allocated[at]) if is_told else None, risen_bytes=int(allocated[at]) - base,
         reserved_bytes=int(reserved[at]) if reserved[at] >= 0 else None,
         most_reserved_bytes=int(reserved.max()) if (reserved >= 0).all() else None,
-    )
+    )  # fmt: skip
     if not is_told or (events.addresses[rows] < 0).any():
         return found
     blocks = _blocks(events.changes[rows], events.addresses[rows])
@@ -189,11 +184,11 @@ class _Host:
         # While one of autograd's threads works, the main thread waits under the annotations that hold.
         on_main = self._annotations(np.full(len(points), self._main, np.int32), points)
         names = (self._labels.unit_names, self._trace.names)
-        told = zip(units.tolist(), np.where(notes >= 0, notes, on_main).tolist())
+        found = zip(units.tolist(), np.where(notes >= 0, notes, on_main).tolist())
         operators = self._operators(threads, points).tolist()
         return _Where(
             steps=step_at(points, self._windows),
-            units=[names[0][unit] if unit >= 0 else names[1][note] if note >= 0 else None for unit, note in told],
+            units=[names[0][unit] if unit >= 0 else names[1][note] if note >= 0 else None for unit, note in found],
             operators=[names[1][code] if code >= 0 else None for code in operators],
             under=under.astype(np.int64),
             in_backward=_covers(self._backward, points) | (under & Meaning.BACKWARD > 0),

@@ -261,7 +261,7 @@ _TELL_NOTHING = frozenset((
     "Scalar", "OpType", "InMemoryDataOperationEnum",
 ))  # fmt: skip
 _FEW = (3, 2, 4)
-"""So many names, types and numbers of a template's arguments are told."""
+"""Most names, types and numbers of a template's arguments in a short name."""
 
 
 def short_kernel_names(names: Sequence[str]) -> tuple[str, ...]:

@@ -81,14 +81,9 @@ def _on_cpu(trace: TraceFile, timeline: Timeline) -> Launched:
     whole = whole_problems(trace, rows)
     calls = np.where(whole == UNKNOWN, rows, whole)
     return Launched(
-        spans=np.full(len(rows), UNKNOWN, np.int64),
-        ns=own,
-        calls=calls,
-        names=host.names[calls],
-        operands=host.operands[calls],
-        steps=step_at(host.starts[rows], timeline.host_windows),
-        at=host.starts[rows],
-    )
+        spans=np.full(len(rows), UNKNOWN, np.int64), ns=own, calls=calls, names=host.names[calls],
+        operands=host.operands[calls], steps=step_at(host.starts[rows], timeline.host_windows), at=host.starts[rows],
+    )  # fmt: skip
 
 
 def same_work(spans: Spans, rows: Rows, operands: npt.NDArray[np.int32]) -> Rows:
@@ -104,8 +99,8 @@ def same_work(spans: Spans, rows: Rows, operands: npt.NDArray[np.int32]) -> Rows
     found[shaped] = grouped(spans.signatures[rows[shaped]], operands[shaped])[1]
     placed = np.flatnonzero(spans.launches[rows] != UNKNOWN)
     places = _places(spans, rows[placed])
-    told = np.array([name.endswith("]") for name in spans.signature_names] or [False])  # grid and block
-    usable = ~shaped[placed] & told[spans.signatures[rows[placed]]]
+    known = np.array([name.endswith("]") for name in spans.signature_names] or [False])  # grid and block
+    usable = ~shaped[placed] & known[spans.signatures[rows[placed]]]
     found[placed[usable]] = places[usable] + found.max(initial=UNKNOWN) + 1
     return found
 
@@ -160,12 +155,12 @@ def find_contention(
     by_kernel = spans.names[rows[sample]] * len(CLASSES) + kinds
 
     def slowdowns(by: Rows, label: Mapping[int, str] | None) -> tuple[Slowdown, ...]:
-        told = []
+        known = []
         for code in np.unique(by[enough]).tolist():
             kind = CLASSES[code % len(CLASSES)]
             name = kind if label is None else label[code // len(CLASSES)]
-            told.append(found.over(enough & (by == code), name, kind))
-        return tuple(sorted(told, key=lambda one: (-one.lost_ns, -one.beside_ns)))
+            known.append(found.over(enough & (by == code), name, kind))
+        return tuple(sorted(known, key=lambda one: (-one.lost_ns, -one.beside_ns)))
 
     compared = np.zeros(len(rows), np.bool_)
     compared[mine] = beside[mine] & enough[group]
@@ -248,7 +243,7 @@ def _medians(groups: Rows, values: Nanoseconds, count: int) -> npt.NDArray[np.fl
 
 
 MOST = 60
-"""So many operators, and kernels, are told of a trace."""
+"""Most operators, and kernels, in a report."""
 _MOST_HELD = 3000
 """Of so many, by operator and shapes, FLOPs and bytes are counted."""
 _LACKS = "no shapes of its arguments"
@@ -281,19 +276,11 @@ def operator_report(trace: TraceFile, timeline: Timeline, device: str) -> Operat
     kernels = _kernels(timeline, mine, its, shorts) if timeline.on_device else []
     peaks = peaks_of(device)
     return OperatorReport(
-        steps=len(steps) or 1,
-        work_ns=work_ns,
-        classes=_class_figures(work.ns, classes, work_ns),
-        totals=totals[:MOST],
-        total_count=len(totals),
-        operators=tuple(operators[:MOST]),
-        operator_count=len(operators),
-        kernels=tuple(kernels[:MOST]),
-        kernel_count=len(kernels),
-        contention=contention,
-        hardware=peaks.profile if peaks else None,
-        has_shapes=len(trace.operands) > 0,
-    )
+        steps=len(steps) or 1, work_ns=work_ns, classes=_class_figures(work.ns, classes, work_ns),
+        totals=totals[:MOST], total_count=len(totals), operators=tuple(operators[:MOST]),
+        operator_count=len(operators), kernels=tuple(kernels[:MOST]), kernel_count=len(kernels),
+        contention=contention, hardware=peaks.profile if peaks else None, has_shapes=len(trace.operands) > 0,
+    )  # fmt: skip
 
 
 def _classes(trace: TraceFile, timeline: Timeline, work: Launched) -> npt.NDArray[np.int8]:
@@ -354,26 +341,28 @@ def _operators(
         code = int(work.names[row])
         name = shorts.get(code, trace.names[code]) if work.calls[row] == UNKNOWN else trace.names[code]
         operands = trace.operands[work.operands[row]] if work.operands[row] != UNKNOWN else None
-        told = work_of(name, operands) if operands and rank < _MOST_HELD else Work(shapes="", dtype=None, reason=_LACKS)
+        known = (
+            work_of(name, operands) if operands and rank < _MOST_HELD else Work(shapes="", dtype=None, reason=_LACKS)
+        )
         if over_link[place]:
-            told = replace(told, flops=None, bytes=None, reason=_OVER_LINK)
+            known = replace(known, flops=None, bytes=None, reason=_OVER_LINK)
         calls_here, ns = int(calls[place]), int(totals[place])
         found.append(
             OperatorFigures(
-                name=name, kind=CLASSES[classes[row]], shapes=told.shapes or None, dtype=told.dtype, calls=calls_here,
-                ns=ns, share=ns / work_ns if work_ns else 0.0, flops=told.flops, bytes=told.bytes,
-                **_held(told, calls_here, ns / 1e9, device, tf32=bool(tf32[place])),
+                name=name, kind=CLASSES[classes[row]], shapes=known.shapes or None, dtype=known.dtype, calls=calls_here,
+                ns=ns, share=ns / work_ns if work_ns else 0.0, flops=known.flops, bytes=known.bytes,
+                **_held(known, calls_here, ns / 1e9, device, tf32=bool(tf32[place])),
             )
         )  # fmt: skip
     return found
 
 
-def _held(told: Work, calls: int, seconds: float, device: str, *, tf32: bool) -> dict[str, Any]:
+def _held(found: Work, calls: int, seconds: float, device: str, *, tf32: bool) -> dict[str, Any]:
     """The rate of some calls, and how close it comes to the peaks."""
-    if told.reason or not seconds:
-        return {"reason": told.reason or "it takes no time"}
-    flops, size = (None if each is None else each * calls for each in (told.flops, told.bytes))
-    held = roofline(peaks_of(device), device, dtype=told.dtype, flops=flops, size=size, seconds=seconds, tf32=tf32)
+    if found.reason or not seconds:
+        return {"reason": found.reason or "it takes no time"}
+    flops, size = (None if each is None else each * calls for each in (found.flops, found.bytes))
+    held = roofline(peaks_of(device), device, dtype=found.dtype, flops=flops, size=size, seconds=seconds, tf32=tf32)
     return {"flops_per_s": flops / seconds if flops else None, **msgspec.structs.asdict(held)}
 
 
@@ -401,17 +390,12 @@ def _total(name: str, kind: OperatorClass, every: Sequence[OperatorFigures]) -> 
     counted = [one for one in every if one.flops and one.flops_per_s]
     held, peaked = ([o for o in every if getattr(o, key) is not None] for key in ("of_roofline", "of_peak"))
     return OperatorTotal(
-        name=name,
-        kind=kind,
-        calls=sum(one.calls for one in every),
-        shapes=len(every),
-        ns=sum(one.ns for one in every),
-        share=sum(one.share for one in every),
-        known_ns=sum(one.ns for one in held),
+        name=name, kind=kind, calls=sum(one.calls for one in every), shapes=len(every),
+        ns=sum(one.ns for one in every), share=sum(one.share for one in every), known_ns=sum(one.ns for one in held),
         flops_per_s=_mean(counted, [one.flops_per_s for one in counted]),
         of_peak=_mean(peaked, [one.of_peak for one in peaked]),
         of_roofline=_mean(held, [one.of_roofline for one in held]),
-    )
+    )  # fmt: skip
 
 
 def _mean(over: Sequence[OperatorFigures], values: Sequence[float | None]) -> float | None:

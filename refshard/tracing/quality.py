@@ -190,10 +190,10 @@ def _collectives(trace: TraceFile, timeline: Timeline, *, host_only: bool) -> It
         )
     if shapeless := [one for one in ran if one.bytes is None]:
         causes = Counter(_why_no_size(one, trace, timeline.spans) for one in shapeless)
-        told = "; ".join(cause if len(causes) == 1 else f"{count}: {cause}" for cause, count in causes.most_common())
+        found = "; ".join(cause if len(causes) == 1 else f"{count}: {cause}" for cause, count in causes.most_common())
         yield _warning(
             "no_collective_sizes",
-            f"{len(shapeless)} collectives have no size, so no bandwidth: {told}",
+            f"{len(shapeless)} collectives have no size, so no bandwidth: {found}",
             count=len(shapeless),
         )
     # NCCL launches no kernel for a group of one rank.

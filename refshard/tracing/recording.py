@@ -179,16 +179,11 @@ def gpu_memory(
         for kind in ("allocated", "active", "requested")
     )
     return GpuMemory(
-        allocated_bytes=allocated,
-        active_bytes=active,
-        reserved_bytes=now["reserved_bytes.all.peak"],
-        requested_bytes=requested,
-        retries=now["num_alloc_retries"] - begun.get("num_alloc_retries", 0),
-        ooms=now["num_ooms"] - begun.get("num_ooms", 0),
-        used_bytes=total - free,
-        outside_bytes=total - free - now["reserved_bytes.all.current"],
-        total_bytes=total,
-    )
+        allocated_bytes=allocated, active_bytes=active, reserved_bytes=now["reserved_bytes.all.peak"],
+        requested_bytes=requested, retries=now["num_alloc_retries"] - begun.get("num_alloc_retries", 0),
+        ooms=now["num_ooms"] - begun.get("num_ooms", 0), used_bytes=total - free,
+        outside_bytes=total - free - now["reserved_bytes.all.current"], total_bytes=total,
+    )  # fmt: skip
 
 
 def _statistics(device: torch.device) -> dict[str, int]:

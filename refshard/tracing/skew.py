@@ -38,15 +38,15 @@ def match(of_trace: Sequences, steps: Mapping[Place, frozenset[int | None]]) -> 
     """
     if all(one.sequence is not None for own in of_trace.values() for _, one in own):
         return _by_sequence(of_trace)
-    told = {place: steps[place] - {None} for place in of_trace}
-    if not all(told.values()):
+    known = {place: steps[place] - {None} for place in of_trace}
+    if not all(known.values()):
         return _align(of_trace)
     found = []
-    for step in sorted(set[int | None]().union(*told.values())):  # type: ignore[type-var]
+    for step in sorted(set[int | None]().union(*known.values())):  # type: ignore[type-var]
         inside = {
             place: [(number, one) for number, one in own if one.step == step]
             for place, own in of_trace.items()
-            if step in told[place]
+            if step in known[place]
         }
         if len(inside) > 1:
             found += _align(inside)
@@ -200,7 +200,7 @@ def rank_waits(figures: Sequence[TraceFigures]) -> Waits:
 
 
 def _by_group(figures: Sequence[TraceFigures]) -> dict[Key, dict[int, list[tuple[int, CollectiveFigures]]]]:
-    """The collectives of each group whose partners can be told, by trace, the lowest rank first."""
+    """The collectives of each group whose partners are known, by trace, the lowest rank first."""
     present = [i for i, trace in enumerate(figures) if trace.rank is not None]
     found: dict[Key, dict[int, list[tuple[int, CollectiveFigures]]]] = defaultdict(lambda: defaultdict(list))
     for i in sorted(present, key=lambda i: (figures[i].rank, i)):

@@ -107,7 +107,7 @@ class AllocatorHistory:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MemorySnapshot:
-    """A snapshot: its segments, the history of each device that has one, and what the allocator was told."""
+    """A snapshot: its segments, the history of each device that has one, and the allocator's settings."""
 
     path: Path
     segments: tuple[Segment, ...]
@@ -150,13 +150,10 @@ def read_snapshot(path: Path) -> MemorySnapshot:
         for place, segment in enumerate(snapshot.segments)
     }
     return MemorySnapshot(
-        path=path,
-        segments=tuple(snapshot.segments),
-        block_sites=block_sites,
-        histories=histories,
+        path=path, segments=tuple(snapshot.segments), block_sites=block_sites, histories=histories,
         sites=tuple(sites.table),
         settings={k: v for k, v in snapshot.allocator_settings.items() if isinstance(v, (str, int, float))},
-    )
+    )  # fmt: skip
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -474,22 +471,14 @@ def _follow(
     taken, given_back = history.of(*_TAKEN), history.of(*_GIVEN_BACK)
     requested = int(used[at])
     figures = HistoryFigures(
-        entries=len(history.actions),
-        allocations=len(calls),
-        peak_time_us=_time(history, at - 1),
-        peak_after_entries=at,
-        requested_bytes=requested,
-        pending_bytes=int(pending[at]),
-        reserved_bytes=int(reserved[at]),
-        most_reserved_bytes=int(reserved.max()),
-        early_bytes=requested - sum(size for size, _ in made),
-        segments_taken=int(taken.sum()),
-        segments_given_back=int(given_back.sum()),
-        late_segments_taken=int((taken & late).sum()),
-        late_segments_given_back=int((given_back & late).sum()),
-        ooms=_ooms(history, used, reserved, sites),
+        entries=len(history.actions), allocations=len(calls), peak_time_us=_time(history, at - 1),
+        peak_after_entries=at, requested_bytes=requested, pending_bytes=int(pending[at]),
+        reserved_bytes=int(reserved[at]), most_reserved_bytes=int(reserved.max()),
+        early_bytes=requested - sum(size for size, _ in made), segments_taken=int(taken.sum()),
+        segments_given_back=int(given_back.sum()), late_segments_taken=int((taken & late).sum()),
+        late_segments_given_back=int((given_back & late).sum()), ooms=_ooms(history, used, reserved, sites),
         gone_bytes=gone,
-    )
+    )  # fmt: skip
     unknown = figures.early_bytes - sum(size for size, _ in early)
     return figures, [*made, *early, *([(unknown, NO_SITE)] if unknown > 0 else [])]
 

@@ -254,16 +254,11 @@ def what_ifs(graph: Graph, waited: Sequence[tuple[int, int]] = ()) -> WhatIfFigu
     changes, details = _changes(graph, waited)
     alone = _ranked(graph, times, changes, base, details)
     return WhatIfFigures(
-        steps=len(graph.windows),
-        step_ns=base,
-        replay_error=error,
-        waits_recorded=graph.recorded,
-        waits_inferred=graph.inferred,
-        only_launches=graph.only_launches,
-        what_ifs=alone,
+        steps=len(graph.windows), step_ns=base, replay_error=error, waits_recorded=graph.recorded,
+        waits_inferred=graph.inferred, only_launches=graph.only_launches, what_ifs=alone,
         order=_order(graph, times, changes, alone, details) if error <= TOLERATED_ERROR else (),
         path=critical_path(graph),
-    )
+    )  # fmt: skip
 
 
 def _ranked(

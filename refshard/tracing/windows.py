@@ -1,4 +1,4 @@
-"""The windows that figures are told of: the steps, as the host announced them and as the device lived them, or what a
+"""The windows that figures are about: the steps, as the host announced them and as the device ran them, or what a
 user chose in their place, annotations that a pattern matches or a range of time.
 
 Inference has no ``ProfilerStep``; engines annotate batches instead, such as ``step[DECODE bs=32]``.

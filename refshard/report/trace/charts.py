@@ -45,17 +45,17 @@ def mean_span(one: TraceFigures) -> float:
 
 def timeline_caption(label: str, whose: str, cell_ns: int, undrawn_lanes: int) -> str:
     """What a timeline shows, what it leaves out, and how to read it."""
-    told = [f"{label[0].upper()}{label[1:]}, of {whose}."]
+    sentences = [f"{label[0].upper()}{label[1:]}, of {whose}."]
     if cell_ns:
-        told.append(
+        sentences.append(
             f"There are too many spans to draw: those under {format_ns(cell_ns)} that begin within that time of each "
             "other are one block."
         )
     if undrawn_lanes:
-        told.append(
+        sentences.append(
             f"{counted(undrawn_lanes, 'more lane')}, the least busy, {'is' if undrawn_lanes == 1 else 'are'} not drawn."
         )
-    return " ".join([*told, "Point at a block for its name and duration; drag to zoom; double-click to zoom out."])
+    return " ".join([*sentences, "Point at a block for its name and duration; drag to zoom; double-click to zoom out."])
 
 
 def steps_caption(figures: TraceFigures) -> str:
@@ -67,13 +67,6 @@ def steps_caption(figures: TraceFigures) -> str:
         return "The trace holds no time."
     what = counted(len(every), each(figures)) if has_steps(figures) else "The whole trace, which has no steps"
     return f"{what}: exposed communication takes {_range(exposed)}, idle time {_range(idle)} of it."
-
-
-def gaps_caption(collective: Sequence[int], blocking: int, idle: Sequence[int]) -> str:
-    """What the histogram of gaps shows."""
-    between = _gaps_text("gap{} between collectives", collective)
-    blocks = f"; {blocking} blocking" if collective else ""
-    return f"Over the whole trace. {between}{blocks}. {_gaps_text('idle gap{}', idle)}."
 
 
 def _gaps_text(noun: str, lengths: Sequence[int]) -> str:
@@ -88,11 +81,11 @@ def _gaps_text(noun: str, lengths: Sequence[int]) -> str:
 
 def memory_caption(points: Sequence[MemoryPoint]) -> str:
     """The peak of every device."""
-    told = []
+    sentences = []
     for device in dict.fromkeys(point.device for point in points):
         mine = [point.bytes for point in points if point.device == device]
-        told.append(f"{device}: from {format_bytes(mine[0])} at first to a peak of {format_bytes(max(mine))}.")
-    return f"Bytes that torch's allocator holds. {' '.join(told)}"
+        sentences.append(f"{device}: from {format_bytes(mine[0])} at first to a peak of {format_bytes(max(mine))}.")
+    return f"Bytes that torch's allocator holds. {' '.join(sentences)}"
 
 
 def _range(shares: Sequence[float]) -> str:
@@ -148,7 +141,9 @@ def sentence_of(sets: Sequence[GapSet]) -> str:
     collective = [length for one in sets if one.style.startswith("gap") for length in one.lengths]
     blocking = sum(len(one.lengths) for one in sets if one.style == "gap-blocking")
     idle = [length for one in sets if not one.style.startswith("gap") for length in one.lengths]
-    return gaps_caption(collective, blocking, idle)
+    between = _gaps_text("gap{} between collectives", collective)
+    blocks = f"; {blocking} blocking" if collective else ""
+    return f"Over the whole trace. {between}{blocks}. {_gaps_text('idle gap{}', idle)}."
 
 
 def edges_of(sets: Sequence[GapSet]) -> list[int]:
@@ -266,17 +261,16 @@ def all_charts(figures: TraceFigures, timeline: Timeline | None, prefix: str) ->
 
 def timelines(timeline: Timeline, figures: TraceFigures, windows: Sequence[Window], prefix: str) -> tuple[Chart, ...]:
     """Each window's lanes over time."""
-    drawn = [_timeline(timeline, figures, one, f"{prefix}-timeline-{n}") for n, one in enumerate(windows)]
-    return tuple(replace(one, folded=place > 0) for place, one in enumerate(drawn))
-
-
-def _timeline(timeline: Timeline, figures: TraceFigures, window: Window, identity: str) -> Chart:
-    rows, undrawn = step_rows(timeline, figures, window)
-    whole = "trace" if window.step is None else "step"
-    extent = Extent(begin=window.begin, close=window.close, origin=window.begin, title=f"from the start of the {whole}")
-    figure, cell = spans_figure(rows, extent, MOST_SPANS)
-    sentence = timeline_caption(window.label, wording.who(figures), cell, undrawn)
-    return chart(identity, f"Timeline of {window.label}", figure, sentence)
+    found = []
+    for n, window in enumerate(windows):
+        rows, undrawn = step_rows(timeline, figures, window)
+        title = f"from the start of the {'trace' if window.step is None else 'step'}"
+        extent = Extent(begin=window.begin, close=window.close, origin=window.begin, title=title)
+        figure, cell = spans_figure(rows, extent, MOST_SPANS)
+        sentence = timeline_caption(window.label, wording.who(figures), cell, undrawn)
+        drawn = chart(f"{prefix}-timeline-{n}", f"Timeline of {window.label}", figure, sentence)
+        found.append(replace(drawn, folded=n > 0))
+    return tuple(found)
 
 
 def charts_of(figures: TraceFigures, gaps: Sequence[GapSet], prefix: str) -> tuple[Chart, ...]:

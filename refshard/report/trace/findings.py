@@ -28,7 +28,7 @@ from refshard.report.trace.wording import (
     ranks,
     who,
 )
-from refshard.tracing.figures import Cause, IdleFigures, StepFigures, TraceFigures, TraceWarning
+from refshard.tracing.figures import Cause, StepFigures, TraceFigures, TraceWarning
 from refshard.tracing.names import name_in_words
 
 LONGER = 1.02
@@ -38,8 +38,8 @@ LONGER = 1.02
 def exposed_waits(one: TraceFigures) -> dict[int, int]:
     """Exposed nanoseconds in which a rank waited for others, by rank, the longest first; over its steps."""
     sums: Counter[int] = Counter()
-    told = one.communication
-    for part in () if told is None else told.steps or (told.whole,):
+    found = one.communication
+    for part in () if found is None else found.steps or (found.whole,):
         for peer in part.waits_for:
             sums[peer.rank] += peer.waited_ns
     return dict(sums.most_common())
@@ -49,25 +49,27 @@ def balance(members: Sequence[TraceFigures], worst: TraceFigures, exposed: float
     """Why the ``worst`` rank, which exposes so many nanoseconds a step, ``waits`` (by rank), and what to look at."""
     a, steps = in_each(worst), len(parts(worst))
     last = next(iter(waits))
-    told = (
+    whom = f"the last rank (longest for rank {last}: {format_ns(waits[last] / steps)})"
+    whom = f"rank {last}" if len(waits) == 1 else whom
+    text = (
         f"{capital(who(worst))} exposes {format_ns(exposed)} {a}, {format_ns(sum(waits.values()) / steps)} of it "
-        f"waiting in collectives for {_for_whom(waits, last, steps)} to enter. "
+        f"waiting in collectives for {whom} to enter. "
     )
     late_one = next((one for one in members if one.rank == last), None)
     if late_one is None:
-        return f"{told}Balance the work, or look at the host of rank {last}."
+        return f"{text}Balance the work, or look at the host of rank {last}."
     its, own = (mean([one], lambda part: part.compute_ns) for one in (late_one, worst))
     times = f"{format_ns(its)} {a} against {format_ns(own)}"
     waited = sum(waits.values()) / steps
     # Compute explains a wait only if there is enough of it: 1 ms more does not hold another rank up for a second.
     if its > LONGER * own and its - own >= waited / 2:
-        return f"{told}{capital(who(late_one))} computes {times}: balance the work, or look at that host."
+        return f"{text}{capital(who(late_one))} computes {times}: balance the work, or look at that host."
     how = "less" if own > LONGER * its else "more" if its > LONGER * own else "about as long"
-    told += f"{capital(who(late_one))} computes {how} ({times})"
+    text += f"{capital(who(late_one))} computes {how} ({times})"
     idle = mean([late_one], lambda part: part.idle_ns)
     if idle >= waited / 2 and late_one.idle:
-        return f"{told} but idles for {format_ns(idle)}, {_mostly(late_one)}"
-    return f"{told}: look at what else delays that host."
+        return f"{text} but idles for {format_ns(idle)}, {_mostly(late_one)}"
+    return f"{text}: look at what else delays that host."
 
 
 def _mostly(one: TraceFigures) -> str:
@@ -79,12 +81,6 @@ def _mostly(one: TraceFigures) -> str:
         f"{format_ns(most.ns / len(parts(one)))} of it {place} {what}: look at what that host does there, not at the "
         "network."
     )
-
-
-def _for_whom(waits: dict[int, int], last: int, steps: int) -> str:
-    if len(waits) == 1:
-        return f"rank {last}"
-    return f"the last rank (longest for rank {last}: {format_ns(waits[last] / steps)})"
 
 
 def late(members: Sequence[TraceFigures]) -> str:
@@ -114,18 +110,15 @@ def late(members: Sequence[TraceFigures]) -> str:
 MOST_NAMED = 6
 
 
-def warning(told: TraceWarning) -> str:
+def warning(found: TraceWarning) -> str:
     """A warning, with what it concerns where that is not in its words."""
-    concerned = [] if told.count is None or _says(told, told.count) else [counted(told.count, "event")]
-    concerned += [] if told.ns is None or format_ns(told.ns) in told.message else [format_ns(told.ns)]
-    return f"{told.message} ({', '.join(concerned)})" if concerned else told.message
+    says = rf"(?<![\d.,])(?:{found.count:,}|{found.count})(?![\d,]|\.\d)" if found.count is not None else ""
+    concerned = [] if found.count is None or re.search(says, found.message) else [counted(found.count, "event")]
+    concerned += [] if found.ns is None or format_ns(found.ns) in found.message else [format_ns(found.ns)]
+    return f"{found.message} ({', '.join(concerned)})" if concerned else found.message
 
 
-def _says(told: TraceWarning, count: int) -> bool:
-    return bool(re.search(rf"(?<![\d.,]){count:,}(?![\d,]|\.\d)|(?<![\d.,]){count}(?![\d,]|\.\d)", told.message))
-
-
-def doubts(figures: Sequence[TraceFigures]) -> list[str]:
+def warnings_text(figures: Sequence[TraceFigures]) -> list[str]:
     """Every warning once, with the traces that give it, where there are several traces."""
     givers: dict[str, list[str]] = {}
     for one in figures:
@@ -149,7 +142,7 @@ SMALL = 0.01
 COMPUTE_BOUND = 0.9
 """If compute takes this share of the step, no loss is more than a detail."""
 _LONG_STEP = 1.5
-"""A step so many times as long as the median one is told apart."""
+"""A step so many times as long as the median one is named."""
 _STEPS_FOR_A_MEDIAN = 3
 
 
@@ -275,8 +268,14 @@ def findings(figures: Sequence[TraceFigures]) -> tuple[Finding, ...]:
 
 
 def _finding(title: str, members: Sequence[TraceFigures]) -> Finding:
-    if unavailable := [one for one in members if one.unavailable is not None]:
-        return _without(unavailable, title, [one for one in members if one.unavailable is None])
+    if without := [one for one in members if one.unavailable is not None]:
+        reasons = tuple(dict.fromkeys(one.unavailable for one in without if one.unavailable is not None))
+        rest = [one for one in members if one.unavailable is None]
+        if not rest:
+            return Finding(title=title, lead=reasons[0], more=reasons[1:])
+        found = _finding(title, rest)
+        left_out = f"Left out of this: {', '.join(who(one) for one in without)}."
+        return Finding(title=title, lead=found.lead, more=(*found.more, left_out, *reasons))
     shares = _shares(members)
     share, worst = shares[0]
     length = format_ns(mean(members, lambda part: part.span_ns))
@@ -291,9 +290,12 @@ def _finding(title: str, members: Sequence[TraceFigures]) -> Finding:
     lead = f"{_compute_bound(members)}{lead}"
     if others:
         more.append(f"Also lost: {', '.join(others)}.")
-    if worst is not _EXPOSED and (told := late(members)):
-        more.append(told)
-    return Finding(title=title, lead=lead, more=(*_several_devices(members), *_uneven(members), *more))
+    if worst is not _EXPOSED and (known := late(members)):
+        more.append(known)
+    # Figures that are of no device are no detail, as the other warnings are.
+    devices = {warning.message for one in members for warning in one.warnings if warning.code == "several_devices"}
+    together = [f"{message[:1].upper()}{message[1:]}." for message in sorted(devices)]
+    return Finding(title=title, lead=lead, more=(*together, *_uneven(members), *more))
 
 
 def _compute_bound(members: Sequence[TraceFigures]) -> str:
@@ -311,12 +313,6 @@ def _compute_bound(members: Sequence[TraceFigures]) -> str:
     return f"{lead}, and matrix products run at {format_percent(of_peak, 0)} of the GPU's peak. "
 
 
-def _several_devices(members: Sequence[TraceFigures]) -> list[str]:
-    """That figures are of no device, which is no detail: the warnings of a trace are."""
-    told = {warning.message for one in members for warning in one.warnings if warning.code == "several_devices"}
-    return [f"{message[:1].upper()}{message[1:]}." for message in sorted(told)]
-
-
 def _shares(members: Sequence[TraceFigures]) -> list[tuple[float, _Loss]]:
     """Every loss with its share of the steps, the largest first."""
     instead = {_LAUNCH: _LAUNCH_OF_CPU} if members[0].device.lower() == "cpu" else {}
@@ -330,7 +326,11 @@ def _uneven(members: Sequence[TraceFigures]) -> list[str]:
     """Steps so long, on every rank, that means over all steps tell of none; and what holds without them."""
     if members[0].windows is not None or any(len(one.steps) < _STEPS_FOR_A_MEDIAN for one in members):
         return []
-    long = set[int | None].intersection(*(_long_steps(one) for one in members))
+    usual_of = [median(step.breakdown.span_ns for step in one.steps) for one in members]
+    long = set[int | None].intersection(*(
+        {step.step for step in one.steps if step.breakdown.span_ns > _LONG_STEP * usual}
+        for one, usual in zip(members, usual_of)
+    ))  # fmt: skip
     rest = [
         msgspec.structs.replace(one, steps=tuple(step for step in one.steps if step.step not in long))
         for one in members
@@ -351,11 +351,6 @@ def _uneven(members: Sequence[TraceFigures]) -> list[str]:
     ]
 
 
-def _long_steps(one: TraceFigures) -> set[int | None]:
-    usual = median(step.breakdown.span_ns for step in one.steps)
-    return {step.step for step in one.steps if step.breakdown.span_ns > _LONG_STEP * usual}
-
-
 def _remedy(members: Sequence[TraceFigures], loss: _Loss) -> list[str]:
     """What to do about a loss; of idle time also what most of it was waited for, on the rank that lost most by it."""
     one = max(members, key=lambda one: _share([one], loss))
@@ -369,16 +364,12 @@ def _remedy(members: Sequence[TraceFigures], loss: _Loss) -> list[str]:
     what = name_in_words(most.what or "")
     busy_host = loss is _LAUNCH and most.ns > LONG_NS * most.count
     of_cause = sum(idle.ns for idle in one.idle if idle.cause == loss.cause)
+    longest = "" if most.count == 1 else f" in all, the longest {format_ns(most.longest_ns)}"
     return [
         f"{name} is longest {_PLACES[most.cause]} {what}: {format_ns(most.ns / number)} {in_each(one)}, "
-        f"{format_percent(most.ns / of_cause, 0)} of it ({_gaps(most)}).",
+        f"{format_percent(most.ns / of_cause, 0)} of it ({counted(most.count, 'gap')}{longest}).",
         f"Try: {BUSY_HOST if busy_host else loss.remedy}.",
     ]
-
-
-def _gaps(idle: IdleFigures) -> str:
-    longest = "" if idle.count == 1 else f" in all, the longest {format_ns(idle.longest_ns)}"
-    return f"{counted(idle.count, 'gap')}{longest}"
 
 
 _PLACES = {
@@ -387,17 +378,7 @@ _PLACES = {
     Cause.DEPENDENCY: "where",
     Cause.UNKNOWN: "before",
 }
-"""Where gaps of a cause lie, before what they are told by."""
-
-
-def _without(unavailable: Sequence[TraceFigures], title: str, others: Sequence[TraceFigures]) -> Finding:
-    """The finding of a job in which some traces allow no verdict: that of the others, if there are any."""
-    told = tuple(dict.fromkeys(one.unavailable for one in unavailable if one.unavailable is not None))
-    if not others:
-        return Finding(title=title, lead=told[0], more=told[1:])
-    found = _finding(title, others)
-    left_out = f"Left out of this: {', '.join(who(one) for one in unavailable)}."
-    return Finding(title=title, lead=found.lead, more=(*found.more, left_out, *told))
+"""Where gaps of a cause lie, before the name of what they waited for."""
 
 
 def _share(members: Sequence[TraceFigures], loss: _Loss) -> float:
@@ -411,8 +392,8 @@ def _spread(members: Sequence[TraceFigures], loss: _Loss) -> str:
     if len(members) < 2:
         return ""
     shares = [(_share([one], loss), one) for one in members]
-    told = {format_percent(share) for share, _ in shares}
-    if len(told) == 1:
+    found = {format_percent(share) for share, _ in shares}
+    if len(found) == 1:
         return " on every rank"
     (least, low), (most, high) = min(shares, key=lambda p: p[0]), max(shares, key=lambda p: p[0])
     return f" (from {format_percent(least)} on {who(low)} to {format_percent(most)} on {who(high)})"
@@ -427,19 +408,15 @@ def _exposed(members: Sequence[TraceFigures]) -> list[str]:
     where = [] if most is None else [_where(worst, most)]
     if sum(waits.values()) > exposed * len(parts(worst)) / 2:
         return [*where, balance(members, worst, exposed, waits)]
-    unknown, remedy = unknown_waiting(worst), _remedy_of(most)
+    unknown, remedy = (
+        unknown_waiting(worst),
+        _EXPOSED.remedy if most is None else _REMEDIES.get(most.op, _EXPOSED.remedy),
+    )
+    if most is not None and most.op == "all_to_all" and most.unit is not None:
+        remedy = _SHARDED  # with a unit, an all-to-all moves shards; else it is what experts exchange
     attempt = f"If the ranks hardly wait, try: {remedy}." if unknown else f"Try: {remedy}."
     named = attempt if where or unknown else f"To reduce exposed communication, try: {remedy}."
     return [*where, *(sentence for sentence in (answer(worst), unknown, named, late(members)) if sentence)]
-
-
-def _remedy_of(most: "_MostExposed | None") -> str:
-    if most is None:
-        return _EXPOSED.remedy
-    # With a unit, an all-to-all moves shards; else it is what experts exchange.
-    if most.op == "all_to_all" and most.unit is not None:
-        return _SHARDED
-    return _REMEDIES.get(most.op, _EXPOSED.remedy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

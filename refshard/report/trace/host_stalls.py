@@ -90,15 +90,11 @@ def _where(one: HostStall) -> str:
     """The line and the operator; without a line the operator and its layer or annotation; else the thread."""
     if one.line is not None:
         operator = f", {cut(one.operator, _LONGEST)}" if one.operator else ""
-        return f"{cut(_file(one.line), _LONGEST)}{operator}"
-    told = " in ".join(cut(name, _LONGEST) for name in (one.operator, one.unit) if name)
-    return told or f"thread {one.thread}"
-
-
-def _file(line: str) -> str:
-    """The last two parts of the path will do."""
-    path, bracket, rest = line.partition("(")
-    return "/".join(path.split("/")[-2:]) + bracket + rest
+        path, bracket, rest = one.line.partition("(")
+        line = "/".join(path.split("/")[-2:]) + bracket + rest  # the last two parts of the path will do
+        return f"{cut(line, _LONGEST)}{operator}"
+    found = " in ".join(cut(name, _LONGEST) for name in (one.operator, one.unit) if name)
+    return found or f"thread {one.thread}"
 
 
 def _share(found: HostStalls, places: tuple[HostStall, ...]) -> float:
@@ -110,30 +106,30 @@ def _sentences(places: tuple[HostStall, ...], found: HostStalls, figures: TraceF
     steps, share = found.steps or 1, _share(found, places[:1])
     if share < SMALL:
         limit = format_percent(SMALL, 0)
-        told = [f"No blocking call itself idles the GPU for {limit} of {of_each(figures)} or more."]
+        sentences = [f"No blocking call itself idles the GPU for {limit} of {of_each(figures)} or more."]
     else:
         worst = places[0]
-        told = [
+        sentences = [
             f"The GPU is held up most by: {_what(worst)} at {_where(worst)}. It makes the GPU idle for "
             f"{format_ns(worst.idle_ns / steps)} {in_each(figures)} ({format_percent(share)}).",
             f"Try: {_CACHE}" if _is_uncached(worst, places, figures) else f"Try: {_remedy(worst)}.",
         ]
     if len(places) > 1 and _share(found, places) >= SMALL:
         total = format_ns(sum(one.idle_ns for one in places) / steps)
-        told.append(
+        sentences.append(
             f"All such calls cause {total} of {format_ns(found.idle_ns / steps)} of idle time {in_each(figures)}."
         )
     if share >= SMALL and all(one.line is None for one in places):
-        told.append("With with_stack=True in the profiler, the table names the Python functions.")
+        sentences.append("With with_stack=True in the profiler, the table names the Python functions.")
     if share < SMALL and (gain := _gain_without_waits(figures)):
-        told.append(
+        sentences.append(
             "But the host starts what follows later because it waits: if it never waited for the GPU, "
             f"{format_ns(gain)} {in_each(figures)} would be saved (see What if)."
         )
     queued = [one for one in places if one.kind is Stall.QUEUE]
     if sum(one.host_ns for one in queued) >= SMALL * found.span_ns:
-        told.append("Launches that wait for a full queue are no problem: the host is ahead of the GPU.")
-    return tuple(told)
+        sentences.append("Launches that wait for a full queue are no problem: the host is ahead of the GPU.")
+    return tuple(sentences)
 
 
 def _is_uncached(worst: HostStall, places: tuple[HostStall, ...], figures: TraceFigures) -> bool:

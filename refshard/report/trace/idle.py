@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from refshard.quantities import format_ns, format_percent
 from refshard.report.blocks import Section
-from refshard.report.trace.wording import in_each, is_alone, parts, per, section
-from refshard.tracing.figures import Cause, LoneCopy, StepFigures, TraceFigures
+from refshard.report.trace.wording import count_per, in_each, is_alone, parts, per, section
+from refshard.tracing.figures import Cause, StepFigures, TraceFigures
 from refshard.tracing.names import name_in_words
 
 NAMES = {
@@ -34,10 +34,6 @@ _CAPTION = (
 _CAPTION_OF_CPU = "Gaps in which neither an operator nor a collective runs. What: the operator that ends the gap"
 
 
-def _number(count: int, steps: int) -> str:
-    return f"{count // steps:,}" if count % steps == 0 else f"{count / steps:,.1f}"
-
-
 def idle_section(figures: TraceFigures) -> Section | None:
     """What the device waited for."""
     if figures.host_only:
@@ -48,7 +44,7 @@ def idle_section(figures: TraceFigures) -> Section | None:
         {
             "cause": names(figures.device)[one.cause].removeprefix("idle, "), "what": name_in_words(one.what or "-"),
             per(figures): format_ns(one.ns / steps), "share": format_percent(one.ns / span),
-            "gaps" if is_alone(figures) else f"gaps {per(figures)}": _number(one.count, steps),
+            "gaps" if is_alone(figures) else f"gaps {per(figures)}": count_per(one.count, steps),
             "longest": format_ns(one.longest_ns),
         }
         for one in figures.idle
@@ -87,19 +83,15 @@ def lone_copy_sentences(one: TraceFigures, parts: Sequence[StepFigures], on: str
     if not one.lone_copies:
         return [f"To reduce copies alone, try: {_ELSE}."]
     most, total = one.lone_copies[0], sum(step.breakdown.lone_copy_ns for step in parts)
+    remedy = next((text for parts, text in _REMEDIES if any(part in most.name for part in parts)), _ELSE)
     # Copies at once, in both directions or of several devices, count each.
     at_once = sum(copy.ns for copy in one.lone_copies) > total
     share = "sum over concurrent copies" if at_once else f"{format_percent(most.ns / total, 0)} of it"
     return [
         f"Most of the time of copies alone{on}: {most.name}, {format_ns(most.ns / len(parts))} {in_each(one)}, {share} "
         f"({most.count:,} in all).",
-        f"To reduce copies alone, try: {copy_remedy(most)}.",
+        f"To reduce copies alone, try: {remedy}.",
     ]
-
-
-def copy_remedy(copy: LoneCopy) -> str:
-    """What makes less of such copies run alone."""
-    return next((told for parts, told in _REMEDIES if any(part in copy.name for part in parts)), _ELSE)
 
 
 def lone_copy_section(figures: TraceFigures) -> Section | None:

@@ -28,12 +28,12 @@ def short_name(one: CollectiveFigures) -> str:
 
 def of_collective(one: CollectiveFigures) -> Note:
     """Size, bandwidth, exposed part, wait in the queue, and the gap before it."""
-    told = [] if one.bytes is None else [format_bytes(one.bytes)]
+    sentences = [] if one.bytes is None else [format_bytes(one.bytes)]
     for word, rate in (("algorithm", one.algorithm_bandwidth), ("bus", one.bus_bandwidth)):
-        told += [] if rate is None else [f"{word} bandwidth {format_rate(rate / 1e9)} GB/s"]
-    told.append(f"exposed {format_ns(one.exposed_ns)}" if one.exposed_ns else "not exposed")
-    told += [] if one.queued_ns is None else [f"queued {format_ns(one.queued_ns)}"]
-    return short_name(one), "; ".join([*told, _gap(one)])
+        sentences += [] if rate is None else [f"{word} bandwidth {format_rate(rate / 1e9)} GB/s"]
+    sentences.append(f"exposed {format_ns(one.exposed_ns)}" if one.exposed_ns else "not exposed")
+    sentences += [] if one.queued_ns is None else [f"queued {format_ns(one.queued_ns)}"]
+    return short_name(one), "; ".join([*sentences, _gap(one)])
 
 
 def _gap(one: CollectiveFigures) -> str:
@@ -86,24 +86,20 @@ def of_exposed(collectives: Sequence[CollectiveFigures], starts: Nanoseconds, en
     return found
 
 
-def of_idle(timeline: Timeline, gaps: Gaps) -> list[Note]:
-    """For each idle gap what ends it, and why nothing ran."""
-    return [("idle", _why(timeline, gaps, place)) for place in range(len(gaps.starts))]
-
-
 def _why(timeline: Timeline, gaps: Gaps, place: int) -> str:
+    """What ends an idle gap, and why nothing ran."""
     spans, follower, before = timeline.spans, int(gaps.followers[place]), int(gaps.before[place])
     if follower == UNKNOWN:
         return "nothing runs after it"
-    told, cause = f"ended by {spans.name_table[spans.names[follower]]}", CAUSES[gaps.causes[place]]
+    found, cause = f"ended by {spans.name_table[spans.names[follower]]}", CAUSES[gaps.causes[place]]
     if not timeline.on_device:
-        return told
+        return found
     if cause is Cause.CALL and timeline.calls is not None:
-        return f"{told}, launched late: its thread was in {spans.name_table[timeline.calls.names[gaps.calls[place]]]}"
+        return f"{found}, launched late: its thread was in {spans.name_table[timeline.calls.names[gaps.calls[place]]]}"
     if cause is Cause.DEPENDENCY and before != UNKNOWN:
         ended = f"{spans.name_table[spans.names[before]]} on {spans.lane_names[spans.lanes[before]]}"
-        return f"{told}, which was queued and waited; {ended} ended last"
-    return told + {
+        return f"{found}, which was queued and waited; {ended} ended last"
+    return found + {
         Cause.LAUNCH: ", launched too late: the queue was empty",
         Cause.BACK_TO_BACK: ", the next in its queue",
         Cause.UNKNOWN: ", which was queued; the trace does not say what it waited for",
@@ -431,7 +427,7 @@ def _idle(timeline: Timeline, begin: int, close: int) -> LaneRow:
     blocks = tuple(
         Blocks(
             style=style, starts=gaps.starts, ends=gaps.ends,
-            notes=of_idle(timeline, gaps),
+            notes=[("idle", _why(timeline, gaps, place)) for place in range(len(gaps.starts))],
         )
         for style, gaps in idle_styles(timeline, begin, close)
         if len(gaps.starts)

@@ -308,23 +308,23 @@ def _alternative(view: View) -> str:
     """When what happens, and what of the collectives is not in the drawing."""
     hull, gather, reduce = view.hull, view.gather, view.reduce
     noun = "kernel" if view.timeline.on_device else "operator"
-    told = [f"{view.unit}: {hull.phase or 'compute'} takes {format_ns(hull.end - hull.start)}."]
+    sentences = [f"{view.unit}: {hull.phase or 'compute'} takes {format_ns(hull.end - hull.start)}."]
     if gather is None:
-        told.append("No all-gather precedes it.")
+        sentences.append("No all-gather precedes it.")
     else:
-        told.append(
+        sentences.append(
             f"Its all-gather takes {format_ns(gather.end - gather.start)} and ends "
             f"{_relative(gather.end - hull.start, f'its first {noun} starts')}{_undrawn(view, gather)}."
         )
     if reduce is None:
-        told.append("No reduction of it follows.")
+        sentences.append("No reduction of it follows.")
     else:
-        told.append(
+        sentences.append(
             f"Its reduction takes {format_ns(reduce.end - reduce.start)}, starts "
             f"{_relative(reduce.start - hull.end, f'its last {noun} ends')} and ends "
             f"{_relative(reduce.end - hull.end, 'that')}{_undrawn(view, reduce)}."
         )
-    return " ".join(told)
+    return " ".join(sentences)
 
 
 def _undrawn(view: View, ran: Ran) -> str:

@@ -10,8 +10,8 @@ from refshard.report.blocks import Block, Cell, Quantity, Section, Table, table
 from refshard.report.trace import wording
 from refshard.report.trace.findings import exposed_waits
 from refshard.report.trace.idle import names as idle_names
-from refshard.report.trace.wording import each, has_steps
-from refshard.tracing.figures import Breakdown, CollectiveFigures, StepFigures, TraceFigures
+from refshard.report.trace.wording import count_per, each, has_steps
+from refshard.tracing.figures import Breakdown, CollectiveFigures, TraceFigures
 
 MOST_UNITS = 400
 MOST_WAITS = 40
@@ -57,23 +57,17 @@ def _gaps(one: TraceFigures, timeline: Timeline | None) -> list[dict[str, Cell]]
 def steps(one: TraceFigures) -> list[dict[str, Cell]]:
     """Where the time of every step, and of the whole trace, goes."""
     every = [step for step in one.steps if step.step is not None]
+    names = [f"{step.step}" if step.name is None else f"{step.step}: {step.name}" for step in every]
     return [
-        {each(one) if every else "step": _step_name(step), **_parts_row(one, step.breakdown)}
+        {each(one) if every else "step": name, **_parts_row(one, step.breakdown)}
         | {
             "late reductions (give-way)": Quantity(step.giveway.lost_ns, "ns"),
             "copy-in": Quantity(step.copies.copy_in_ns, "ns"),
             "copy-out": Quantity(step.copies.copy_out_ns, "ns"),
             "waits for a reduction": Quantity(step.reduce_wait.host_ns, "ns"),
         }
-        for step in (*every, wording.whole(one))
+        for step, name in zip((*every, wording.whole(one)), (*names, "whole trace"))
     ]
-
-
-def _step_name(step: StepFigures) -> str:
-    """Its number, and the name of a window that a user chose."""
-    if step.step is None:
-        return "whole trace"
-    return str(step.step) if step.name is None else f"{step.step}: {step.name}"
 
 
 def _parts_row(one: TraceFigures, part: Breakdown) -> dict[str, Cell]:
@@ -108,14 +102,10 @@ def units(one: TraceFigures) -> list[dict[str, Cell]]:
             "exposed share": Quantity(unit.exposed_ns / unit.comm_ns, "share") if unit.comm_ns else None,
             "preparation": Quantity(unit.prep_ns / steps, "ns"),
             "copy": Quantity(unit.copy_ns / steps, "ns"),
-            "collectives": _number(unit.collectives, steps),
+            "collectives": count_per(unit.collectives, steps),
         }
         for unit in one.units[:MOST_UNITS]
     ]
-
-
-def _number(n: int, steps: int) -> str:
-    return f"{n // steps:,}" if n % steps == 0 else f"{n / steps:,.1f}"
 
 
 def collectives(one: TraceFigures) -> list[dict[str, Cell]]:
@@ -132,7 +122,7 @@ def collectives(one: TraceFigures) -> list[dict[str, Cell]]:
             "bytes": sizes[key],
             "units": _units(members),
             "group": f"{key[2] or 'unknown'} ({'?' if key[3] is None else key[3]} ranks)",
-            "count": _number(len(members), steps),
+            "count": count_per(len(members), steps),
             "median duration": Quantity(median(c.duration_ns for c in members), "ns"),
             "algorithm bandwidth": Quantity(middle_of([c.algorithm_bandwidth for c in members]), "GB/s"),
             "bus bandwidth": Quantity(middle_of([c.bus_bandwidth for c in members]), "GB/s"),
@@ -168,7 +158,7 @@ def middle_of(values: Sequence[float | None]) -> float | None:
 def blocking(members: Sequence[CollectiveFigures], steps: int) -> str:
     """Gaps in which a collective was launched already while compute ran: their number and time per step."""
     gaps = [c.gap_ns for c in members if c.gap_blocking and c.gap_ns is not None]
-    return f"{_number(len(gaps), steps)} ({format_ns(sum(gaps) / steps)})" if gaps else "0"
+    return f"{count_per(len(gaps), steps)} ({format_ns(sum(gaps) / steps)})" if gaps else "0"
 
 
 def overheads(one: TraceFigures) -> list[dict[str, Cell]]:
@@ -182,22 +172,16 @@ def overheads(one: TraceFigures) -> list[dict[str, Cell]]:
     found = [
         ("copy-in and copy-out", f"{mean(copies.copy_in_ns)} in, {mean(copies.copy_out_ns)} out; "
          f"{mean(copies.exposed_ns)} exposed, {mean(copies.hidden_ns)} overlapped"),
-        ("waits for an earlier reduction", f"{_number(wait.count, steps)}, host waiting {mean(wait.host_ns)}"
+        ("waits for an earlier reduction", f"{count_per(wait.count, steps)}, host waiting {mean(wait.host_ns)}"
          f"{device}" if wait.count else "none"),
     ]  # fmt: skip
-    if give.index is None:
-        return _rows([*found, ("late reductions (give-way)", give.reason or "not known")])
-    stretch = "" if give.stretch is None else f"preparatory kernels take {give.stretch:.2f} times as long; "
-    baseline = f"; baseline: {give.baseline}, {give.samples} samples" if give.baseline else ""
-    return _rows([
-        *found,
-        ("late reductions (give-way)", f"{format_percent(give.index)} of the trace, {mean(give.lost_ns)}: {stretch}"
-         f"{_number(give.reduces, steps)} reductions{baseline}"),
-    ])  # fmt: skip
-
-
-def _rows(pairs: Sequence[tuple[str, str]]) -> list[dict[str, Cell]]:
-    return [{"overhead": name, "figure": text} for name, text in pairs]
+    late = give.reason or "not known"
+    if give.index is not None:
+        stretch = "" if give.stretch is None else f"preparatory kernels take {give.stretch:.2f} times as long; "
+        baseline = f"; baseline: {give.baseline}, {give.samples} samples" if give.baseline else ""
+        late = f"{format_percent(give.index)} of the trace, {mean(give.lost_ns)}: {stretch}"
+        late += f"{count_per(give.reduces, steps)} reductions{baseline}"
+    return [{"overhead": name, "figure": text} for name, text in (*found, ("late reductions (give-way)", late))]
 
 
 def waits(members: Sequence[TraceFigures]) -> Table:
@@ -213,7 +197,7 @@ def waits(members: Sequence[TraceFigures]) -> Table:
             "waited": Quantity(wait.waited_ns / steps, "ns"),
             "share of the step": Quantity(wait.waited_ns / span[id(one)], "share") if span[id(one)] else None,
             "exposed": Quantity(exposed[id(one)].get(wait.rank, 0) / steps, "ns") if id(one) in exposed else None,
-            "collectives": _number(wait.collectives, steps),
+            "collectives": count_per(wait.collectives, steps),
         }
         for steps, one, wait in every[:MOST_WAITS]
     ]

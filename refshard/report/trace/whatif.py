@@ -47,13 +47,13 @@ def what_if_section(figures: TraceFigures) -> Section | None:
         if found.only_launches
         else ""
     )
-    told = (_order(found), _beside_exposed(figures, found) if gains else "", doubt, *_path(found, what))
+    known = (_order(found), _beside_exposed(figures, found) if gains else "", doubt, *_path(found, what))
     return section(
         title=f"What if: the {what} replayed with one change",
         caption=f"Replays of the trace's dependency graph, over {of} ({format_ns(found.step_ns)}). "
         f"{counted(found.waits_recorded, 'wait')} between streams recorded, {found.waits_inferred:,} inferred.",
         rows=rows,
-        sentences=tuple(sentence for sentence in told if sentence),
+        sentences=tuple(sentence for sentence in known if sentence),
         brief=True,
     )
 
@@ -151,8 +151,8 @@ def _not_by_the_host(found: WhatIfFigures) -> list[str]:
 def _owner(part: PathPart) -> str:
     name = part.name or ""
     before = "before " if name.startswith("before ") else ""
-    told = name_in_words(name.removeprefix(before))
-    return f"host code {before}{told}" if before else told
+    found = name_in_words(name.removeprefix(before))
+    return f"host code {before}{found}" if before else found
 
 
 def _name(one: WhatIf) -> str:

@@ -87,6 +87,11 @@ def counted(n: int, noun: str) -> str:
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
 
 
+def count_per(count: int, steps: int) -> str:
+    """How many in a step: a whole number where steps are alike."""
+    return f"{count // steps:,}" if count % steps == 0 else f"{count / steps:,.1f}"
+
+
 def who(figures: TraceFigures) -> str:
     """How a trace is called in a sentence."""
     return figures.file if figures.rank is None else f"rank {figures.rank}"
@@ -137,9 +142,9 @@ def ranks(members: Sequence[TraceFigures]) -> str:
     """How many ranks of a job are here, and what they run on."""
     first = members[0]
     size = first.world_size
-    told = "1 rank" if size == 1 else f"{len(members)} of {size} ranks"
-    told = counted(len(members), "trace") if size is None else told
-    return ", ".join([told, *([first.backend] if first.backend else []), first.device])
+    text = "1 rank" if size == 1 else f"{len(members)} of {size} ranks"
+    text = counted(len(members), "trace") if size is None else text
+    return ", ".join([text, *([first.backend] if first.backend else []), first.device])
 
 
 def mean(members: Sequence[TraceFigures], of: Callable[[Breakdown], int]) -> float:

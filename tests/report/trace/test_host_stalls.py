@@ -4,7 +4,6 @@ import msgspec
 import pytest
 
 from refshard.report.trace.host_stalls import host_stalls_section
-from refshard.report.trace.sections import SECTIONS
 from refshard.tracing.figures import (
     NO_SYNC,
     ClassFigures,
@@ -55,29 +54,6 @@ def test_an_allocator_that_does_not_cache_is_told_apart(calls: int, words: str) 
         host_stalls_section(msgspec.structs.replace(figures(gpu(steps=1)), host_stalls=found, operators=report))
     )
     assert words in section.sentences[1]
-
-
-def test_rows_are_means_per_step() -> None:
-    section = of(HOLDUP, changed(kind=Stall.SYNC, call="cudaDeviceSynchronize", operator=None, idle_ns=4 * MS, count=2))
-    assert section.rows == [
-        {
-            "what": "value read by the host (cudaMemcpyAsync)",
-            "where": "aten::_local_scalar_dense",
-            "GPU idle caused": "5.00 ms",
-            "host time in calls": "10.0 ms",
-            "calls": "2",
-        },
-        {
-            "what": "cudaDeviceSynchronize",
-            "where": "thread 7/7",
-            "GPU idle caused": "1.00 ms",
-            "host time in calls": "10.0 ms",
-            "calls": "0.5",
-        },
-    ]
-    assert section.title == "What holds the GPU up, per step"
-    assert section.brief
-    assert host_stalls_section in SECTIONS
 
 
 def test_the_worst_is_named_with_its_remedy() -> None:
