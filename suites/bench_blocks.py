@@ -42,7 +42,7 @@ from refshard.engine.local_part import local_of
 from refshard.models.activation import checkpoint_layers
 from refshard.models.llama import INIT_STD, Llama, next_token_loss
 from refshard.specs.model import ModelSpec, load_model
-from refshard.tracing.memory import AllocatorPeak, GpuPeaks
+from refshard.tracing.recording import AllocatorPeak, GpuPeaks
 
 pytestmark = pytest.mark.long
 

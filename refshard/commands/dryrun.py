@@ -12,11 +12,11 @@ from refshard.dryrun.overheads import overheads
 from refshard.dryrun.request import Request
 from refshard.dryrun.run import dry_run
 from refshard.errors import SpecError
+from refshard.events.writer import as_kineto
 from refshard.folders import replace_file
 from refshard.report.blocks import Answer
 from refshard.report.dryrun.answer import dryrun_answer
 from refshard.specs.cluster import ClusterSpec, load_cluster
-from refshard.tracing.files.writer import as_kineto
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,11 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from refshard.report.blocks import Answer
-from refshard.report.trace.memory_timeline import memory_timeline_answer
-from refshard.report.trace.snapshot import snapshot_answer
-from refshard.tracing.allocator.memory_timeline import memory_timeline
-from refshard.tracing.allocator.snapshot import snapshot_figures
-from refshard.tracing.allocator.snapshot_file import read_snapshot
+from refshard.report.trace.snapshot import memory_timeline_answer, snapshot_answer
+from refshard.tracing.memory_timeline import memory_timeline
+from refshard.tracing.snapshot import read_snapshot, snapshot_figures
 
 
 def memory_snapshots(paths: Sequence[Path]) -> Answer:

@@ -12,21 +12,20 @@ import msgspec
 from refshard.commands.memory_snapshot import memory_snapshots, memory_timelines
 from refshard.commands.printing import write_page
 from refshard.errors import SpecError, TraceError
+from refshard.events.nsys import is_nsys
+from refshard.events.reader import read_trace
+from refshard.events.timeline import Timeline
 from refshard.report.blocks import Answer
 from refshard.report.trace.answer import check_block, trace_answer
 from refshard.report.trace.difference import Compared, difference_answer
-from refshard.timeline import Timeline
 from refshard.tracing import hta
-from refshard.tracing.allocator.memory_timeline import is_memory_timeline
-from refshard.tracing.allocator.snapshot_file import is_snapshot
 from refshard.tracing.analysis import Analysis, analyse, join
-from refshard.tracing.communication import patterns
-from refshard.tracing.difference.matching import difference, mean_steps
-from refshard.tracing.difference.pairing import pair
-from refshard.tracing.files.nsys import is_nsys
-from refshard.tracing.files.reader import read_trace
+from refshard.tracing.difference import difference, mean_steps, pair
 from refshard.tracing.kineto import timeline_of
-from refshard.tracing.windows import Asked, parse_window
+from refshard.tracing.memory_timeline import is_memory_timeline
+from refshard.tracing.names import patterns
+from refshard.tracing.snapshot import is_snapshot
+from refshard.tracing.windows import WindowOptions, parse_window
 
 _SUFFIXES = (".json", ".json.gz", ".sqlite")
 _NAMED = 3
@@ -127,7 +126,7 @@ class _How:
     calibration: Timeline | None
     keep_timelines: bool
     communication: tuple["re.Pattern[str]", ...]
-    window: Asked | None
+    window: WindowOptions | None
     device: str | None
     compare: bool
 
@@ -205,7 +204,7 @@ def _compare(before: Sequence[Analysis], after: Sequence[Analysis]) -> Compared:
         steps=(len(scatter[0]), len(scatter[1])),
         difference=difference(of_a, of_b, pairing.ranks),
         interval=change_of_means(*scatter),
-        doubts=pairing.doubts,
+        warnings=pairing.warnings,
         unlike=pairing.unlike,
     )
 

@@ -19,10 +19,10 @@ from refshard.dryrun.recording import Flag, Kind, Phase, Recording
 from refshard.dryrun.replay import NS, Replayed, replay
 from refshard.dryrun.run import DryRun
 from refshard.dryrun.steps import Step, steps_of
+from refshard.events.table import TraceFile
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.hardware import HardwareSpec
 from refshard.tracing import analysis as tracing
-from refshard.tracing.files.events import TraceFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

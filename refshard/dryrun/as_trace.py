@@ -20,22 +20,23 @@ from refshard.dryrun.recording import NO_STREAM, Flag, Kind, Phase, Recording
 from refshard.dryrun.replay import NEVER, Replayed
 from refshard.dryrun.steps import Step, host_windows, steps_of
 from refshard.dryrun.work import Tensor, parse
-from refshard.timeline import UNKNOWN, Meaning
-from refshard.tracing.files.events import (
+from refshard.events.table import (
     ANNOTATION,
     HOST,
     KERNEL,
     LAUNCH,
     MEMCPY,
     DeviceEvents,
+    Frames,
+    Growing,
     HostEvents,
     MemoryEvents,
     Operands,
     SyncEvents,
     TraceFile,
 )
-from refshard.tracing.files.frames import Frames
-from refshard.tracing.operators.flops_of import CAUSAL
+from refshard.events.timeline import UNKNOWN, Meaning
+from refshard.tracing.flops import CAUSAL
 
 ROOT = "(root)"
 """The unit of parameters of no module that is known: the model itself, less its wrapped parts."""
@@ -82,7 +83,7 @@ _GATHERS, _REDUCES = ("all_gather",), ("reduce_scatter", "all_reduce", "reduce")
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Purposes:
     """Columns over all events: ``labels`` (int64) are codes of :data:`LABELS`; ``units`` (int32) index ``unit_names``
-    or are :data:`~refshard.timeline.UNKNOWN`.
+    or are :data:`~refshard.events.timeline.UNKNOWN`.
     """
 
     labels: npt.NDArray[np.int64]
@@ -239,7 +240,7 @@ class _Builder:
                 operands=operands.astype(np.int32),
             ),
             device=device_events,
-            syncs=SyncEvents.none(),
+            syncs=SyncEvents(**Growing(SyncEvents).columns()),
             names=tuple(self._names),
             threads=(_THREAD,),
             lanes=tuple(("0", str(stream)) for stream in self._lanes),

@@ -7,7 +7,7 @@ import numpy as np
 
 from refshard.dryrun.recording import Kind, Recording
 from refshard.dryrun.replay import Replayed
-from refshard.timeline import Window
+from refshard.events.timeline import Window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,9 +31,7 @@ from refshard.specs.case import CaseSpec
 from refshard.specs.model import known_dimensions
 from refshard.strategies import strategy_for
 from refshard.strategies.table import ROWS
-from refshard.tracing.capture import WARMUP_STEPS, capture_steps
-from refshard.tracing.census import OperatorCensus
-from refshard.tracing.memory import AllocatorPeak, GpuPeaks
+from refshard.tracing.recording import WARMUP_STEPS, AllocatorPeak, GpuPeaks, OperatorCensus, capture_steps
 
 _NO_ROOM_FOR_A_STACK = ("Resource temporarily unavailable", "can't start new thread")
 """What errors say if the limit leaves no room for the stack of a new thread."""

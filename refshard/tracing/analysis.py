@@ -9,34 +9,29 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from refshard.timeline import Nanoseconds, Timeline, Window
-from refshard.tracing.allocator.held import allocated_over_time, memory_peaks
+from refshard.events.reader import read_trace
+from refshard.events.selection import only_device
+from refshard.events.table import MemoryEvents, TraceFile
+from refshard.events.timeline import Nanoseconds, Timeline, Window
+from refshard.tracing.attribution import Attribution, attribute
 from refshard.tracing.collectives import collective_figures, copy_overhead, reduce_waits, unit_figures
-from refshard.tracing.difference.diff import Attribution, attribute
+from refshard.tracing.cuda_graphs import find_graphs
+from refshard.tracing.exposure import Traffic, communication, exposure_of, links_of
 from refshard.tracing.figures import MemoryPoint, StepFigures, TraceFigures
-from refshard.tracing.files.devices import only_device
-from refshard.tracing.files.events import MemoryEvents, TraceFile
-from refshard.tracing.files.nsys_words import in_words_of
-from refshard.tracing.files.reader import read_trace
 from refshard.tracing.giveway import give_ways
-from refshard.tracing.graphs import find_graphs
-from refshard.tracing.host.holdups import find_holdups
+from refshard.tracing.graph import Graph, graph_of
+from refshard.tracing.host_stalls import find_host_stalls
+from refshard.tracing.idle import idle_figures
+from refshard.tracing.issued import Group
+from refshard.tracing.jobs import Identity, group, identity_of, rank_in_name
 from refshard.tracing.kineto import timeline_of
-from refshard.tracing.lone_copies import lone_copies
-from refshard.tracing.operators.operators import operator_report
-from refshard.tracing.overlap import breakdowns
-from refshard.tracing.quality import find_warnings
-from refshard.tracing.ranks.exposure import exposure_of
-from refshard.tracing.ranks.jobs import Identity, group, identity_of, rank_in_name
-from refshard.tracing.ranks.links import links_of
-from refshard.tracing.ranks.messages import Group, Traffic, communication
-from refshard.tracing.ranks.stragglers import Entered, rank_waits
-from refshard.tracing.replay.graph import Graph, graph_of
-from refshard.tracing.replay.whatif import what_ifs
-from refshard.tracing.replay.whatif_figures import WhatIfFigures
-from refshard.tracing.untold import missing_device, mostly_capture
-from refshard.tracing.waits import idle_figures
-from refshard.tracing.windows import Asked, window_figures, window_warnings
+from refshard.tracing.memory_peaks import allocated_over_time, memory_peaks
+from refshard.tracing.operators import operator_report
+from refshard.tracing.overlap import breakdowns, lone_copies
+from refshard.tracing.quality import find_warnings, in_words_of, missing_device, mostly_capture
+from refshard.tracing.skew import rank_waits
+from refshard.tracing.whatif import what_ifs
+from refshard.tracing.windows import WindowOptions, bounds, window_figures, window_warnings
 
 _MEMORY_POINTS = 2000
 
@@ -58,7 +53,7 @@ class Analysis:
 
     @property
     def timeline(self) -> Timeline:
-        """What the rank did; the analysis must have been told to keep it."""
+        """What the rank did; needs ``keep_timeline=True``."""
         assert self.kept is not None, "analyse with keep_timeline=True"
         return self.kept
 
@@ -75,7 +70,7 @@ def analyse(
     keep_timeline: bool = True,
     keep_graph: bool = True,
     compare: bool = False,
-    window: Asked | None = None,
+    window: WindowOptions | None = None,
     device: str | None = None,
     communicating: Sequence["re.Pattern[str]"] = (),
 ) -> Analysis:
@@ -99,54 +94,33 @@ def analyse(
     missing, graphs, name = missing_device(trace), find_graphs(trace, timeline), _device(trace, timeline)
     graph = graph_of(trace, timeline)
     whole, *steps = _per_window(timeline, calibration)
+    traffic, collectives = _traffic(trace, timeline, name), collective_figures(timeline)
     figures = TraceFigures(
-        file=str(trace.path),
-        job=0,
-        rank=identity.rank if identity.rank is not None else rank_in_name(trace.path),
-        world_size=identity.world_size,
-        backend=identity.backend,
-        device=name,
-        events=trace.count,
-        whole=whole.breakdown,
-        giveway=whole.giveway,
-        copies=whole.copies,
-        reduce_wait=whole.reduce_wait,
-        steps=tuple(steps),
-        units=unit_figures(timeline),
-        collectives=collective_figures(timeline),
-        idle=idle_figures(timeline),
-        lone_copies=lone_copies(timeline, *_bounds(timeline)),
-        memory=_memory(trace.memory, trace.memory_devices),
-        memory_peaks=memory_peaks(trace),
-        holdups=find_holdups(trace, timeline),
+        file=str(trace.path), job=0, rank=identity.rank if identity.rank is not None else rank_in_name(trace.path),
+        world_size=identity.world_size, backend=identity.backend, device=name, events=trace.count,
+        whole=whole.breakdown, giveway=whole.giveway, copies=whole.copies, reduce_wait=whole.reduce_wait,
+        steps=tuple(steps), units=unit_figures(timeline), collectives=collectives,
+        communication=communication(traffic, collectives, {}, alone=True), idle=idle_figures(timeline),
+        lone_copies=lone_copies(timeline, *bounds(timeline.windows)),
+        memory=_memory(trace.memory, trace.memory_devices), memory_peaks=memory_peaks(trace),
+        host_stalls=find_host_stalls(trace, timeline),
         warnings=(*in_words_of(trace, find_warnings(trace, timeline)), *window_warnings(trace, timeline, window)),
         windows=None if window is None else window_figures(window, steps),
-        untold=missing or mostly_capture(timeline, graphs),
-        host_only=missing is not None,
-        graphs=graphs,
+        unavailable=missing or mostly_capture(timeline, graphs), host_only=missing is not None, graphs=graphs,
         operators=None if missing is not None else operator_report(trace, timeline, name),
         what_if=None if graph is None else what_ifs(graph),
-    )
-    traffic = traffic_of(timeline, figures, _devices(trace))
-    figures = msgspec.structs.replace(
-        figures, communication=communication(traffic, figures.collectives, {}, alone=True)
-    )
+    )  # fmt: skip
     return Analysis(
-        figures=figures,
-        identity=identity,
-        kept=timeline if keep_timeline else None,
-        traffic=traffic,
-        attribution=attribute(timeline) if compare else None,
-        graph=graph if keep_graph else None,
-    )
+        figures=figures, identity=identity, kept=timeline if keep_timeline else None, traffic=traffic,
+        attribution=attribute(timeline) if compare else None, graph=graph if keep_graph else None,
+    )  # fmt: skip
 
 
 def _per_window(timeline: Timeline, calibration: Timeline | None) -> list[StepFigures]:
     """Figures of the whole trace, and then of each of its steps."""
     first, last = _extent(timeline)
     windows = [Window(step=None, start=first, end=last), *timeline.windows]
-    starts = np.array([window.start for window in windows], np.int64)
-    ends = np.array([window.end for window in windows], np.int64)
+    starts, ends = bounds(windows)
     columns = (
         breakdowns(timeline, starts, ends),
         give_ways(timeline, starts, ends, calibration),
@@ -183,27 +157,21 @@ def join(analyses: Sequence[Analysis], *, one_job: bool = False) -> tuple[Analys
             continue
         waits = rank_waits([figures[place] for place in places])
         for place, waits_for, entered in zip(places, waits.waits_for, waits.entered):
-            traffic, one = analyses[place].traffic, figures[place]
-            told = None if traffic is None else communication(traffic, one.collectives, entered, alone=False)
+            traffic, graph, one = analyses[place].traffic, analyses[place].graph, figures[place]
+            waited = [(one.collectives[n].start_ns, found.waited_ns) for n, found in entered.items() if found.waited_ns]
+            text = None if traffic is None else communication(traffic, one.collectives, entered, alone=False)
             figures[place] = msgspec.structs.replace(
                 one,
                 waits_for=waits_for,
                 warnings=(*one.warnings, *waits.warnings),
-                communication=told,
-                what_if=_with_waits(analyses[place], entered),
+                communication=text,
+                what_if=one.what_if if graph is None or not waited else what_ifs(graph, waited),
             )
     return tuple(replace(one, figures=found) for found, one in zip(figures, analyses))
 
 
-def _with_waits(one: Analysis, entered: dict[int, Entered]) -> WhatIfFigures | None:
-    """What ifs of a rank of which is known where it waited for others, as far as its graph was kept."""
-    collectives = one.figures.collectives
-    waited = [(collectives[number].start_ns, found.waited_ns) for number, found in entered.items() if found.waited_ns]
-    return what_ifs(one.graph, waited) if one.graph is not None and waited else one.figures.what_if
-
-
-def traffic_of(timeline: Timeline, figures: TraceFigures, devices: int | None) -> Traffic:
-    """What the communication figures are made of; ``devices`` is how many the process saw, if that is known."""
+def _traffic(trace: TraceFile, timeline: Timeline, device: str) -> Traffic:
+    """What the communication figures are made of."""
     windows = [Window(step=None, start=_extent(timeline)[0], end=_extent(timeline)[1])]
     windows += [window for window in timeline.windows if window.step is not None]
     groups = {
@@ -211,18 +179,13 @@ def traffic_of(timeline: Timeline, figures: TraceFigures, devices: int | None) -
         for one in timeline.collectives
         if one.group is not None
     }
-    starts, ends = (np.array([getattr(window, at) for window in windows], np.int64) for at in ("start", "end"))
+    properties = trace.metadata.get("deviceProperties")  # of the devices that the recording process saw
+    devices = len(properties) if isinstance(properties, list) and properties else None
     return Traffic(
-        exposure=exposure_of(timeline, [window.step for window in windows], starts, ends),
+        exposure=exposure_of(timeline, [window.step for window in windows], *bounds(windows)),
         groups=groups,
-        links=links_of(figures.device, devices),
+        links=links_of(device, devices),
     )
-
-
-def _devices(trace: TraceFile) -> int | None:
-    """How many devices the recording process saw."""
-    properties = trace.metadata.get("deviceProperties")
-    return len(properties) if isinstance(properties, list) and properties else None
 
 
 def _extent(timeline: Timeline) -> tuple[int, int]:
@@ -232,20 +195,12 @@ def _extent(timeline: Timeline) -> tuple[int, int]:
     return timeline.windows[0].start, max(window.end for window in timeline.windows)
 
 
-def _bounds(timeline: Timeline) -> tuple[Nanoseconds, Nanoseconds]:
-    """Start and end of each step; without steps, of the whole trace."""
-    found = [(window.start, window.end) for window in timeline.windows] or [_extent(timeline)]
-    starts, ends = np.array(found, np.int64).T
-    return starts, ends
-
-
 def _host_bounds(timeline: Timeline) -> tuple[Nanoseconds, Nanoseconds]:
     """The whole trace and its steps in the host's time, which may run ahead of the device's by whole steps."""
     ever = Window(step=None, start=np.iinfo(np.int64).min, end=np.iinfo(np.int64).max)
     of_step = {window.step: window for window in timeline.host_windows}
     found = [ever, *(of_step.get(window.step, ever) for window in timeline.windows)]
-    starts = np.array([window.start for window in found], np.int64)
-    return starts, np.array([window.end for window in found], np.int64)
+    return bounds(found)
 
 
 def _device(trace: TraceFile, timeline: Timeline) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import KINDS, Collective, Intervals, Kind, Label, Meaning, Nanoseconds, Spans, Timeline
+from refshard.events.timeline import KINDS, Collective, Intervals, Kind, Label, Meaning, Nanoseconds, Timeline
 from refshard.tracing.figures import CollectiveFigures, CopyOverhead, ReduceWait, UnitFigures
 from refshard.tracing.idle import knows_launches, latest_launches
 
@@ -67,9 +67,22 @@ def collective_figures(timeline: Timeline) -> tuple[CollectiveFigures, ...]:
     )
     times = _times(timeline, rows, (compute, _but_communication(timeline)))
     computing = (compute.within(gap_starts, starts) > 0).tolist()
-    return tuple(
-        _collective_figures(rows[i], times[i], before=before[i], beside=computing[i]) for i in range(len(rows))
-    )
+    found = []
+    for (one, lane, start, _), (duration, exposed, exposed_any), silent, beside in zip(rows, times, before, computing):
+        factor = bus_factor(one.op, one.group_size)
+        rate = None if one.bytes is None or not duration else one.bytes / (duration * NS)
+        blocking = None if silent is None or one.launched is None else one.launched <= silent and beside
+        found.append(
+            CollectiveFigures(
+                op=one.op, unit=one.unit, step=one.step, group=one.group, group_size=one.group_size, dtype=one.dtype,
+                lane=lane, start_ns=start, duration_ns=duration, exposed_ns=exposed, exposed_any_ns=exposed_any,
+                queued_ns=None if one.launched is None else max(0, start - one.launched), bytes=one.bytes,
+                algorithm_bandwidth=rate, bus_bandwidth=None if rate is None or factor is None else rate * factor,
+                gap_ns=None if silent is None else max(0, start - silent), gap_blocking=blocking,
+                sequence=one.sequence,
+            )
+        )  # fmt: skip
+    return tuple(found)
 
 
 def _times(
@@ -96,40 +109,6 @@ def _times(
     return counts
 
 
-def _collective_figures(
-    row: tuple[Collective, str, int, int], times: list[int], *, before: int | None, beside: bool
-) -> CollectiveFigures:
-    """``times`` are those of :func:`_times`; ``before`` is when the lane fell silent, ``beside`` whether compute ran
-    from then until the start.
-    """
-    duration, exposed, exposed_any = times
-    collective, lane, start, _ = row
-    factor = bus_factor(collective.op, collective.group_size)
-    rate = None if collective.bytes is None or not duration else collective.bytes / (duration * NS)
-    launched = collective.launched
-    blocking = None if before is None or launched is None else launched <= before and beside
-    return CollectiveFigures(
-        op=collective.op,
-        unit=collective.unit,
-        step=collective.step,
-        group=collective.group,
-        group_size=collective.group_size,
-        dtype=collective.dtype,
-        lane=lane,
-        start_ns=start,
-        duration_ns=duration,
-        exposed_ns=exposed,
-        exposed_any_ns=exposed_any,
-        queued_ns=None if launched is None else max(0, start - launched),
-        bytes=collective.bytes,
-        algorithm_bandwidth=rate,
-        bus_bandwidth=None if rate is None or factor is None else rate * factor,
-        gap_ns=None if before is None else max(0, start - before),
-        gap_blocking=blocking,
-        sequence=collective.sequence,
-    )
-
-
 def unit_figures(timeline: Timeline) -> tuple[UnitFigures, ...]:
     """Every unit over the whole trace, by the start of its first span: the union of its own spans of each class.
 
@@ -148,30 +127,20 @@ def unit_figures(timeline: Timeline) -> tuple[UnitFigures, ...]:
     found = []
     for code, name in enumerate(spans.unit_names):
         rows = order[bounds[code] : bounds[code + 1]]
-        if len(rows):
-            found.append((rows[0], _unit_figures(name, spans, rows, hiding, counts[code])))
+        if not len(rows):
+            continue
+        own = {}
+        for place, kind in enumerate(KINDS):
+            of_kind = rows[spans.kinds[rows] == place]
+            own[kind] = Intervals.union(spans.starts[of_kind], spans.ends[of_kind])
+        comm = own[Kind.COMM]
+        exposed, exposed_any = (comm.length - int(by.within(comm.starts, comm.ends).sum()) for by in hiding)
+        figures = UnitFigures(
+            unit=name, compute_ns=own[Kind.COMPUTE].length, comm_ns=comm.length, prep_ns=own[Kind.PREP].length,
+            copy_ns=own[Kind.COPY].length, exposed_ns=exposed, exposed_any_ns=exposed_any, collectives=counts[code],
+        )  # fmt: skip
+        found.append((rows[0], figures))
     return tuple(figures for _, figures in sorted(found, key=lambda pair: int(pair[0])))
-
-
-def _unit_figures(
-    unit: str, spans: Spans, rows: npt.NDArray[np.int64], hiding: tuple[Intervals, Intervals], collectives: int
-) -> UnitFigures:
-    own = {}
-    for kind in Kind:
-        of_kind = rows[spans.kinds[rows] == KINDS.index(kind)]
-        own[kind] = Intervals.union(spans.starts[of_kind], spans.ends[of_kind])
-    comm = own[Kind.COMM]
-    exposed, exposed_any = (comm.length - int(by.within(comm.starts, comm.ends).sum()) for by in hiding)
-    return UnitFigures(
-        unit=unit,
-        compute_ns=own[Kind.COMPUTE].length,
-        comm_ns=comm.length,
-        prep_ns=own[Kind.PREP].length,
-        copy_ns=own[Kind.COPY].length,
-        exposed_ns=exposed,
-        exposed_any_ns=exposed_any,
-        collectives=collectives,
-    )
 
 
 def _but_communication(timeline: Timeline) -> Intervals:

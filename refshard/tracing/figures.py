@@ -1,19 +1,419 @@
-"""What an analysis of traces finds, as data.
+"""What an analysis of traces finds, as data: nothing here needs numpy.
 
 Times are int64 nanoseconds. What a trace cannot tell is None, never 0. ``docs/explanation/metrics.md`` has the
 definitions.
 """
 
 from enum import StrEnum
+from typing import Literal, get_args
 
 import msgspec
 
-from refshard.tracing.allocator.held_figures import MemoryPeak
-from refshard.tracing.graph_figures import GraphFigures
-from refshard.tracing.host.holdup_figures import HoldUps
-from refshard.tracing.operators.operator_figures import OperatorReport
-from refshard.tracing.ranks.exposure_figures import CommunicationFigures
-from refshard.tracing.replay.whatif_figures import WhatIfFigures
+
+class Capture(msgspec.Struct, frozen=True, kw_only=True):
+    """One graph being captured by the host, over ``[start_ns, end_ns)``, with so many kernel launches as nodes."""
+
+    start_ns: int
+    end_ns: int
+    launches: int
+
+
+class Replays(msgspec.Struct, frozen=True, kw_only=True):
+    """Launches of graphs with equally many device events, ``events`` each.
+
+    ``count`` is how many launches, ``busy_ns`` the union of their device events. ``capture`` is the place in
+    :attr:`GraphFigures.captures` of the capture that they replay: the only one that ended before them, or the only one
+    with as many kernel launches; None where the trace has none or cannot tell.
+    """
+
+    count: int
+    events: int
+    busy_ns: int
+    capture: int | None
+
+
+class GraphFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """The captures of a trace, by start, and the replays, the longest first."""
+
+    captures: tuple[Capture, ...]
+    replays: tuple[Replays, ...]
+
+
+class Stall(StrEnum):
+    """Kinds of calls that may hold the GPU up."""
+
+    ITEM = "item"  # a value is read: .item(), .tolist(), if tensor:
+    SHAPE = "shape"  # the size of a result depends on values: nonzero, masks, unique
+    COPY = "copy"  # a copy that the host waits for
+    SYNC = "synchronize"  # any other wait
+    ALLOCATOR = "allocator"  # memory from the driver, or back to it
+    LOADING = "loading"  # a module is loaded, or a launch is long while the GPU has nothing to do
+    QUEUE = "full queue"  # a launch is long while the GPU is busy
+    OTHER = "other"  # any other long call
+
+
+class HostStall(msgspec.Struct, frozen=True, kw_only=True):
+    """What calls at one place of the code, of one kind, do over all steps; without steps over the whole trace.
+
+    ``call`` is the driver's function that takes most of the time. ``line`` is the Python function of the user's code
+    that makes the call, as the profiler names it. ``operator`` is the innermost operator around it; ``unit`` the layer,
+    or else the innermost annotation. ``copied`` names the copy that a call started. ``count`` is the number of calls;
+    those that one operator makes for one purpose count once. ``host_ns`` is their duration. ``idle_ns`` is the GPU's
+    idle time that they cause, at most ``host_ns``. ``followed_ns`` is all idle time between them and the kernel that
+    their thread launches next.
+    """
+
+    kind: Stall
+    call: str
+    line: str | None
+    operator: str | None
+    unit: str | None
+    thread: str
+    copied: str | None
+    count: int
+    host_ns: int
+    idle_ns: int
+    followed_ns: int
+
+
+class HostStalls(msgspec.Struct, frozen=True, kw_only=True):
+    """All places, the one that causes most idle time first; None, with the ``reason``, where that is unknown.
+
+    ``steps`` is the number of steps that the figures are sums over, None in a trace without steps. ``idle_ns`` is all
+    of their idle time, and ``span_ns`` their length.
+    """
+
+    places: tuple[HostStall, ...] | None
+    steps: int | None = None
+    span_ns: int = 0
+    idle_ns: int = 0
+    reason: str | None = None
+
+
+Bound = Literal["skew", "latency", "bandwidth", "below", "unknown"]
+"""What exposed communication comes from: waiting for ranks, latency, a link that is full, one that is not; or unknown,
+where no rate of the link is known."""
+
+
+class PeerWait(msgspec.Struct, frozen=True, kw_only=True):
+    """Exposed nanoseconds in which this rank waited for ``rank`` to enter a collective."""
+
+    rank: int
+    waited_ns: int
+
+
+class ExposedSplit(msgspec.Struct, frozen=True, kw_only=True):
+    """The exposed communication of one window, divided; ``step`` is None for the whole trace.
+
+    ``transfer_ns``, ``waiting_ns`` and ``undivided_ns`` add up to ``exposed_ns``. Waiting is None where no collective
+    of the trace was matched with another rank's, transfer where none was with those of its whole group.
+    ``undivided_ns`` is what may be either. ``launch_ns`` is besides: the time in which nothing ran because the host
+    launched the next collective late; None where a launch is unknown.
+    """
+
+    step: int | None
+    exposed_ns: int
+    transfer_ns: int | None
+    waiting_ns: int | None
+    undivided_ns: int
+    launch_ns: int | None
+    waits_for: tuple[PeerWait, ...] = ()
+
+
+class MessageFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """The collectives of one group and operation with sizes in ``[least_bytes, most_bytes]``, over the whole trace.
+
+    ``nodes`` is how many the group spans. ``exposed_ns`` is their share of the steps' exposed time, of which
+    ``waiting_ns`` is known to be waiting. Bandwidths are bus bandwidths in bytes per second: the median with the
+    waiting, the median without (from the rank that entered last; None unless all ranks of the group are here), the
+    largest, and what the link reaches according to ``profile`` of :class:`CommunicationFigures`.
+    ``is_latency_bound`` says whether latency takes at least half of a typical one.
+    """
+
+    op: str
+    group: str | None
+    description: str | None
+    group_size: int | None
+    nodes: int | None
+    count: int
+    bytes: int | None
+    least_bytes: int | None
+    most_bytes: int | None
+    exposed_ns: int
+    waiting_ns: int | None
+    bus_bandwidth: float | None
+    transfer_bandwidth: float | None
+    largest_bandwidth: float | None
+    link_bandwidth: float | None
+    is_latency_bound: bool | None
+
+
+class CommunicationFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Exposed communication of one trace: over all, per step, and by group, operation and size (most exposed first).
+
+    ``bound`` answers "bandwidth, latency or skew?" over the steps; None without exposed communication. ``profile``
+    names the cluster profile that has the trace's device. ``missing`` says why a part is not divided, ``no_launch`` why
+    no launch is told.
+    """
+
+    whole: ExposedSplit
+    steps: tuple[ExposedSplit, ...]
+    messages: tuple[MessageFigures, ...]
+    bound: Bound | None
+    profile: str | None
+    missing: str | None
+    no_launch: str | None
+
+
+OperatorClass = Literal[
+    "GEMM", "attention", "convolution", "normalisation", "elementwise", "optimizer", "copies", "others", "communication"
+]
+CLASSES: tuple[OperatorClass, ...] = get_args(OperatorClass)
+"""By their code."""
+
+
+class ClassFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """All work of one class in all steps: ``ns`` of ``count`` kernels (on a CPU: operators).
+
+    ``share`` is of all work but communication; communication's is None.
+    """
+
+    name: OperatorClass
+    count: int
+    ns: int
+    share: float | None
+
+
+class OperatorFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """All calls in all steps of one operator with arguments of the same shapes and types.
+
+    ``ns`` is what their kernels took (on a CPU: the operators without others that they call). ``share`` is of all work
+    but communication. ``flops`` and ``bytes`` are of one call, the latter the least that it must move; ``flops_per_s``
+    is achieved, ``of_peak`` that over the data sheet's peak for the operands' type, ``of_roofline`` the time that the
+    peaks of computing and of memory allow, over the time taken. ``bound`` says which of the two peaks allows less.
+    ``reason`` says why there is no ``of_roofline``.
+    """
+
+    name: str
+    kind: OperatorClass
+    shapes: str | None
+    dtype: str | None
+    calls: int
+    ns: int
+    share: float
+    flops: int | None = None
+    bytes: int | None = None
+    flops_per_s: float | None = None
+    of_peak: float | None = None
+    of_roofline: float | None = None
+    bound: Literal["compute", "memory"] | None = None
+    reason: str | None = None
+
+
+class OperatorTotal(msgspec.Struct, frozen=True, kw_only=True):
+    """All calls in all steps of one operator, whatever their arguments' shapes, of which there are ``shapes``.
+
+    Rates are over the calls for which they are known, ``known_ns`` of ``ns``; ``of_roofline`` is the time that the
+    peaks allow these over the time that they took.
+    """
+
+    name: str
+    kind: OperatorClass
+    calls: int
+    shapes: int
+    ns: int
+    share: float
+    known_ns: int = 0
+    flops_per_s: float | None = None
+    of_peak: float | None = None
+    of_roofline: float | None = None
+
+
+class KernelFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """All runs in all steps of one kernel; ``name`` as the trace has it, ``short`` what tells it from others."""
+
+    name: str
+    short: str
+    kind: OperatorClass
+    count: int
+    ns: int
+    share: float
+
+
+class Slowdown(msgspec.Struct, frozen=True, kw_only=True):
+    """How much longer kernels run beside communication than alone.
+
+    Only runs of the same work are compared, as :mod:`~.alike` tells, with three or more each way. ``runs`` are those
+    with more than half of their time in communication. ``beside_ns`` and ``alone_ns`` are their time by the median of
+    runs beside it and of runs without any. They are ``slower`` if it is more and no chance: the rank sums of runs
+    beside and alone differ at the 5 % level. Else nothing is lost.
+    """
+
+    name: str
+    kind: OperatorClass
+    runs: int
+    beside_ns: int
+    alone_ns: int
+    slower: bool
+
+    @property
+    def lost_ns(self) -> int:
+        """What communication costs these kernels; 0 where they are not slower beside it."""
+        return self.beside_ns - self.alone_ns if self.slower else 0
+
+    @property
+    def times(self) -> float | None:
+        """How many times as long; None where they are not slower, or take no time alone."""
+        return self.beside_ns / self.alone_ns if self.slower and self.alone_ns else None
+
+
+class Contention(msgspec.Struct, frozen=True, kw_only=True):
+    """What communication costs the kernels that run beside it, over all steps.
+
+    ``classes`` and ``kernels`` are in order of the time lost; empty where no run could be compared. ``compared_ns`` is
+    the time of the runs beside communication that could, of ``beside_ns`` of all such runs; ``shapeless_ns`` is of
+    those that could not and whose operators' shapes are unknown.
+    """
+
+    classes: tuple[Slowdown, ...]
+    kernels: tuple[Slowdown, ...]
+    compared_ns: int
+    beside_ns: int
+    shapeless_ns: int
+
+    @property
+    def lost_ns(self) -> int:
+        """All that is lost."""
+        return sum(one.lost_ns for one in self.classes)
+
+
+class OperatorReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What the operators and kernels of all ``steps`` take (of a trace without steps: of the whole, as one).
+
+    ``work_ns`` is all work but communication. ``totals`` (by operator), ``operators`` (by operator and shapes) and
+    ``kernels`` are those that take longest, out of ``total_count``, ``operator_count`` and ``kernel_count``; on a CPU
+    there are no kernels. ``hardware`` is the profile that peaks come from. ``contention`` is None where no kernel ran
+    beside communication.
+    """
+
+    steps: int
+    work_ns: int
+    classes: tuple[ClassFigures, ...]
+    totals: tuple[OperatorTotal, ...]
+    total_count: int
+    operators: tuple[OperatorFigures, ...]
+    operator_count: int
+    kernels: tuple[KernelFigures, ...]
+    kernel_count: int
+    contention: Contention | None
+    hardware: str | None
+    has_shapes: bool
+
+
+COMPUTE, COMMUNICATION, COPY, HOST, BETWEEN, UNEXPLAINED = (
+    "compute", "communication", "copy", "host", "between_kernels", "unexplained",
+)  # fmt: skip
+"""What the path is made of: ``copy`` includes preparation, ``host`` launches; ``between_kernels`` is as usual there."""
+TOLERATED_ERROR = 0.03
+"""A replay further from the trace's own step than this share of it ranks nothing."""
+OVERLAPPED, ON_TIME, LAUNCHES, NO_SYNC, KERNEL = (
+    "communication_overlapped", "ranks_on_time", "launches_free", "no_synchronisation", "kernel_twice_as_fast",
+)  # fmt: skip
+
+
+class PathPart(msgspec.Struct, frozen=True, kw_only=True):
+    """How much of the critical path is of one class, or of one ``name`` in it: a kernel, or what the host did."""
+
+    kind: str
+    ns: int
+    name: str | None = None
+
+
+class CriticalPath(msgspec.Struct, frozen=True, kw_only=True):
+    """The critical path per step, by class and by what it goes through, the longest first.
+
+    The parts add up to the step, but for rounding.
+    """
+
+    parts: tuple[PathPart, ...]
+    owners: tuple[PathPart, ...]
+
+
+class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
+    """A step would take ``step_ns``, ``gain_ns`` less than without this change; ``detail`` is the kernel's name."""
+
+    what: str
+    step_ns: int
+    gain_ns: int
+    detail: str | None = None
+
+
+class WhatIfFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Replays of ``steps`` steps of a trace, whose mean length is ``step_ns``.
+
+    ``replay_error`` is how far the replay of the unchanged graph is from that, as a share of it, when nothing is held
+    that the graph cannot explain. ``what_ifs`` are each alone, the largest gain first. ``order`` is the order in which
+    fixing things pays: each of them after all before it, as long as it gains; empty where the error is over
+    :data:`TOLERATED_ERROR`. ``waits_recorded`` and ``waits_inferred`` count the dependencies between streams. Where
+    the trace holds no calls but launches (``only_launches``), a wait of the host for the device counts as its own time.
+    """
+
+    steps: int
+    step_ns: int
+    replay_error: float
+    waits_recorded: int
+    waits_inferred: int
+    only_launches: bool
+    what_ifs: tuple[WhatIf, ...]
+    order: tuple[WhatIf, ...]
+    path: CriticalPath
+
+
+Category = Literal[
+    "before, kept", "before, freed later", "kept", "activations", "forward", "gradients", "backward", "optimizer state",
+    "optimizer", "all-gather", "reduction", "collective", "other",
+]  # fmt: skip
+"""What a block is for: ``docs/explanation/metrics.md`` has the definitions."""
+Phase = Literal["forward", "backward", "optimizer"]
+
+
+class Holder(msgspec.Struct, frozen=True, kw_only=True):
+    """``bytes`` in ``blocks`` blocks, for one purpose and unit, made by one operator.
+
+    ``unit`` is the unit of the labels, else the innermost annotation of the user's; ``operator`` the outermost operator
+    of the host around the allocation. Both are None where the trace does not tell, ``blocks`` too.
+    """
+
+    category: Category
+    unit: str | None
+    operator: str | None
+    bytes: int
+    blocks: int | None
+
+
+class MemoryPeak(msgspec.Struct, frozen=True, kw_only=True):
+    """The moment at which an allocator held most, in bytes.
+
+    ``ns`` is the host's time, in ``step`` and ``phase`` and under ``operator``, for ``unit``. ``risen_bytes`` is
+    ``allocated_bytes`` less what was allocated when the trace began. ``reserved_bytes`` is what the allocator had taken
+    from the device at this moment, so that the difference is cache and fragmentation; ``most_reserved_bytes`` the most
+    over the trace. What a trace does not tell is None: 2021's tell no totals, a CPU has nothing reserved. ``holders``
+    add up to ``allocated_bytes``, the largest first; empty without addresses. ``unmatched`` counts blocks that were
+    handed out again though the trace does not show that they were taken back.
+    """
+
+    device: str
+    ns: int
+    step: int | None
+    phase: Phase
+    operator: str | None
+    unit: str | None
+    allocated_bytes: int | None
+    risen_bytes: int
+    reserved_bytes: int | None
+    most_reserved_bytes: int | None
+    holders: tuple[Holder, ...] = ()
+    unmatched: int = 0
 
 
 class TraceWarning(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +488,7 @@ class GiveWay(msgspec.Struct, frozen=True, kw_only=True):
     ``index`` is the time lost, over the window. ``stretch`` is how many times as long the preparatory kernels took as
     with nothing beside them, ``baseline`` where that undisturbed duration comes from, in ``samples`` samples of the
     kernel with the fewest. ``reduces`` counts the reductions that such kernels precede. ``index`` and ``stretch`` are
-    None, and ``reason`` says why, where it cannot be told.
+    None, and ``reason`` says why, where that is unknown.
     """
 
     index: float | None = None
@@ -151,9 +551,9 @@ class WindowGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WindowFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The windows that ``asked`` chose in place of steps, by kind, in the order in which the kinds first come."""
+    """The windows that ``--window`` chose in place of steps, by kind, in the order in which the kinds first come."""
 
-    asked: str
+    window: str
     groups: tuple[WindowGroup, ...]
 
 
@@ -254,9 +654,9 @@ class TraceFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     ``job`` is the number of the job that its file belongs to, among the files analysed together. ``whole`` is over the
     whole trace, from the first device event's start to the last one's end (of a CPU trace: over its steps, or from the
-    first to the last span without steps). ``waits_for`` is empty for a rank whose peers are not here. ``untold`` says
-    why no verdict on losses can be given, where that is so. If ``host_only``, a device was used of which the trace has
-    no events: the breakdowns are of the host's operators, and are shown to nobody. ``operators`` is None without a
+    first to the last span without steps). ``waits_for`` is empty for a rank whose peers are not here. ``unavailable``
+    says why no verdict on losses can be given, where that is so. If ``host_only``, a device was used of which the trace
+    has no events: the breakdowns are of the host's operators, and are shown to nobody. ``operators`` is None without a
     trace file to read them from, or without work in its steps. ``what_if`` is None for a CPU's trace.
     """
 
@@ -280,9 +680,9 @@ class TraceFigures(msgspec.Struct, frozen=True, kw_only=True):
     memory_peaks: tuple[MemoryPeak, ...] = ()
     warnings: tuple[TraceWarning, ...] = ()
     communication: CommunicationFigures | None = None
-    holdups: HoldUps | None = None
+    host_stalls: HostStalls | None = None
     windows: WindowFigures | None = None
-    untold: str | None = None
+    unavailable: str | None = None
     host_only: bool = False
     graphs: GraphFigures | None = None
     operators: OperatorReport | None = None

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import UNKNOWN, Kind, Nanoseconds, Spans, Timeline
+from refshard.events.timeline import UNKNOWN, Kind, Nanoseconds, Spans, Timeline
 from refshard.tracing.collectives import ends_before, ran
 from refshard.tracing.figures import GiveWay
 from refshard.tracing.idle import NEVER, knows_launches, latest_launches
 
 REDUCTIONS = frozenset(("reduce_scatter", "all_reduce", "all_to_all"))
 MIN_SAMPLES = 5
-"""Undisturbed runs of a kernel without which its undisturbed duration is not told."""
+"""Fewest undisturbed runs of a kernel that give its undisturbed duration."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -59,7 +59,7 @@ def give_ways(
     lost(r) = max(0, |D_r within U(compute)| - sum of dur0 over P_r). P_r are the preparatory kernels of r's unit that
     were launched after the reduction before r and before r: what follows a reduction under its annotation, a division
     or a cast, prepares no other one. Reductions without any count nowhere. dur0 of a kernel is the median duration of
-    its undisturbed runs, those that no other span overlaps, here or in ``calibration``; kernels are told apart by name
+    its undisturbed runs, those that no other span overlaps, here or in ``calibration``; kernels are the same by name
     and launch geometry, and one with under 5 such runs leaves the window without an index. D_r lasts from the latest
     of: the end of the collective before r on its lane, of the one before it of its unit on any lane, of the last
     compute kernel launched before P_r, and the first launch of P_r; to the start of r. Stretch is the sum of durations
@@ -90,22 +90,16 @@ def _give_way(spans: Spans, found: _Preparations, of: slice, span_ns: int, reduc
     scarcest = int(np.argmin(found.samples[of]))
     samples = int(found.samples[of][scarcest])
     if samples < MIN_SAMPLES:
-        kernel = _short(spans.name_table[spans.names[found.scarcest[of][scarcest]]])
+        kernel = spans.name_table[spans.names[found.scarcest[of][scarcest]]]
+        kernel = kernel if len(kernel) <= 60 else f"{kernel[:57]}..."
         reason = f"{kernel} ran undisturbed {samples} times; {MIN_SAMPLES} are needed to tell how long it takes"
         return GiveWay(reduces=counted, samples=samples, baseline=baseline, reason=reason)
     lost, undisturbed = float(found.lost[of].sum()), float(found.undisturbed[of].sum())
     return GiveWay(
-        index=lost / span_ns if span_ns else None,
-        lost_ns=round(lost),
-        stretch=float(found.durations[of].sum()) / undisturbed if undisturbed else None,
-        reduces=counted,
-        samples=samples,
-        baseline=baseline,
-    )
-
-
-def _short(kernel: str, width: int = 60) -> str:
-    return kernel if len(kernel) <= width else kernel[: width - 3] + "..."
+        index=lost / span_ns if span_ns else None, lost_ns=round(lost),
+        stretch=float(found.durations[of].sum()) / undisturbed if undisturbed else None, reduces=counted,
+        samples=samples, baseline=baseline,
+    )  # fmt: skip
 
 
 def _reductions(timeline: Timeline) -> _Reductions:
@@ -144,44 +138,40 @@ def _preparations(timeline: Timeline, reductions: _Reductions, calibration: Time
         return _Preparations(starts=none, durations=none, undisturbed=zeros, lost=zeros, samples=none, scarcest=none)
     which, first = np.unique(reduction_of, return_index=True)
     dur0, samples = _undisturbed(spans, rows, timeline if calibration is None else calibration)
-    begun = np.maximum.reduce(
-        [reductions.before[which], _ends_of_gradients(spans, launches, launches[rows[first]]), launches[rows[first]]]
-    )
+    prepared = launches[rows[first]]
+    compute = np.flatnonzero(spans.of_kind(Kind.COMPUTE) & (launches != NEVER))
+    compute = compute[np.lexsort((spans.ends[compute], launches[compute]))]
+    ends = np.concatenate(([UNKNOWN], spans.ends[compute]))  # of the last gradient kernel launched before
+    gradients = ends[np.searchsorted(launches[compute], prepared, side="left")]
+    begun = np.maximum.reduce([reductions.before[which], gradients, prepared])
     started = reductions.starts[which]
     beside = timeline.busy(Kind.COMPUTE).within(np.minimum(begun, started), started)
     undisturbed = np.add.reduceat(dur0, first)
     by_scarcity = np.lexsort((samples, reduction_of))
     order = np.argsort(started, kind="stable")
     return _Preparations(
-        starts=started[order],
-        durations=np.add.reduceat(spans.ends[rows] - spans.starts[rows], first)[order],
-        undisturbed=undisturbed[order],
-        lost=np.maximum(0.0, beside - undisturbed)[order],
-        samples=samples[by_scarcity[first]][order],
-        scarcest=rows[by_scarcity[first]][order],
-    )
-
-
-def _ends_of_gradients(spans: Spans, launches: Nanoseconds, prepared: Nanoseconds) -> Nanoseconds:
-    """For each first launch of a preparation, the end of the last compute span launched before it."""
-    compute = np.flatnonzero(spans.of_kind(Kind.COMPUTE) & (launches != NEVER))
-    compute = compute[np.lexsort((spans.ends[compute], launches[compute]))]
-    ends = np.concatenate(([UNKNOWN], spans.ends[compute]))
-    return np.asarray(ends[np.searchsorted(launches[compute], prepared, side="left")], np.int64)
+        starts=started[order], durations=np.add.reduceat(spans.ends[rows] - spans.starts[rows], first)[order],
+        undisturbed=undisturbed[order], lost=np.maximum(0.0, beside - undisturbed)[order],
+        samples=samples[by_scarcity[first]][order], scarcest=rows[by_scarcity[first]][order],
+    )  # fmt: skip
 
 
 def _undisturbed(spans: Spans, rows: npt.NDArray[np.int64], source: Timeline) -> tuple[Floats, npt.NDArray[np.int64]]:
     """For each row the median duration of its kernel's undisturbed runs in ``source``, and how many there are."""
-    runs = _durations(source.spans, np.flatnonzero(_unaccompanied(source.spans)))
+    runs = _undisturbed_runs(source.spans)
     _, representative, kernel = np.unique(spans.signatures[rows], return_index=True, return_inverse=True)
     found = [runs.get(_signature(spans, row), []) for row in rows[representative].tolist()]
     medians = np.array([np.median(durations) if durations else np.nan for durations in found])
     return medians[kernel], np.array([len(durations) for durations in found], np.int64)[kernel]
 
 
-def _durations(spans: Spans, rows: npt.NDArray[np.int64]) -> dict[str, list[int]]:
-    """How long these rows took, by kernel."""
-    rows = rows[np.argsort(spans.signatures[rows], kind="stable")]
+def _undisturbed_runs(spans: Spans) -> dict[str, list[int]]:
+    """How long spans took beside which no other ran, of any kind and on any lane, by kernel."""
+    rows = np.flatnonzero(spans.ends > spans.starts)
+    starts, ends = spans.starts[rows], spans.ends[rows]
+    alone = np.concatenate(([True], np.maximum.accumulate(ends)[:-1] <= starts[1:]))[: len(rows)]
+    alone &= np.concatenate((ends[:-1] <= starts[1:], [True]))[: len(rows)]
+    rows = rows[alone][np.argsort(spans.signatures[rows[alone]], kind="stable")]
     _, first = np.unique(spans.signatures[rows], return_index=True)
     found: dict[str, list[int]] = {}
     for same in np.split(rows, first[1:]) if len(rows) else []:
@@ -193,14 +183,3 @@ def _signature(spans: Spans, row: int) -> str:
     if spans.signature_names:
         return spans.signature_names[int(spans.signatures[row])]
     return spans.name_table[int(spans.names[row])]
-
-
-def _unaccompanied(spans: Spans) -> npt.NDArray[np.bool_]:
-    """Which spans run while no other does, of whatever kind and on whatever lane."""
-    lasting = np.flatnonzero(spans.ends > spans.starts)
-    starts, ends = spans.starts[lasting], spans.ends[lasting]
-    alone = np.zeros(len(spans), np.bool_)
-    follows_free = np.concatenate(([True], np.maximum.accumulate(ends)[:-1] <= starts[1:]))[: len(lasting)]
-    ends_free = np.concatenate((ends[:-1] <= starts[1:], [True]))[: len(lasting)]
-    alone[lasting] = follows_free & ends_free
-    return alone

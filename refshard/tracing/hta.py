@@ -23,8 +23,8 @@ import msgspec
 import numpy as np
 
 from refshard.errors import TraceError
+from refshard.events.timeline import Kind, Timeline
 from refshard.resources import install_extra
-from refshard.timeline import Kind, Timeline
 
 DISTRIBUTION = "traceinsight"
 """The living distribution of HTA, whose import name is ``hta``."""
@@ -77,13 +77,10 @@ def in_its_words(timeline: Timeline) -> HtaFigures | None:
     comm, compute = spans.covered(communicates), spans.covered(~communicates & ~is_memory)
     busy, span = timeline.busy(*Kind), int(spans.ends.max() - spans.starts.min())
     return HtaFigures(
-        version="refshard",
-        span_us=span / 1000,
-        compute_us=compute.length / 1000,
-        noncompute_us=(busy.length - compute.length) / 1000,
-        idle_us=(span - busy.length) / 1000,
+        version="refshard", span_us=span / 1000, compute_us=compute.length / 1000,
+        noncompute_us=(busy.length - compute.length) / 1000, idle_us=(span - busy.length) / 1000,
         overlap_pct=round(100 * (comm & compute).length / comm.length, 2) if comm.length else None,
-    )
+    )  # fmt: skip
 
 
 def cross_check(
@@ -168,13 +165,10 @@ def _analyse(path: str, *, include_last_step: bool) -> HtaFigures | HtaFailure:
     except Exception as error:
         return HtaFailure(version=version, error=_one_line(error))
     return HtaFigures(
-        version=version,
-        span_us=float(times["kernel_time(us)"]),
-        compute_us=float(times["compute_time(us)"]),
-        noncompute_us=float(times["non_compute_time(us)"]),
-        idle_us=float(times["idle_time(us)"]),
+        version=version, span_us=float(times["kernel_time(us)"]), compute_us=float(times["compute_time(us)"]),
+        noncompute_us=float(times["non_compute_time(us)"]), idle_us=float(times["idle_time(us)"]),
         overlap_pct=None if math.isnan(overlap_pct) else overlap_pct,
-    )
+    )  # fmt: skip
 
 
 def _one_line(error: Exception) -> str:

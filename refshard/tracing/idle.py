@@ -1,12 +1,15 @@
 """When nothing runs, and why: what each gap waited for."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import UNKNOWN, HostCalls, Intervals, Kind, Nanoseconds, Spans, Timeline
-from refshard.tracing.figures import Cause
+from refshard.events.timeline import UNKNOWN, HostCalls, Intervals, Kind, Nanoseconds, Spans, Timeline
+from refshard.tracing.figures import Cause, IdleFigures
+from refshard.tracing.grouping import ranges, sums
+from refshard.tracing.windows import bounds
 
 NEVER = int(np.iinfo(np.int64).max)
 """The launch of a span that no span on its lane is known to have been launched after, and of one that never comes."""
@@ -27,8 +30,8 @@ class Gaps:
     ``followers`` are the rows that begin where the gap ends; of several the one launched first, of these the one on the
     first lane; :data:`UNKNOWN` where nothing comes any more. ``before`` are the rows that end where it begins, of
     several the one that the follower is known to have waited for, or else one on its lane. ``causes`` are codes of
-    :data:`CAUSES`. ``calls`` are rows of :class:`~refshard.timeline.HostCalls`: the call that the launching thread
-    stood in for longest; :data:`UNKNOWN` for none.
+    :data:`CAUSES`. ``calls`` are rows of :class:`HostCalls`: the call that the launching thread stood in for longest;
+    :data:`UNKNOWN` for none.
     """
 
     starts: Nanoseconds
@@ -41,9 +44,7 @@ class Gaps:
     def split(self, starts: Nanoseconds, ends: Nanoseconds) -> "Gaps":
         """The gaps' parts in each of the sorted, disjoint windows."""
         first = np.searchsorted(self.ends, starts, side="right")
-        count = np.where(starts < ends, np.searchsorted(self.starts, ends, side="left") - first, 0)
-        windows = np.repeat(np.arange(len(starts)), count)
-        rows = np.arange(len(windows)) - np.repeat(np.cumsum(count) - count, count) + first[windows]
+        windows, rows = ranges(first, np.where(starts < ends, np.searchsorted(self.starts, ends, side="left"), first))
         cut = self.of(rows)
         return Gaps(
             starts=np.maximum(cut.starts, starts[windows]), ends=np.minimum(cut.ends, ends[windows]),
@@ -136,7 +137,9 @@ def _explained(gaps: Gaps, timeline: Timeline, launches: Nanoseconds) -> Gaps:
     latency = float(np.median((gaps.ends - launched)[measured])) if measured.any() else 0.0
     empty = (queued > gaps.starts) | (gaps.ends - launched <= LATENCIES * latency)
     ordered = comes & (gaps.before != UNKNOWN) & (spans.lanes[gaps.before] == spans.lanes[gaps.followers])
-    near = lengths <= _distance(lengths[ordered & ~empty])
+    queued_apart = lengths[ordered & ~empty]
+    usual = DISTANCES * float(np.percentile(queued_apart, 25)) if len(queued_apart) else 0.0
+    near = lengths <= min(max(usual, SHORTEST_NS), LONGEST_NS)
     depends, before = _dependencies(gaps, timeline, near & ~ordered & (gaps.before != UNKNOWN))
     blocked, call = _blocked(gaps, np.minimum(queued, gaps.ends), calls)
     causes = np.select(
@@ -161,8 +164,8 @@ def _dependencies(
     """
     spans, calls, comes = timeline.spans, timeline.calls, gaps.followers != UNKNOWN
     if calls is None or not len(calls.waiting):
-        told = np.zeros(len(comes), np.bool_) if calls is None else comes & calls.awaits[gaps.followers]
-        return told | near, gaps.before
+        known = np.zeros(len(comes), np.bool_) if calls is None else comes & calls.awaits[gaps.followers]
+        return known | near, gaps.before
     waits = np.append(np.zeros(len(spans), np.bool_), False)
     waits[calls.waiting] = True
     gap_of = np.full(len(spans), UNKNOWN, np.int64)
@@ -172,12 +175,6 @@ def _dependencies(
     found, before = waits[gaps.followers] & near, gaps.before.copy()
     found[gap[ended]], before[gap[ended]] = True, calls.sources[ended]
     return found, before
-
-
-def _distance(lengths: Nanoseconds) -> float:
-    """The longest gap between two queued kernels of one stream that is the device's ordinary way of going on."""
-    ordinary = DISTANCES * float(np.percentile(lengths, 25)) if len(lengths) else 0.0
-    return min(max(ordinary, SHORTEST_NS), LONGEST_NS)
 
 
 def _blocked(
@@ -204,3 +201,48 @@ def _blocked(
             shared = np.minimum(calls.ends[near], until[gap]) - np.maximum(calls.starts[near], gaps.starts[gap])
             longest[gap] = near[np.argmax(shared)]
     return blocked, longest
+
+
+def idle_figures(timeline: Timeline) -> tuple[IdleFigures, ...]:
+    """The gaps in the windows of a timeline, those that took most time first; empty where no launch is known."""
+    if not len(timeline.spans) or not knows_launches(timeline.spans):
+        return ()
+    starts, ends = bounds(timeline.windows)
+    gaps = idle_gaps(timeline, int(starts.min()), int(ends.max())).split(starts, ends)
+    gaps = gaps.of(gaps.ends > gaps.starts)
+    found = [one for cause in Cause for one in _of_cause(cause, gaps.of(gaps.caused_by(cause)), timeline)]
+    return tuple(sorted(found, key=lambda one: (-one.ns, one.cause, one.what)))
+
+
+def _of_cause(cause: Cause, gaps: Gaps, timeline: Timeline) -> Iterator[IdleFigures]:
+    lengths = gaps.ends - gaps.starts
+    keys, place, counts = np.unique(_keys(cause, gaps, timeline), return_inverse=True, return_counts=True)
+    longest = np.zeros(len(keys), np.int64)
+    np.maximum.at(longest, place, lengths)
+    totals = sums(place, lengths, len(keys))
+    for key, ns, count, most in zip(keys.tolist(), totals.tolist(), counts.tolist(), longest.tolist()):
+        yield IdleFigures(cause=cause, what=_what(cause, key, timeline), ns=ns, count=count, longest_ns=most)
+
+
+def _keys(cause: Cause, gaps: Gaps, timeline: Timeline) -> Nanoseconds:
+    """A number for each gap; gaps of one number are summed. :data:`UNKNOWN` where nothing follows."""
+    spans, followers = timeline.spans, gaps.followers
+    if cause is Cause.BACK_TO_BACK:
+        return np.zeros(len(followers), np.int64)
+    if cause is Cause.CALL and timeline.calls is not None:
+        return timeline.calls.names[gaps.calls].astype(np.int64)
+    if cause is Cause.DEPENDENCY:
+        lanes = np.append(spans.lanes, UNKNOWN).astype(np.int64)
+        return (lanes[followers] + 1) * (len(spans.lane_names) + 1) + lanes[gaps.before] + 1
+    return np.append(spans.operators, UNKNOWN)[followers].astype(np.int64)
+
+
+def _what(cause: Cause, key: int, timeline: Timeline) -> str:
+    spans = timeline.spans
+    if cause is Cause.BACK_TO_BACK:
+        return ""
+    if cause is Cause.DEPENDENCY:
+        waiting, other = (place - 1 for place in divmod(key, len(spans.lane_names) + 1))
+        names = [spans.lane_names[lane] if lane >= 0 else "an unknown stream" for lane in (waiting, other)]
+        return f"{names[0]} waits for an event" if waiting == other else f"{names[0]} waits for {names[1]}"
+    return spans.name_table[key] if key >= 0 else "nothing runs any more"

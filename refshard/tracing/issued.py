@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import UNKNOWN, Collective, Kind, Spans, Window
-from refshard.tracing.communication import PEER_COPY, custom_operation
-from refshard.tracing.device import Launches, device_order
-from refshard.tracing.files.events import ANNOTATION, EMULATED, GLOO, TraceFile, whole
-from refshard.tracing.labels import Labels, innermost
-from refshard.tracing.steps import step_at
+from refshard.events.table import ANNOTATION, EMULATED, GLOO, TraceFile, whole
+from refshard.events.timeline import UNKNOWN, Collective, Kind, Spans, Window
+from refshard.tracing.labels import Labels
+from refshard.tracing.names import PEER_COPY, custom_operation, dtype_named
+from refshard.tracing.owners import innermost_on
+from refshard.tracing.spans import Launches, device_order
+from refshard.tracing.windows import step_at
 
 Args = dict[str, Any]
 
@@ -52,11 +53,6 @@ BARRIERS = frozenset(("barrier", "monitored_barrier_"))
 _GLOO_RUNS_AS = {"reduce_scatter": "all_reduce"}
 """What gloo calls the run of an operation, where that is another."""
 
-_ELEMENT_BYTES = {
-    "double": 8, "float": 4, "half": 2, "bfloat16": 2, "long int": 8, "long": 8, "int": 4, "short int": 2, "short": 2,
-    "unsigned char": 1, "signed char": 1, "byte": 1, "char": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
-    "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "complex<float>": 8, "complex<double>": 16,
-}  # fmt: skip
 _NAMES = (
     # What a kernel's name or "Collective name" contains, without underscores and in lower case; first match wins.
     ("allreduce", "all_reduce"),
@@ -152,17 +148,14 @@ def _match_by_launch(
     trace: TraceFile, launches: Launches, ran: npt.NDArray[np.int64], announced: Sequence[_Announced]
 ) -> list[int]:
     """Give each kernel to the innermost operator of its thread during which it was launched; return the others."""
-    host, alone = trace.host, np.ones(len(ran), np.bool_)
-    for thread, mine in _by_thread(trace, announced).items():
-        rows = [one.rows[0] for one in mine]
-        cuts, owners = innermost(host.starts[rows].tolist(), host.ends[rows].tolist())
-        there = np.flatnonzero(launches.threads[ran] == thread)
-        owner = owners[np.searchsorted(cuts, launches.points[ran[there]], side="right")]
-        alone[there] = owner < 0
-        for row, place in zip(ran[there].tolist(), owner.tolist()):
-            if place >= 0:
-                mine[place].spans.append(row)
-    return [int(row) for row in ran[alone]]
+    host, rows = trace.host, np.array([one.rows[0] for one in announced], np.int64)
+    places = innermost_on(
+        host.threads[rows], host.starts[rows], host.ends[rows], launches.threads[ran], launches.points[ran]
+    )
+    for row, place in zip(ran.tolist(), places.tolist()):
+        if place != UNKNOWN:
+            announced[place].spans.append(row)
+    return ran[places == UNKNOWN].tolist()  # type: ignore[no-any-return]
 
 
 def _match_coalesced(
@@ -318,33 +311,24 @@ class _Describe:
         group = group_of(args, self._groups)
         spans = self._spans
         return Collective(
-            op=op,
-            bytes=bytes_of_message(op, args) if size is None else size,
-            step=None if step == UNKNOWN else step,
-            group=group.name,
-            group_size=group.size,
-            dtype=dtype_of(args),
+            op=op, bytes=bytes_of_message(op, args) if size is None else size, step=None if step == UNKNOWN else step,
+            group=group.name, group_size=group.size, dtype=dtype_of(args),
             unit=None if unit == UNKNOWN else self._labels.unit_names[unit],
             lane=spans.lane_names[spans.lanes[rows[0]]] if rows else None,
-            launched=None if launched == UNKNOWN else launched,
-            start=int(spans.starts[rows].min()) if rows else None,
-            end=int(spans.ends[rows].max()) if rows else None,
-            announced=announced,
-            rows=tuple(rows),
-            group_ranks=group.ranks,
-            group_description=group.description,
-            sequence=whole(args.get(_SEQUENCE)),
-        )
+            launched=None if launched == UNKNOWN else launched, start=int(spans.starts[rows].min()) if rows else None,
+            end=int(spans.ends[rows].max()) if rows else None, announced=announced, rows=tuple(rows),
+            group_ranks=group.ranks, group_description=group.description, sequence=whole(args.get(_SEQUENCE)),
+        )  # fmt: skip
 
 
 def _bytes(one: _Announced, dtype: str | None) -> int | None:
     """Bytes of the unsharded tensors; what runs tells the dtype that a list of tensors hides."""
     total = 0
     for numel, own in one.shapes:
-        element = element_bytes(own) or element_bytes(dtype)
+        element = dtype_named(own) or dtype_named(dtype)
         if numel is None or element is None:
             return None
-        total += numel * element
+        total += numel * element[1]
     return total
 
 
@@ -375,15 +359,6 @@ def run_of(op: str, *, emulated: bool) -> str:
     ('gloo:all_reduce', 'emulated:reduce_scatter')
     """
     return EMULATED + op if emulated else GLOO + _GLOO_RUNS_AS.get(op, op)
-
-
-def element_bytes(dtype: Any) -> int | None:
-    """Bytes of an element, by the names that operators and NCCL's annotations use.
-
-    >>> element_bytes("c10::BFloat16"), element_bytes("Float"), element_bytes("TensorList")
-    (2, 4, None)
-    """
-    return _ELEMENT_BYTES.get(dtype.removeprefix("c10::").lower()) if isinstance(dtype, str) else None
 
 
 def shape_of(args: Args, argument: int) -> tuple[int | None, Any]:
@@ -418,10 +393,10 @@ def dtype_of(args: Args) -> str | None:
 def bytes_of_message(op: str, args: Args) -> int | None:
     """Size of the unsharded tensor: the larger of what goes in and what comes out; None if only a shard is known."""
     sent, received = sent_and_received(args)
-    element, counts = element_bytes(dtype_of(args)), [n for n in (sent, received) if n is not None]
+    element, counts = dtype_named(dtype_of(args)), [n for n in (sent, received) if n is not None]
     if element is None or not counts or (op in ("all_gather", "gather") and received is None):
         return None
-    return element * max(counts)
+    return element[1] * max(counts)
 
 
 def groups_of(info: Any) -> dict[str, list[int]]:

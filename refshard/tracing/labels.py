@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import UNKNOWN, Label, Meaning
-from refshard.tracing.files.events import ANNOTATION, EMULATED, HOST, TraceFile
+from refshard.events.table import ANNOTATION, EMULATED, HOST, TraceFile
+from refshard.events.timeline import UNKNOWN, Intervals, Label, Meaning
+from refshard.tracing.owners import innermost_on
 
 ROOT = "(root)"
 """Name of the unit that FSDP2 leaves without one: the model itself, less its wrapped parts."""
@@ -98,20 +99,17 @@ class Labels:
             for meaning in Meaning:
                 rows = mine & (self.meanings & meaning > 0)
                 if rows.any():
-                    found[there] |= np.where(_inside(self.starts[rows], self.ends[rows], points[there]), meaning, 0)
+                    inside = Intervals.union(self.starts[rows], self.ends[rows]).within(
+                        points[there], points[there] + 1
+                    )
+                    found[there] |= np.where(inside > 0, meaning, 0)
         return found
 
     def unit_at(self, threads: npt.NDArray[np.int32], points: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         """The unit of the innermost label on ``threads[i]`` that has one and holds at ``points[i]``."""
-        found = np.full(len(points), UNKNOWN, np.int32)
-        for thread in np.unique(self.threads):
-            rows = np.flatnonzero((self.threads == thread) & (self.units >= 0) & (self.ends > self.starts))
-            there = np.flatnonzero(threads == thread)
-            if len(rows) and len(there):
-                cuts, owners = innermost(self.starts[rows].tolist(), self.ends[rows].tolist())
-                owner = owners[np.searchsorted(cuts, points[there], side="right")]
-                found[there] = np.where(owner < 0, UNKNOWN, self.units[rows[owner]])
-        return found
+        rows = np.flatnonzero(self.units >= 0)
+        place = innermost_on(self.threads[rows], self.starts[rows], self.ends[rows], threads, points)
+        return np.append(self.units[rows], np.int32(UNKNOWN))[place]
 
     def computing(self, points: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int16]]:
         """The unit whose forward or backward was the last begun, and not left, at ``points[i]``, and which of the two.
@@ -157,41 +155,8 @@ def find_labels(trace: TraceFile) -> Labels:
     number = {unit: place for place, unit in enumerate(unit_names)}
     codes = host.names[rows].tolist()
     return Labels(
-        starts=host.starts[rows],
-        ends=host.ends[rows],
-        threads=host.threads[rows],
+        starts=host.starts[rows], ends=host.ends[rows], threads=host.threads[rows],
         meanings=np.array([known[code][0] for code in codes], np.int16),
         units=np.array([number.get(known[code][1] or "", UNKNOWN) for code in codes], np.int32),
         unit_names=unit_names,
-    )
-
-
-def _inside(
-    starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], points: npt.NDArray[np.int64]
-) -> npt.NDArray[np.bool_]:
-    """Which points lie in one of the intervals, which are ordered by start and may overlap."""
-    index = np.searchsorted(starts, points, side="right") - 1
-    return (index >= 0) & (points < np.maximum.accumulate(ends)[index])
-
-
-def innermost(starts: list[int], ends: list[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Cut time at the borders of nested intervals, ordered by start; per piece the last begun that holds, or -1.
-
-    The piece before the first cut comes first, so there is one more owner than there are cuts.
-    """
-    cuts, owners, open_ = list[int](), [-1], list[int]()
-
-    def close(until: int | None) -> None:
-        while open_ and (until is None or ends[open_[-1]] <= until):
-            cuts.append(ends[open_.pop()])
-            while open_ and ends[open_[-1]] <= cuts[-1]:
-                open_.pop()
-            owners.append(open_[-1] if open_ else -1)
-
-    for row, start in enumerate(starts):
-        close(start)
-        cuts.append(start)
-        owners.append(row)
-        open_.append(row)
-    close(None)
-    return np.array(cuts, np.int64), np.array(owners, np.int64)
+    )  # fmt: skip

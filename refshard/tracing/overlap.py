@@ -1,18 +1,50 @@
-"""Where a window's time goes, and how much of its communication hides behind compute: pure functions of a timeline.
-
-Everything is int64 nanoseconds. U(x) is the union of the spans of kind x, cut to the window; |.| is its length.
-"""
+"""Copies and fills beside which the device does nothing else: time that is neither compute nor idle."""
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from refshard.errors import TraceError
-from refshard.timeline import Intervals, Kind, Nanoseconds, Timeline
-from refshard.tracing.figures import Breakdown, Cause
+from refshard.events.timeline import Intervals, Kind, Meaning, Nanoseconds, Timeline
+from refshard.tracing.figures import Breakdown, Cause, LoneCopy
+from refshard.tracing.grouping import sums
 from refshard.tracing.idle import idle_gaps, knows_launches
-from refshard.tracing.lone_copies import lone
+from refshard.tracing.windows import bounds
+
+
+def lone(timeline: Timeline) -> Intervals:
+    """When copies and fills run and nothing else does.
+
+    Copies into and out of the buffers of collectives count as something else: they have figures of their own.
+    """
+    copies = _copies(timeline)
+    return timeline.spans.covered(copies) - timeline.spans.covered(~copies) if copies.any() else Intervals.of([])
+
+
+def lone_copies(timeline: Timeline, starts: Nanoseconds, ends: Nanoseconds) -> tuple[LoneCopy, ...]:
+    """The copies of the windows ``[starts[i], ends[i])`` by name, those with most time alone first."""
+    spans, alone = timeline.spans, lone(timeline) & Intervals.union(starts, ends)
+    rows = np.flatnonzero(_copies(timeline))
+    each = alone.within(spans.starts[rows], spans.ends[rows])
+    rows, each = rows[each > 0], each[each > 0]
+    names, group, counts = np.unique(spans.names[rows], return_inverse=True, return_counts=True)
+    total = sums(group, each, len(names))
+    return tuple(
+        LoneCopy(name=spans.name_table[names[place]], ns=int(total[place]), count=int(counts[place]))
+        for place in np.argsort(-total, kind="stable").tolist()
+    )
+
+
+def _copies(timeline: Timeline) -> npt.NDArray[np.bool_]:
+    spans = timeline.spans
+    found: npt.NDArray[np.bool_] = spans.of_kind(Kind.COPY) & (
+        (spans.under & (Meaning.COPY_IN | Meaning.COPY_OUT)) == 0
+    )
+    return found
+
 
 _KNOWN = tuple(cause for cause in Cause if cause is not Cause.UNKNOWN)
 
@@ -44,15 +76,12 @@ def breakdowns(timeline: Timeline, starts: Nanoseconds, ends: Nanoseconds) -> tu
         "idle_ns": ends - starts - busy.within(starts, ends),
         "lone_copy_ns": lone(timeline).within(starts, ends),
     }
-    rows = zip(*(column.tolist() for column in columns.values()))
-    return tuple(
-        _breakdown(dict(zip(columns, row)), of_cause) for row, of_cause in zip(rows, _idle(timeline, starts, ends))
-    )
-
-
-def _breakdown(row: dict[str, int], idle: dict[str, int | None]) -> Breakdown:
-    unknown = row["idle_ns"] - sum(ns or 0 for ns in idle.values())
-    return Breakdown(**row, **idle, idle_unknown_ns=unknown, overlap_ratio=_ratio(row["exposed_ns"], row["comm_ns"]))  # type: ignore[arg-type]
+    found = []
+    for row, idle in zip(zip(*(column.tolist() for column in columns.values())), _idle(timeline, starts, ends)):
+        parts: dict[str, Any] = {**dict(zip(columns, row)), **idle}
+        parts["idle_unknown_ns"] = parts["idle_ns"] - sum(ns or 0 for ns in idle.values())
+        found.append(Breakdown(**parts, overlap_ratio=_ratio(parts["exposed_ns"], parts["comm_ns"])))
+    return tuple(found)
 
 
 def _idle(timeline: Timeline, starts: Nanoseconds, ends: Nanoseconds) -> list[dict[str, int | None]]:
@@ -70,8 +99,7 @@ def _idle(timeline: Timeline, starts: Nanoseconds, ends: Nanoseconds) -> list[di
 
 def step_breakdowns(timeline: Timeline) -> tuple[Breakdown, ...]:
     """Where the time of every step of one rank goes, in the order of its windows, the last one included."""
-    starts = np.array([window.start for window in timeline.windows], np.int64)
-    return breakdowns(timeline, starts, np.array([window.end for window in timeline.windows], np.int64))
+    return breakdowns(timeline, *bounds(timeline.windows))
 
 
 def collectives_per_step(timeline: Timeline) -> dict[int, tuple[tuple[str, int, int], ...]]:

@@ -1,22 +1,100 @@
-"""What is doubtful about a trace: what its recorder dropped, and where its clocks and claims contradict each other."""
+"""What makes a trace doubtful: what its recorder dropped, where its clocks and claims contradict each other, and why no
+verdict on losses can be given (a device without events, the capture of a graph).
+"""
 
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from refshard.quantities import format_ns
-from refshard.timeline import UNKNOWN, Collective, Kind, Spans, Timeline
-from refshard.tracing.annotations import suggestion
-from refshard.tracing.communication import PEER_COPY, custom_operation
-from refshard.tracing.figures import TraceWarning
-from refshard.tracing.files.events import OVERHEAD, TraceFile, whole
-from refshard.tracing.graph_figures import GraphFigures
-from refshard.tracing.graphs import LAUNCHES_KERNEL, calls, captured, find_graphs
-from refshard.tracing.ranks.jobs import identity_of, rank_in_name
-from refshard.tracing.steps import left_out
-from refshard.tracing.untold import missing_device
+from refshard.events.table import OVERHEAD, TraceFile, whole
+from refshard.events.timeline import UNKNOWN, Collective, Intervals, Kind, Spans, Timeline
+from refshard.quantities import format_ns, format_percent
+from refshard.tracing.cuda_graphs import LAUNCHES_KERNEL, calls, captured, find_graphs
+from refshard.tracing.figures import GraphFigures, TraceWarning
+from refshard.tracing.jobs import identity_of, rank_in_name
+from refshard.tracing.names import PEER_COPY, custom_operation
+from refshard.tracing.windows import left_out, suggestion
+
+_USES_DEVICE = re.compile(
+    rf"{LAUNCHES_KERNEL.pattern}|Mem(?:cpy|set)\w*Async|runFunction|enqueueCommand"  # the last two are MTIA's
+)
+_NCCL = "nccl:"
+_MOSTLY = 0.5
+"""A capture that is longer than this part of the trace leaves little else to judge."""
+
+
+def missing_device(trace: TraceFile) -> str | None:
+    """Why a trace of a program that used a device tells nothing of it, and how to record that; None for others."""
+    if len(trace.device.starts):
+        return None
+    if unread := trace.skipped.get("unread_device_events"):
+        return (
+            f"The device's share is unknown: {unread:,} events of an MTIA device are not read, because their meaning "
+            "is not documented. Record with a torch whose Kineto writes MTIA's kernels in the category kernel."
+        )
+    used = len(calls(trace, _USES_DEVICE))
+    if used and used == len(captured(trace)):
+        return (
+            f"The device's share is unknown: all {used:,} launches of the trace were captured into a graph, not run. "
+            "Record a replay of the graph."
+        )
+    if used:
+        return (
+            f"The device's events are missing: the host made {used:,} launches and copies, but the trace has no "
+            "kernel. Record with ProfilerActivity.CUDA, and with no other profiler at work (Nsight, CUPTI's range "
+            "profiler)."
+        )
+    annotations = sum(trace.names[trace.host.names[row]].startswith(_NCCL) for row in trace.host_args)
+    if annotations:
+        return (
+            f"The device's events are missing: {annotations:,} collectives ran over NCCL, but the trace has no kernel. "
+            "Record with ProfilerActivity.CUDA."
+        )
+    return None
+
+
+def mostly_capture(timeline: Timeline, graphs: GraphFigures | None) -> str | None:
+    """That most of a device's trace is the capture of graphs, in which the device idles; None where it is not."""
+    if graphs is None or not graphs.captures or not timeline.on_device or not len(timeline.spans):
+        return None
+    first, last = int(timeline.spans.starts.min()), int(timeline.spans.ends.max())
+    first = min(first, *(one.start_ns for one in graphs.captures))
+    last = max(last, *(one.end_ns for one in graphs.captures))
+    length = Intervals.of((one.start_ns, one.end_ns) for one in graphs.captures).length
+    if length <= _MOSTLY * (last - first):
+        return None
+    share = format_percent(length / (last - first), 0)
+    return (
+        f"Most of this trace is the capture of graphs ({format_ns(length)}, {share}), "
+        "in which kernels are recorded and not run: its losses say nothing of a replay. Analyse a trace of replays."
+    )
+
+
+_MESSAGES = {
+    "no_rank": "a report of Nsight Systems names no rank; name the file after it, such as rank0.sqlite",
+    "no_steps": "no range ProfilerStep#: the report is taken as one window; put every step in a range: "
+    "torch.cuda.nvtx.range(f'ProfilerStep#{step}')",
+    "no_process_group_metadata": "a report of Nsight Systems names no process groups: no bus bandwidth",
+    "no_collective_sizes": "no sizes of collectives: a report of Nsight Systems keeps them in payloads that are not "
+    "read; a Kineto trace with record_shapes=True has them",
+}
+
+
+def in_words_of(trace: TraceFile, warnings: Iterable[TraceWarning]) -> Iterator[TraceWarning]:
+    """The same doubts; about a report, with what helps there."""
+    is_report = trace.metadata.get("recorder") == "Nsight Systems"
+    for warning in warnings:
+        message = _MESSAGES.get(warning.code) if is_report else None
+        if message is None:
+            yield warning
+            continue
+        _, hint, more = warning.message.partition("; or use --window")
+        yield msgspec.structs.replace(warning, message=message + hint + more)
+
 
 _NOTABLE_OVERHEAD = 0.01
 _FAKE = "fake"
@@ -39,21 +117,23 @@ _SKIPPED = {
 }
 
 
+def _warning(code: str, message: str, count: int | None = None, ns: int | None = None) -> TraceWarning:
+    return TraceWarning(code=code, message=message, count=count, ns=ns)
+
+
 def find_warnings(trace: TraceFile, timeline: Timeline) -> tuple[TraceWarning, ...]:
     """Every doubt about a trace, and about the figures that are made of it."""
     found = [
-        TraceWarning(
-            code=code, message=_SKIPPED[code].format(f"{count:,}"), count=count if "{}" in _SKIPPED[code] else None
-        )
+        _warning(code, _SKIPPED[code].format(f"{count:,}"), count=count if "{}" in _SKIPPED[code] else None)
         for code, count in trace.skipped.items()
     ]
     found += _identity(trace, timeline)
     host_only = missing_device(trace) is not None
     if host_only:
         found.append(
-            TraceWarning(
-                code="device_events_missing",
-                message="the trace has no device events: compute, communication and idle time are unknown",
+            _warning(
+                "device_events_missing",
+                "the trace has no device events: compute, communication and idle time are unknown",
             )
         )
     found += _collectives(trace, timeline, host_only=host_only)
@@ -70,21 +150,18 @@ def _identity(trace: TraceFile, timeline: Timeline) -> Iterator[TraceWarning]:
     if timeline.rank is None and _has_peers(trace, timeline):
         named = rank_in_name(trace.path)
         instead = "" if named is None else f"; {named} is taken from the file's name"
-        yield TraceWarning(
-            code="no_rank",
-            message=f"the trace does not say which rank it is: its distributedInfo has no rank{instead}",
-        )
+        yield _warning("no_rank", f"the trace does not say which rank it is: its distributedInfo has no rank{instead}")
     if not any(window.step is not None for window in timeline.windows):
-        yield TraceWarning(
-            code="no_steps",
-            message="no ProfilerStep: the trace is taken as one window; call profiler.step() after every step"
+        yield _warning(
+            "no_steps",
+            "no ProfilerStep: the trace is taken as one window; call profiler.step() after every step"
             + suggestion(trace),
         )
     devices = {trace.lanes[lane][0] for lane in np.unique(trace.device.lanes).tolist()}
     if len(devices) > 1:
-        yield TraceWarning(
-            code="several_devices",
-            message=f"events of {len(devices)} devices are in one trace and are counted together, so that what one "
+        yield _warning(
+            "several_devices",
+            f"events of {len(devices)} devices are in one trace and are counted together, so that what one "
             f"computes hides the others' idle time and communication; --device {min(devices)} shows one alone",
             count=len(devices),
         )
@@ -105,18 +182,18 @@ def _collectives(trace: TraceFile, timeline: Timeline, *, host_only: bool) -> It
     of_torch = [one for one in ran if not _is_custom(one, timeline.spans)]
     if timeline.on_device and (nameless := [one for one in of_torch if one.group is None]):
         no_bandwidth = "no bus bandwidth, and " if any(one.group_size is None for one in nameless) else ""
-        yield TraceWarning(
-            code="no_process_group_metadata",
-            message=f"{len(nameless)} collectives do not name their process group ({_why_no_group(trace)}): "
+        yield _warning(
+            "no_process_group_metadata",
+            f"{len(nameless)} collectives do not name their process group ({_why_no_group(trace)}): "
             f"{no_bandwidth}ranks are matched by order alone",
             count=len(nameless),
         )
     if shapeless := [one for one in ran if one.bytes is None]:
         causes = Counter(_why_no_size(one, trace, timeline.spans) for one in shapeless)
-        told = "; ".join(cause if len(causes) == 1 else f"{count}: {cause}" for cause, count in causes.most_common())
-        yield TraceWarning(
-            code="no_collective_sizes",
-            message=f"{len(shapeless)} collectives have no size, so no bandwidth: {told}",
+        found = "; ".join(cause if len(causes) == 1 else f"{count}: {cause}" for cause, count in causes.most_common())
+        yield _warning(
+            "no_collective_sizes",
+            f"{len(shapeless)} collectives have no size, so no bandwidth: {found}",
             count=len(shapeless),
         )
     # NCCL launches no kernel for a group of one rank.
@@ -127,15 +204,15 @@ def _collectives(trace: TraceFile, timeline: Timeline, *, host_only: bool) -> It
 
 def _without_execution(unseen: int, backend: str | None) -> TraceWarning:
     if backend == _FAKE:
-        return TraceWarning(
-            code="fake_backend",
-            message=f"{unseen} collectives were issued to torch's backend '{_FAKE}', which runs nothing: communication "
+        return _warning(
+            "fake_backend",
+            f"{unseen} collectives were issued to torch's backend '{_FAKE}', which runs nothing: communication "
             "takes no time in this trace",
             count=unseen,
         )
-    return TraceWarning(
-        code="collectives_without_execution",
-        message=f"{unseen} collectives were issued but did not run in the trace: dropped, or after its end",
+    return _warning(
+        "collectives_without_execution",
+        f"{unseen} collectives were issued but did not run in the trace: dropped, or after its end",
         count=unseen,
     )
 
@@ -173,9 +250,9 @@ def _why_no_size(one: Collective, trace: TraceFile, spans: Spans) -> str:
 def _launches(trace: TraceFile, spans: Spans) -> Iterator[TraceWarning]:
     unlaunched = spans.launches == UNKNOWN
     if unlaunched.any():
-        yield TraceWarning(
-            code="launches_missing",
-            message=f"{_events(unlaunched)} have no launch: their step, and what they waited for, are unknown",
+        yield _warning(
+            "launches_missing",
+            f"{_events(unlaunched)} have no launch: their step, and what they waited for, are unknown",
             count=int(unlaunched.sum()),
         )
     early = ~unlaunched & (spans.starts < spans.launches)
@@ -185,9 +262,9 @@ def _launches(trace: TraceFile, spans: Spans) -> Iterator[TraceWarning]:
     ):
         if rows.any():
             by = int((spans.launches - spans.starts)[rows].max())
-            yield TraceWarning(
-                code=code,
-                message=f"{int(rows.sum())} {what} before their launch, by up to {format_ns(by)}: "
+            yield _warning(
+                code,
+                f"{int(rows.sum())} {what} before their launch, by up to {format_ns(by)}: "
                 "the clocks of host and device disagree",
                 count=int(rows.sum()),
                 ns=by,
@@ -213,7 +290,7 @@ def _dropped(trace: TraceFile) -> Iterator[TraceWarning]:
     ):  # fmt: skip
         if rows.any():
             count = int(rows.sum())
-            yield TraceWarning(code=code, message=f"{count} launches have no kernel, {where}", count=count)
+            yield _warning(code, f"{count} launches have no kernel, {where}", count=count)
 
 
 def _captured(graphs: GraphFigures | None) -> Iterator[TraceWarning]:
@@ -222,9 +299,9 @@ def _captured(graphs: GraphFigures | None) -> Iterator[TraceWarning]:
         return
     ns = sum(one.end_ns - one.start_ns for one in graphs.captures)
     into = "a graph" if len(graphs.captures) == 1 else f"{len(graphs.captures)} graphs"
-    yield TraceWarning(
-        code="launches_captured",
-        message=f"{count} kernel launches were captured into {into}, not run, within {format_ns(ns)} of the host: "
+    yield _warning(
+        "launches_captured",
+        f"{count} kernel launches were captured into {into}, not run, within {format_ns(ns)} of the host: "
         "no kernel of theirs is missing",
         count=count,
         ns=ns,
@@ -240,17 +317,17 @@ def _streams(spans: Spans) -> Iterator[TraceWarning]:
         count += int((beyond > 0).sum())
         overlap += int(beyond[beyond > 0].sum())
     if count:
-        yield TraceWarning(
-            code="overlap_on_stream",
-            message=f"{'1 event starts' if count == 1 else f'{count:,} events start'} before the previous one on the "
+        yield _warning(
+            "overlap_on_stream",
+            f"{'1 event starts' if count == 1 else f'{count:,} events start'} before the previous one on the "
             f"same stream ends, {format_ns(overlap)} in all: programmatic dependent launch, or a profiler error",
             count=count,
             ns=overlap,
         )
     if (unclassified := spans.of_kind(Kind.UNCLASSIFIED)).any():
-        yield TraceWarning(
-            code="unclassified",
-            message=f"{_events(unclassified)} have no name and count as unclassified",
+        yield _warning(
+            "unclassified",
+            f"{_events(unclassified)} have no name and count as unclassified",
             count=int(unclassified.sum()),
             ns=spans.covered(unclassified).length,
         )
@@ -262,20 +339,18 @@ def _steps(trace: TraceFile, timeline: Timeline) -> Iterator[TraceWarning]:
         return  # chosen windows, which are not the steps that the trace announces
     unused, renumbered = left_out(trace, timeline.host_windows)
     if unused > 0:
-        yield TraceWarning(
-            code="steps_overlap",
-            message=f"{unused} ProfilerStep annotations lie within others or on other threads and are left out",
+        yield _warning(
+            "steps_overlap",
+            f"{unused} ProfilerStep annotations lie within others or on other threads and are left out",
             count=unused,
         )
     if renumbered:
-        yield TraceWarning(
-            code="steps_repeat", message="step numbers repeat; steps are renumbered from 0 in order of time"
-        )
+        yield _warning("steps_repeat", "step numbers repeat; steps are renumbered from 0 in order of time")
     lived = {window.step for window in timeline.windows}
     if empty := [window.step for window in timeline.host_windows if window.step not in lived]:
-        yield TraceWarning(
-            code="steps_cut_off",
-            message=f"steps {', '.join(map(str, empty))} have no device event and are left out: the trace was cut off",
+        yield _warning(
+            "steps_cut_off",
+            f"steps {', '.join(map(str, empty))} have no device event and are left out: the trace was cut off",
             count=len(empty),
         )
     if timeline.windows and timeline.windows[0].step is not None:
@@ -286,9 +361,9 @@ def _steps(trace: TraceFile, timeline: Timeline) -> Iterator[TraceWarning]:
             ns = spans.covered(beyond).length - int(
                 spans.covered(beyond).within(np.array([first]), np.array([last]))[0]
             )
-            yield TraceWarning(
-                code="outside_steps",
-                message=f"{format_ns(ns)} of what ran lies outside of all steps, and in no step's figures",
+            yield _warning(
+                "outside_steps",
+                f"{format_ns(ns)} of what ran lies outside of all steps, and in no step's figures",
                 count=int(beyond.sum()),
                 ns=ns,
             )
@@ -299,16 +374,16 @@ def _perturbation(trace: TraceFile, spans: Spans) -> Iterator[TraceWarning]:
     ns = int((trace.host.ends - trace.host.starts)[rows].sum())
     span = int(spans.ends.max() - spans.starts.min()) if len(spans) else 0
     if span and ns > _NOTABLE_OVERHEAD * span:
-        yield TraceWarning(
-            code="profiler_overhead",
-            message=f"the profiler's own work takes {format_ns(ns)}, {ns / span:.1%} of the trace's span",
+        yield _warning(
+            "profiler_overhead",
+            f"the profiler's own work takes {format_ns(ns)}, {ns / span:.1%} of the trace's span",
             count=int(rows.sum()),
             ns=ns,
         )
     if trace.metadata.get("with_stack"):
-        yield TraceWarning(
-            code="recorded_with_stacks",
-            message="recorded with with_stack=True, which slows the host: launch-bound idle time is overstated",
+        yield _warning(
+            "recorded_with_stacks",
+            "recorded with with_stack=True, which slows the host: launch-bound idle time is overstated",
         )
 
 

@@ -18,13 +18,13 @@ from refshard.dryrun.recording import Flag, Phase, Recording
 from refshard.dryrun.recording import Kind as Recorded
 from refshard.dryrun.replay import NEVER, NS, Replayed, replay
 from refshard.dryrun.steps import Step, steps_of
+from refshard.events.reader import read_trace
+from refshard.events.table import TraceFile
+from refshard.events.timeline import KINDS, UNKNOWN, Kind, Timeline
+from refshard.events.writer import as_kineto
 from refshard.specs.cluster import load_cluster
-from refshard.timeline import KINDS, UNKNOWN, Kind, Timeline
 from refshard.tracing.analysis import analyse
-from refshard.tracing.files.events import TraceFile
-from refshard.tracing.files.reader import read_trace
-from refshard.tracing.files.writer import as_kineto
-from refshard.tracing.host.holdup_figures import Hold
+from refshard.tracing.figures import Stall
 from refshard.tracing.kineto import timeline_of
 from refshard.tracing.labels import meaning_of
 from refshard.tracing.overlap import collectives_per_step, step_breakdowns
@@ -190,12 +190,12 @@ def test_attention_counts_half_if_causal(causal: bool) -> None:
 
 def test_the_trace_says_which_waits_hold_the_gpu_up() -> None:
     recording, _, replayed = trained()
-    found = analyse(traced(recording, replayed)).figures.holdups
+    found = analyse(traced(recording, replayed)).figures.host_stalls
     assert found is not None
     assert found.places is not None
     (one,) = found.places
     waits = recording.kinds == Recorded.SYNCHRONISE
-    assert (one.kind, found.steps, one.count) == (Hold.ITEM, 3, np.sum(waits)) == (Hold.ITEM, 3, 3)
+    assert (one.kind, found.steps, one.count) == (Stall.ITEM, 3, np.sum(waits)) == (Stall.ITEM, 3, 3)
     assert (one.line, one.operator) == ("train.py(31): train", "aten::_local_scalar_dense")
     assert one.host_ns == np.sum((replayed.host_ends - replayed.host_starts)[waits])
     # Nothing runs from the end of a wait, which is for all that was launched, to the next kernel.

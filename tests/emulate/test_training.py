@@ -15,14 +15,14 @@ import refshard
 from refshard.emulate.process_group import emulated_world
 from refshard.emulate.world import EmulatedWorld
 from refshard.engine.placement import MODES
+from refshard.events.timeline import Kind
 from refshard.measure.trainer import Trainer
 from refshard.records import CollectiveCount
 from refshard.specs.case import CaseSpec
 from refshard.strategies import make_strategy
-from refshard.timeline import Kind
-from refshard.tracing.capture import WARMUP_STEPS, capture_steps
 from refshard.tracing.kineto import read_timeline
 from refshard.tracing.overlap import collectives_per_step
+from refshard.tracing.recording import WARMUP_STEPS, capture_steps
 from tests.emulate import FAST, make_cluster
 from tests.models import small_spec
 

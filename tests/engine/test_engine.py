@@ -19,7 +19,7 @@ from refshard.engine.placement import MODES
 from refshard.engine.schedule import Op, OpKind, assign_rings, build, chain_markers
 from refshard.engine.unit import Unit
 from refshard.errors import EngineError, SpecError
-from refshard.timeline import Meaning
+from refshard.events.timeline import Meaning
 from refshard.tracing.labels import meaning_of
 from tests.engine.fakes import FailingCollectives, LateCollectives, Net, loss_of, make_batch, make_net, train
 

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from refshard.report.page import as_page
-from refshard.report.trace.answer import trace_answer
-from refshard.timeline import (
+from refshard.events.timeline import (
     KINDS,
     UNKNOWN,
     Collective,
@@ -18,6 +16,8 @@ from refshard.timeline import (
     Timeline,
     Window,
 )
+from refshard.report.page import as_page
+from refshard.report.trace.answer import trace_answer
 from refshard.tracing.analysis import Analysis
 from refshard.tracing.collectives import collective_figures, unit_figures
 from refshard.tracing.figures import (
@@ -30,8 +30,8 @@ from refshard.tracing.figures import (
     TraceFigures,
     TraceWarning,
 )
+from refshard.tracing.jobs import Identity
 from refshard.tracing.overlap import breakdowns
-from refshard.tracing.ranks.jobs import Identity
 
 US = 1000
 WAITS = ((3, 4200, 17), (1, 900, 4))

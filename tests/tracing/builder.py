@@ -1,7 +1,7 @@
 """Synthetic traces of a GPU rank, made of parameters from which every figure follows on paper.
 
 :class:`Trace` holds kernels, collectives, labels and steps, and makes of them both a Kineto file and the
-:class:`~refshard.timeline.Timeline` that a reader should make of that file. :class:`Training` lays a training run out
+:class:`Timeline` that a reader should make of that file. :class:`Training` lays a training run out
 in it. All times are nanoseconds.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from refshard.timeline import KINDS, UNKNOWN, Collective, Kind, Label, Meaning, Spans, Timeline, Window
+from refshard.events.timeline import KINDS, UNKNOWN, Collective, Kind, Label, Meaning, Spans, Timeline, Window
 
 BASE_NS = 1_790_857_026_000_000_000
 """A real trace's order of magnitude, where a float would lose nanoseconds."""

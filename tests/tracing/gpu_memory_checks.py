@@ -10,9 +10,8 @@ import torch
 
 from refshard.quantities import MIB
 from refshard.records import GpuMemory
-from refshard.tracing.allocator.snapshot import snapshot_figures
-from refshard.tracing.allocator.snapshot_file import read_snapshot
-from refshard.tracing.memory import GpuPeaks, gpu_memory
+from refshard.tracing.recording import GpuPeaks, gpu_memory
+from refshard.tracing.snapshot import read_snapshot, snapshot_figures
 from tests.fakecuda.child import check
 
 DEVICE = torch.device("cuda", 0)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from refshard.timeline import KINDS, UNKNOWN, Kind, Meaning, Nanoseconds, Spans, Timeline, Window
+from refshard.events.timeline import KINDS, UNKNOWN, Kind, Meaning, Nanoseconds, Spans, Timeline, Window
 from refshard.tracing.figures import Cause
 
 END = 40

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from refshard.timeline import UNKNOWN, Meaning, Spans
+from refshard.events.timeline import UNKNOWN, Meaning, Spans
 from refshard.tracing.analysis import analyse
 from refshard.tracing.kineto import read_timeline
 from tests.tracing.builder import BASE_NS, Training

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refshard.timeline import Collective, Kind, Label, Meaning
+from refshard.events.timeline import Collective, Kind, Label, Meaning
 from refshard.tracing.collectives import bus_factor, collective_figures, copy_overhead, reduce_waits, unit_figures
 from refshard.tracing.figures import CollectiveFigures, CopyOverhead, ReduceWait, UnitFigures
 from tests.tracing.builder import BASE_NS, Training

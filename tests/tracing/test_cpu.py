@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from refshard.timeline import Kind
+from refshard.events.timeline import Kind
 from refshard.tracing.kineto import read_timeline
 from refshard.tracing.overlap import step_breakdowns
 from tests.tracing.handmade import BASE_US, event, shaped, step, write

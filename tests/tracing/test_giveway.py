@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from refshard.timeline import UNKNOWN, Collective, Kind, Timeline
+from refshard.events.timeline import UNKNOWN, Collective, Kind, Timeline
 from refshard.tracing.figures import GiveWay
 from refshard.tracing.giveway import give_ways
 from tests.tracing.builder import Training, Work

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from refshard.report.trace.words import findings
+from refshard.report.trace.findings import findings
 from refshard.tracing.analysis import analyse
 from refshard.tracing.figures import TraceFigures
 from refshard.tracing.kineto import read_timeline

@@ -6,12 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from refshard.timeline import UNKNOWN, HostCalls, Kind, Window
+from refshard.events.reader import read_trace
+from refshard.events.timeline import UNKNOWN, HostCalls, Kind, Window
 from refshard.tracing.figures import Cause, IdleFigures
-from refshard.tracing.files.reader import read_trace
-from refshard.tracing.idle import CAUSES, idle_gaps
+from refshard.tracing.idle import CAUSES, idle_figures, idle_gaps
 from refshard.tracing.kineto import timeline_of as read
-from refshard.tracing.waits import idle_figures
 from tests.tracing.handmade import event, write
 from tests.tracing.small import LANES, NAMES, Row, timeline_of
 

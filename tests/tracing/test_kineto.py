@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from refshard.errors import TraceError
-from refshard.timeline import Kind
+from refshard.events.timeline import Kind
 from refshard.tracing.kineto import read_timeline
 from refshard.tracing.overlap import collectives_per_step, mean_ratio, step_breakdowns
 from tests.tracing.handmade import BASE_US, event, shaped, step, write

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refshard.timeline import Meaning
-from refshard.tracing.files.reader import read_trace
+from refshard.events.reader import read_trace
+from refshard.events.timeline import Meaning
 from refshard.tracing.labels import ROOT, Labels, find_labels, meaning_of
 from tests.tracing.handmade import BASE_US, event, write
 

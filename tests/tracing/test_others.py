@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from refshard.timeline import Kind
+from refshard.events.timeline import Kind
 from refshard.tracing.analysis import Analysis, analyse, join
 from refshard.tracing.figures import Cause
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refshard.errors import SpecError, TraceError
-from refshard.timeline import UNKNOWN, Window
+from refshard.events.timeline import UNKNOWN, Window
 from refshard.tracing.analysis import Analysis, analyse
 from refshard.tracing.windows import device_windows_apart, parse_window
 from tests.tracing import small

@@ -28,6 +28,7 @@ from refshard.dryrun.replay import NS, Replayed, replay_together
 from refshard.dryrun.request import UNLIMITED_BYTES
 from refshard.dryrun.steps import Step, steps_of
 from refshard.errors import UnsupportedError
+from refshard.events.writer import as_kineto
 from refshard.measure.dry.rank import RECORDING_FILE, DryCase, DryResult, StepResult, rank_folder, ranks_of
 from refshard.measure.rank import PROGRESS_FILE, describe, trace_file
 from refshard.measure.trainer import Trainer
@@ -39,10 +40,9 @@ from refshard.specs.model import known_dimensions
 from refshard.strategies import make_strategy, strategy_for
 from refshard.strategies.base import Strategy
 from refshard.strategies.table import ROWS
-from refshard.tracing.files.writer import as_kineto
 from refshard.tracing.kineto import timeline_of
-from refshard.tracing.memory import highest_of
 from refshard.tracing.overlap import collectives_per_step, step_breakdowns
+from refshard.tracing.recording import highest_of
 
 
 def read_step(recording: Recording, replayed: Replayed, steps: Sequence[Step]) -> StepResult:

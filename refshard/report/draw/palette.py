@@ -6,7 +6,7 @@ Universal Design", 2008). No meaning rests on colour alone: a pattern, a marker,
 
 from dataclasses import dataclass
 
-from refshard.timeline import Kind
+from refshard.events.timeline import Kind
 
 BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW = OKABE_ITO = (
     "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442",

@@ -12,6 +12,7 @@ from refshard.dryrun.analyse import Analysis, Synchronisation
 from refshard.dryrun.memory import Held
 from refshard.dryrun.recording import Category, Phase, Recording
 from refshard.dryrun.request import Request
+from refshard.events.writer import as_kineto
 from refshard.quantities import format_bytes, format_percent, format_seconds, format_times
 from refshard.report.blocks import (
     Answer,
@@ -31,9 +32,8 @@ from refshard.report.blocks import (
 )
 from refshard.report.draw.embed import MOST_EMBEDDED
 from refshard.report.trace.answer import as_objects, job_blocks, rank_blocks
-from refshard.report.trace.words import Finding, findings
+from refshard.report.trace.findings import Finding, findings
 from refshard.tracing.figures import TraceFigures
-from refshard.tracing.files.writer import as_kineto
 
 _LISTED = 8
 _HOST_BOUND = 0.1

@@ -16,11 +16,11 @@ from refshard.report.blocks import Block, Marked, Quantity, Row, Section, table
 from refshard.report.draw.charts import Chart, chart
 from refshard.report.run.charts import drawn, exposed_text, step_parts
 from refshard.report.trace import charts as trace_charts
-from refshard.report.trace import jobs as trace_jobs
 from refshard.report.trace import tables as trace_tables
+from refshard.report.trace import wording
 from refshard.report.trace.idle import NAMES as IDLE
 from refshard.report.trace.lanes import drawn_windows
-from refshard.report.trace.layer import View, find_layer, layer_chart
+from refshard.report.trace.spans_figure import View, find_layer, layer_chart
 from refshard.tracing.analysis import Analysis, analyse
 from refshard.tracing.figures import CollectiveFigures, TraceFigures
 
@@ -119,7 +119,7 @@ def parts_of(figures: TraceFigures) -> dict[str, float]:
 
 def _row(one: Traced) -> Row:
     figures = one.figures
-    steps = len(trace_jobs.parts(figures))
+    steps = len(wording.parts(figures))
     copies, idle = figures.copies, sum(step.breakdown.idle_host_ns or 0 for step in figures.steps)
     return {
         "case": Marked(one.case.full_label, href=one.link),

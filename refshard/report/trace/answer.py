@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from refshard.events.timeline import Timeline
 from refshard.report.blocks import (
     Answer,
     Block,
@@ -28,13 +29,10 @@ from refshard.report.blocks import (
     table,
 )
 from refshard.report.draw.embed import embedded
-from refshard.report.trace import tables, waiting
-from refshard.report.trace.doubts import doubts
-from refshard.report.trace.jobs import job_names, jobs, parts, who
-from refshard.report.trace.per_step import each, has_steps, per
+from refshard.report.trace import tables
+from refshard.report.trace.findings import SMALL, Finding, findings, late, warnings_text
 from refshard.report.trace.sections import sections_of
-from refshard.report.trace.words import SMALL, Finding, findings
-from refshard.timeline import Timeline
+from refshard.report.trace.wording import each, has_steps, job_names, jobs, parts, per, who
 from refshard.tracing.analysis import Analysis
 from refshard.tracing.figures import Breakdown, TraceFigures
 from refshard.tracing.hta import HtaFailure, HtaFigures
@@ -84,6 +82,9 @@ def trace_answer(analyses: Sequence[Analysis], checks: Sequence[Block] = (), mor
         blocks += [_job_table(ranks, f"{finding.title} ({_pattern(ranks)})"), Notes(sentences=finding.more)]
         blocks += _waits(members, "" if len(found) == 1 else f": {job_names(traces)[members[0].job]}")
     blocks += [Charts(draw=lambda: _rank_charts(traces))]
+    count = len(names)
+    title = f"{len(traces)} traces of {f'{count} jobs' if count > 1 else 'one job'}"
+    title = Path(traces[0].file).name if len(traces) == 1 else title
     return Answer(
         data={"verdict": lead, "traces": as_objects(traces)},
         rows=[_flat(trace) for trace in traces],
@@ -99,15 +100,8 @@ def trace_answer(analyses: Sequence[Analysis], checks: Sequence[Block] = (), mor
             Verdict(sentences=lead),
             *([Text(text=more, where="terminal")] if more else []),
         ],
-        cover=Cover(title=_title(traces)),
+        cover=Cover(title=title),
     )  # fmt: skip
-
-
-def _title(traces: Sequence[TraceFigures]) -> str:
-    if len(traces) == 1:
-        return Path(traces[0].file).name
-    count = len({one.job for one in traces})
-    return f"{len(traces)} traces of {f'{count} jobs' if count > 1 else 'one job'}"
 
 
 def as_objects(traces: Sequence[TraceFigures]) -> list[dict[str, Any]]:
@@ -154,6 +148,9 @@ def _job_table(members: Sequence[TraceFigures], title: str) -> Table:
     for trace in members:
         steps = [part.breakdown for part in parts(trace)]
         device = [] if trace.host_only else steps
+        # Communication is hidden by something else than compute, too.
+        hidden = sum(step.exposed_ns - step.exposed_any_ns for step in device)
+        span, alone = (sum(getattr(step, key) for step in device) for key in ("span_ns", "lone_copy_ns"))
         rows.append(
             {
                 "rank": "-" if trace.rank is None else str(trace.rank),
@@ -163,9 +160,9 @@ def _job_table(members: Sequence[TraceFigures], title: str) -> Table:
                 "compute": _share(device, "compute_ns"),
                 "comm.": _share(device, "comm_ns"),
                 "exposed": _share(device, "exposed_ns"),
-                "exposed to all": _share(device, "exposed_any_ns") if _differs(device) else None,
+                "exposed to all": _share(device, "exposed_any_ns") if hidden > SMALL * span else None,
                 "overlap": Quantity(mean_ratio(device), "share"),
-                "copies alone": _if_any(device, "lone_copy_ns"),
+                "copies alone": _share(device, "lone_copy_ns") if alone >= SMALL * span > 0 else None,
                 "idle": _share(device, "idle_ns"),
                 "idle, host late": None if trace.device == "cpu" else _share(device, "idle_host_ns"),
                 "late reductions (give-way)": Quantity(trace.giveway.index, "share", 2),
@@ -173,9 +170,9 @@ def _job_table(members: Sequence[TraceFigures], title: str) -> Table:
             }
         )
     always = _ALWAYS | {length}
-    told = [key for key in rows[0] if key in always or any(cell_text(row[key]) != "-" for row in rows)]
+    sentences = [key for key in rows[0] if key in always or any(cell_text(row[key]) != "-" for row in rows)]
     return table(
-        [{key: row[key] for key in told} for row in rows],
+        [{key: row[key] for key in sentences} for row in rows],
         left=0,
         text=("device",),
         title=title,
@@ -194,22 +191,11 @@ def _share(steps: Sequence[Breakdown], key: str) -> Cell:
     return None if mean is None or not span else Part(Quantity(mean, "ns"), span)
 
 
-def _if_any(steps: Sequence[Breakdown], key: str) -> Cell:
-    """The same, where it is 1 % of the steps or more."""
-    part, span = (sum(getattr(step, name) for step in steps) for name in (key, "span_ns"))
-    return _share(steps, key) if part >= SMALL * span > 0 else None
-
-
-def _differs(steps: Sequence[Breakdown]) -> bool:
-    """Whether communication is hidden by something else than compute, by 1 % of the steps or more."""
-    return sum(step.exposed_ns - step.exposed_any_ns for step in steps) > SMALL * sum(step.span_ns for step in steps)
-
-
 def _waits(members: Sequence[TraceFigures], job: str) -> Iterator[Block]:
     """Who waits for whom in a job."""
     found = tables.waits(members)
     if found.rows:
-        blocks: list[Block] = [Notes(sentences=[waiting.late(members)]), found]
+        blocks: list[Block] = [Notes(sentences=[late(members)]), found]
         identity = f"waits-{members[0].job}"
         yield Section(title=f"Who waits for whom{job}", id=identity, nav="Who waits", blocks=blocks, where="detail")
 
@@ -225,7 +211,7 @@ def _warnings(traces: Sequence[TraceFigures]) -> Iterator[Block]:
     few = sum(codes.values()) <= _FEW_WARNINGS
     if not few:
         yield Notes(sentences=[f"Warnings: {counted}. -v explains them."], where="terminal")
-    yield Notes(sentences=doubts(traces), title="Warnings", where="always" if few else "detail")
+    yield Notes(sentences=warnings_text(traces), title="Warnings", where="always" if few else "detail")
 
 
 def _each_trace(analyses: Sequence[Analysis]) -> Iterator[Section]:

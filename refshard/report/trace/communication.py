@@ -4,10 +4,8 @@ from collections.abc import Sequence
 
 from refshard.quantities import format_bytes, format_ns, format_percent, format_rate
 from refshard.report.blocks import Section
-from refshard.report.trace.per_step import per
-from refshard.report.trace.section import section
-from refshard.tracing.figures import TraceFigures
-from refshard.tracing.ranks.exposure_figures import CommunicationFigures, ExposedSplit, MessageFigures
+from refshard.report.trace.wording import per, section
+from refshard.tracing.figures import CommunicationFigures, ExposedSplit, MessageFigures, TraceFigures
 
 _UNITS = 1e9
 """Bus bandwidths are in GB/s, as nccl-tests and data sheets give them."""
@@ -15,31 +13,31 @@ _UNITS = 1e9
 
 def exposed_section(figures: TraceFigures) -> Section | None:
     """Where exposed communication goes, per step; None for a trace without any."""
-    told = figures.communication
-    if told is None or not told.whole.exposed_ns:
+    found = figures.communication
+    if found is None or not found.whole.exposed_ns:
         return None
-    rows = [_row(f"step {one.step}", one) for one in told.steps] or [_row("whole trace", told.whole)]
+    rows = [_row(f"step {one.step}", one) for one in found.steps] or [_row("whole trace", found.whole)]
     kept = [key for key in rows[0] if key in ("", "exposed") or any(row[key] != "-" for row in rows)]
     return section(
         title="Exposed communication",
         caption="transfer, waiting for a rank to enter, and what may be either; besides, idle time before a collective "
         "that the host launched late",
         rows=[{key: row[key] for key in kept} for row in rows],
-        sentences=_unknown(told, figures),
+        sentences=_unknown(found, figures),
         text=("waits for",),
     )
 
 
-def _unknown(told: CommunicationFigures, figures: TraceFigures) -> list[str]:
+def _unknown(found: CommunicationFigures, figures: TraceFigures) -> list[str]:
     """Why a part of what is shown is not divided, and how large it is unless it is all."""
-    parts = told.steps or (told.whole,)
+    parts = found.steps or (found.whole,)
     exposed, undivided = sum(one.exposed_ns for one in parts), sum(one.undivided_ns for one in parts)
     some = "" if undivided == exposed else f"In {format_ns(undivided)} of {format_ns(exposed)}, "
     of = "" if all(one.launch_ns is None for one in parts) else " of some steps"
     apart = f"{some}{'t' if some else 'T'}ransfer and waiting cannot be told apart"
     return [
-        *([f"{apart}: {told.missing}. {_record(figures)}"] if told.missing and undivided else []),
-        *([f"Late launches{of} are unknown: {told.no_launch}."] if told.no_launch else []),
+        *([f"{apart}: {found.missing}. {_record(figures)}"] if found.missing and undivided else []),
+        *([f"Late launches{of} are unknown: {found.no_launch}."] if found.no_launch else []),
     ]
 
 
@@ -59,13 +57,13 @@ def _row(name: str, one: ExposedSplit) -> dict[str, str]:
 
 def messages_section(figures: TraceFigures) -> Section | None:
     """Bus bandwidths by operation, size and group, beside the link's; None for a trace without collectives."""
-    told = figures.communication
-    if told is None or not told.messages:
+    found = figures.communication
+    if found is None or not found.messages:
         return None
-    steps = max(1, len(told.steps))
-    rows = [_message_row(one, steps, per(figures)) for one in told.messages]
+    steps = max(1, len(found.steps))
+    rows = [_message_row(one, steps, per(figures)) for one in found.messages]
     kept = [key for key in rows[0] if key in ("collective", "count in all") or any(row[key] != "-" for row in rows)]
-    link = [f"The link's bandwidth is that of the cluster profile {told.profile}."] if "link GB/s" in kept else []
+    link = [f"The link's bandwidth is that of the cluster profile {found.profile}."] if "link GB/s" in kept else []
     return section(
         title="Messages",
         caption="bus bandwidths in GB/s, medians; without waiting: by the rank that entered last",
@@ -122,21 +120,21 @@ def _rate(bytes_per_s: float | None) -> str:
 
 def answer(figures: TraceFigures) -> str:
     """Bandwidth, latency or skew? Empty without exposed communication, and where nothing can be said of its rate."""
-    told = figures.communication
-    if told is None or told.bound is None or not told.messages:
+    found = figures.communication
+    if found is None or found.bound is None or not found.messages:
         return ""
-    parts = told.steps or (told.whole,)
+    parts = found.steps or (found.whole,)
     exposed = sum(part.exposed_ns for part in parts)
-    if told.bound == "skew":
+    if found.bound == "skew":
         return _skew(parts, exposed)
-    if told.bound == "latency":
-        share = sum(one.exposed_ns for one in told.messages if one.is_latency_bound) / exposed
-        most = next(one for one in told.messages if one.is_latency_bound)
+    if found.bound == "latency":
+        share = sum(one.exposed_ns for one in found.messages if one.is_latency_bound) / exposed
+        most = next(one for one in found.messages if one.is_latency_bound)
         return (
             f"Latency-bound: {format_percent(share, 0)} of exposed communication is in messages whose time hardly "
             f"depends on their size; most in {_named(most)}."
         )
-    return _of_rate(told, figures.device)
+    return _of_rate(found, figures.device)
 
 
 def _skew(parts: Sequence[ExposedSplit], exposed: int) -> str:
@@ -152,12 +150,12 @@ def _skew(parts: Sequence[ExposedSplit], exposed: int) -> str:
     )
 
 
-def _of_rate(told: CommunicationFigures, device: str) -> str:
+def _of_rate(found: CommunicationFigures, device: str) -> str:
     """What the messages with most exposed time reach of their link."""
-    most = told.messages[0]
+    most = found.messages[0]
     alone = most.transfer_bandwidth is not None
     reached = most.transfer_bandwidth if alone else most.bus_bandwidth
-    if told.bound == "unknown" and device == "cpu":
+    if found.bound == "unknown" and device == "cpu":
         return ""
     if reached is None:
         lacks = "its size" if most.most_bytes is None else "how many ranks its group has"
@@ -165,13 +163,13 @@ def _of_rate(told: CommunicationFigures, device: str) -> str:
             f"Most exposed communication is {_named(most)}; its bandwidth is unknown: the trace does not say {lacks}."
         )
     waiting = "without waiting" if alone else "waiting for other ranks included"
-    if told.bound == "unknown" or most.link_bandwidth is None:
-        why = f"no cluster profile names {device}" if told.profile is None else "its group's ranks are not known"
+    if found.bound == "unknown" or most.link_bandwidth is None:
+        why = f"no cluster profile names {device}" if found.profile is None else "its group's ranks are not known"
         return f"{_named(most)} reaches {_rate(reached)} GB/s, {waiting}; the link's rate is unknown: {why}."
-    word = "Bandwidth-bound" if told.bound == "bandwidth" else "Below the link"
+    word = "Bandwidth-bound" if found.bound == "bandwidth" else "Below the link"
     return (
         f"{word}: {_named(most)} reaches {_rate(reached)} of {_rate(most.link_bandwidth)} GB/s "
-        f"(profile {told.profile}), {waiting}."
+        f"(profile {found.profile}), {waiting}."
     )
 
 
@@ -180,13 +178,13 @@ def unknown_waiting(figures: TraceFigures) -> str:
 
     A link that runs near its peak, or messages that are all latency, leave no room for waiting.
     """
-    told = figures.communication
-    if told is None or told.missing is None or told.bound not in ("below", "unknown"):
+    found = figures.communication
+    if found is None or found.missing is None or found.bound not in ("below", "unknown"):
         return ""
-    parts = told.steps or (told.whole,)
+    parts = found.steps or (found.whole,)
     if 2 * sum(part.undivided_ns for part in parts) < sum(part.exposed_ns for part in parts):
         return ""
-    return f"Waiting for other ranks cannot be told from a slow link: {told.missing}. {_record(figures)}"
+    return f"Waiting for other ranks cannot be told from a slow link: {found.missing}. {_record(figures)}"
 
 
 def _record(figures: TraceFigures) -> str:

@@ -8,11 +8,9 @@ import msgspec
 
 from refshard.quantities import format_ns, format_percent
 from refshard.report.blocks import Answer, Block, Charts, Column, Cover, Notes, Table, Text, Verdict
-from refshard.report.trace.cut import cut_middle
-from refshard.report.trace.jobs import counted
-from refshard.tracing.difference.alike import Unlike
-from refshard.tracing.difference.diff import IDLE
-from refshard.tracing.difference.matching import Change, Difference
+from refshard.report.trace.wording import counted, cut_middle
+from refshard.tracing.attribution import IDLE
+from refshard.tracing.difference import Change, Difference, Unlike
 
 if TYPE_CHECKING:
     from refshard.report.draw.charts import Chart
@@ -28,7 +26,7 @@ _TELLING = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """A difference of two jobs, ``names`` and ``steps`` (how many) of each, and the doubts about it.
+    """A difference of two jobs, ``names`` and ``steps`` (how many) of each, and what makes it uncertain.
 
     ``unlike`` says in what the jobs are not like for like.
 
@@ -40,7 +38,7 @@ class Compared:
     steps: tuple[int, int]
     difference: Difference
     interval: tuple[float, float] | None = None
-    doubts: Sequence[str] = ()
+    warnings: Sequence[str] = ()
     unlike: Sequence[Unlike] = ()
 
     @property
@@ -140,13 +138,13 @@ def claims(found: Compared) -> list[str]:
     cancels = any(ns * whole.delta_ns <= 0 for _, ns in named)  # shares over 100 % or below 0 need a second reading
     share = f" ({format_percent(abs(whole.delta_ns) / whole.a_ns)})" if whole.a_ns else ""
     more = "more" if whole.delta_ns > 0 else "less"
-    told = [
+    known = [
         f"{name} {signed(ns)}" + ("" if cancels else f" ({format_percent(ns / whole.delta_ns, 0)}{of})")
         for place, (name, ns) in enumerate(named)
         for of in ("" if place else " of the change",)
     ]
     takes = f"{format_ns(abs(whole.delta_ns))}{share} {more} per step than A" if whole.delta_ns else "as long as A"
-    sentences = [f"B takes {takes}: {', '.join(told)}."]
+    sentences = [f"B takes {takes}: {', '.join(known)}."]
     sentences.append(f"The largest single change is {_cut(changes[0])}, {signed(changes[0].delta_ns)}.")
     if found.is_noise and found.interval is not None:
         low, high = map(signed, found.interval)
@@ -156,35 +154,37 @@ def claims(found: Compared) -> list[str]:
 
 def remarks(found: Compared) -> list[str]:
     """How sure the change is, how it spreads over ranks, and by what works were matched."""
-    told = []
+    sentences = []
     if found.interval is None:
-        told.append("Fewer than 3 steps on a side: whether the change is more than step-to-step variation is unknown.")
+        sentences.append(
+            "Fewer than 3 steps on a side: whether the change is more than step-to-step variation is unknown."
+        )
     elif not found.is_noise:
         low, high = map(signed, found.interval)
-        told.append(f"95 % interval of the change over steps: {low} to {high}. Another recording may differ more.")
+        sentences.append(f"95 % interval of the change over steps: {low} to {high}. Another recording may differ more.")
     ranks = sorted(found.difference.ranks, key=lambda one: abs(one.delta_ns))
     if len(ranks) > 1 and ranks[-1].delta_ns:
         least, most = (f"rank {one.rank}" + f" ({signed(one.delta_ns)})" for one in (ranks[0], ranks[-1]))
-        told.append(f"Of {len(ranks)} ranks, {most} changed most and {least} least.")
-    return [*told, *_unmatched(found.difference), *found.doubts]
+        sentences.append(f"Of {len(ranks)} ranks, {most} changed most and {least} least.")
+    return [*sentences, *_unmatched(found.difference), *found.warnings]
 
 
 def _unmatched(difference: Difference) -> list[str]:
     """How much time is of operators that only one side calls, and how much of kernels without an operator."""
-    told = []
+    sentences = []
     ran = [change for change in difference.changes if change.kind != IDLE]
     alone = [sum(c.a_ns for c in ran if c.gone), sum(c.b_ns for c in ran if c.new)]
     if max(alone) > _TELLING * max(difference.a_ns, difference.b_ns):
         a, b = map(format_ns, alone)
-        told.append(f"Only on one side: {a} of A and {b} of B. Operators were added, removed, fused or replaced.")
+        sentences.append(f"Only on one side: {a} of A and {b} of B. Operators were added, removed, fused or replaced.")
     nameless = [sum(getattr(c, side) for c in ran if c.work.by_name and c.kind != "comm") for side in ("a_ns", "b_ns")]
     if max(nameless) > _TELLING * max(difference.a_ns, difference.b_ns):
         a, b = map(format_ns, nameless)
-        told.append(
+        sentences.append(
             f"Operators unknown for {a} of A and {b} of B: their kernels are matched by name, without template "
             "arguments and tile sizes."
         )
-    return told
+    return sentences
 
 
 def by_class(difference: Difference) -> Table:
@@ -210,7 +210,8 @@ def by_work(difference: Difference, shown: int) -> Table:
     """The largest changes, the sum of the others, and the step; of several ranks, the one that changed most."""
     listed = [change for change in difference.changes[:shown] if change.delta_ns]
     rows = [_row(_cut(c), c.a_ns, c.b_ns, _CLASSES.get(c.kind, c.kind)) for c in listed]
-    more = [[_most(c), _kernels(c)] for c in listed]
+    most = ["" if c.most_ns is None else f"{signed(c.most_ns)}, {c.most_rank}" for c in listed]
+    more = [[name, _kernels(c)] for name, c in zip(most, listed)]
     if rest := difference.changes[shown:]:
         rows.append(_sum_row(f"{len(rest)} others", rest, ""))
     rows.append(_row("step", difference.a_ns, difference.b_ns, ""))
@@ -264,10 +265,6 @@ def _cut(change: Change) -> str:
     if change.kind != IDLE:  # idle time before an operator comes and goes with the operator's speed
         mark = " [new]" if change.new else " [gone]" if change.gone else ""
     return cut_middle(change.label, _LONGEST_LABEL - len(mark)) + mark
-
-
-def _most(change: Change) -> str:
-    return "" if change.most_ns is None else f"{signed(change.most_ns)}, {change.most_rank}"
 
 
 def _kernels(change: Change) -> str:

@@ -1,12 +1,12 @@
-"""Why a device idled, in words: the name of each cause, and a table of what was waited for."""
+"""Why a device idled, and copies beside which it does nothing else: the name of each cause, tables, and remedies."""
+
+from collections.abc import Sequence
 
 from refshard.quantities import format_ns, format_percent
 from refshard.report.blocks import Section
-from refshard.report.trace.jobs import parts
-from refshard.report.trace.per_step import is_alone, per
-from refshard.report.trace.section import section
-from refshard.tracing.figures import Cause, TraceFigures
-from refshard.tracing.operators.kernel_names import name_in_words
+from refshard.report.trace.wording import count_per, in_each, is_alone, parts, per, section
+from refshard.tracing.figures import Cause, StepFigures, TraceFigures
+from refshard.tracing.names import name_in_words
 
 NAMES = {
     Cause.LAUNCH: "idle, launch-bound",
@@ -34,10 +34,6 @@ _CAPTION = (
 _CAPTION_OF_CPU = "Gaps in which neither an operator nor a collective runs. What: the operator that ends the gap"
 
 
-def _number(count: int, steps: int) -> str:
-    return f"{count // steps:,}" if count % steps == 0 else f"{count / steps:,.1f}"
-
-
 def idle_section(figures: TraceFigures) -> Section | None:
     """What the device waited for."""
     if figures.host_only:
@@ -48,7 +44,7 @@ def idle_section(figures: TraceFigures) -> Section | None:
         {
             "cause": names(figures.device)[one.cause].removeprefix("idle, "), "what": name_in_words(one.what or "-"),
             per(figures): format_ns(one.ns / steps), "share": format_percent(one.ns / span),
-            "gaps" if is_alone(figures) else f"gaps {per(figures)}": _number(one.count, steps),
+            "gaps" if is_alone(figures) else f"gaps {per(figures)}": count_per(one.count, steps),
             "longest": format_ns(one.longest_ns),
         }
         for one in figures.idle
@@ -61,3 +57,54 @@ def idle_section(figures: TraceFigures) -> Section | None:
         caption=_CAPTION_OF_CPU if figures.device == "cpu" else _CAPTION,
         rows=rows, text=("what",),
     )  # fmt: skip
+
+
+_REMEDIES = (
+    (
+        ("HtoD", "HostToDevice"),
+        "copy from pinned memory (pin_memory=True) with non_blocking=True, on a stream of its own and a step ahead, or "
+        "keep the data on the device",
+    ),
+    (
+        ("DtoH", "DeviceToHost"),
+        "copy to pinned memory with non_blocking=True on a stream of its own, copy less often, or compute on the "
+        "device what the host needs it for",
+    ),
+    (("Memset",), "fill less: zero_grad(set_to_none=True), and torch.empty where all is written anyway"),
+)
+"""By a part of the copy's name."""
+_SMALL = 0.001
+"""Less of the steps' time is in no table."""
+_ELSE = "copy less: write results where they are needed, or copy on a stream of its own"
+
+
+def lone_copy_sentences(one: TraceFigures, parts: Sequence[StepFigures], on: str) -> list[str]:
+    """The kind of copies that accounts for most of the time of ``parts``, and what to do about it."""
+    if not one.lone_copies:
+        return [f"To reduce copies alone, try: {_ELSE}."]
+    most, total = one.lone_copies[0], sum(step.breakdown.lone_copy_ns for step in parts)
+    remedy = next((text for parts, text in _REMEDIES if any(part in most.name for part in parts)), _ELSE)
+    # Copies at once, in both directions or of several devices, count each.
+    at_once = sum(copy.ns for copy in one.lone_copies) > total
+    share = "sum over concurrent copies" if at_once else f"{format_percent(most.ns / total, 0)} of it"
+    return [
+        f"Most of the time of copies alone{on}: {most.name}, {format_ns(most.ns / len(parts))} {in_each(one)}, {share} "
+        f"({most.count:,} in all).",
+        f"To reduce copies alone, try: {remedy}.",
+    ]
+
+
+def lone_copy_section(figures: TraceFigures) -> Section | None:
+    """The copies beside which nothing else runs, by name."""
+    parts = [step.breakdown for step in figures.steps] or [figures.whole]
+    span = sum(part.span_ns for part in parts)
+    rows = [
+        {
+            "copies": copy.name, per(figures): format_ns(copy.ns / len(parts)),
+            "share": format_percent(copy.ns / span), "count in all": f"{copy.count:,}",
+        }
+        for copy in figures.lone_copies
+    ]  # fmt: skip
+    if not rows or figures.host_only or sum(part.lone_copy_ns for part in parts) < _SMALL * span:
+        return None
+    return section(title="Copies alone", caption="Copies and fills beside which nothing else runs", rows=rows)

@@ -1,23 +1,234 @@
-"""What a timeline shows of a step: rows of blocks, lane by lane.
+"""What pointing at a block of a timeline says: of a collective, a gap, an idle stretch, exposed communication.
 
-A lane is a stream or a thread; where spans of one lane enclose each other (operators that call operators) they stand in
-rows below each other. Above the lanes stand the units; below them one row says when communication is exposed, and one
-when and why the device idles. Lanes beside the main one carry the gaps between their collectives.
+Each is a note: a short name, which some blocks bear where they are wide enough, and the rest.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from refshard.report.trace.details import Note, collectives_of, of_collective, of_exposed, of_gap, of_idle
-from refshard.report.trace.hulls import Rows, busy_by_lane, hulls, within
+from refshard.events.timeline import KINDS, UNKNOWN, Collective, Intervals, Kind, Meaning, Nanoseconds, Spans, Timeline
+from refshard.quantities import format_bytes, format_ns, format_rate
 from refshard.report.trace.idle import NAMES as IDLE
-from refshard.timeline import KINDS, UNKNOWN, Intervals, Kind, Nanoseconds, Spans, Timeline
 from refshard.tracing.figures import Cause, CollectiveFigures, StepFigures, TraceFigures
-from refshard.tracing.idle import Gaps, idle_gaps
+from refshard.tracing.idle import CAUSES, Gaps, idle_gaps
 from refshard.tracing.overlap import exposed_communication
+
+Note = tuple[str, str]
+MOST_AT_ONCE = 3
+
+
+def short_name(one: CollectiveFigures) -> str:
+    """The operation and the unit."""
+    return f"{one.op} {one.unit}" if one.unit else one.op
+
+
+def of_collective(one: CollectiveFigures) -> Note:
+    """Size, bandwidth, exposed part, wait in the queue, and the gap before it."""
+    sentences = [] if one.bytes is None else [format_bytes(one.bytes)]
+    for word, rate in (("algorithm", one.algorithm_bandwidth), ("bus", one.bus_bandwidth)):
+        sentences += [] if rate is None else [f"{word} bandwidth {format_rate(rate / 1e9)} GB/s"]
+    sentences.append(f"exposed {format_ns(one.exposed_ns)}" if one.exposed_ns else "not exposed")
+    sentences += [] if one.queued_ns is None else [f"queued {format_ns(one.queued_ns)}"]
+    return short_name(one), "; ".join([*sentences, _gap(one)])
+
+
+def _gap(one: CollectiveFigures) -> str:
+    if one.gap_ns is None:
+        return "the first on its stream"
+    if not one.gap_ns:
+        return "no gap before it"
+    blocks = {True: "which blocks", False: "which does not block", None: "not known whether it blocks"}
+    return f"gap of {format_ns(one.gap_ns)} before it, {blocks[one.gap_blocking]}"
+
+
+def of_gap(following: CollectiveFigures) -> Note:
+    """The gap before a collective."""
+    if following.gap_blocking:
+        return "blocking gap", f"before {short_name(following)}, which was launched already while compute ran"
+    return "gap", f"before {short_name(following)}"
+
+
+def collectives_of(spans: Spans, collectives: Sequence[CollectiveFigures]) -> npt.NDArray[np.int64]:
+    """For each span the place of the collective that it is a part of, :data:`UNKNOWN` for none."""
+    found = np.full(len(spans), UNKNOWN, np.int64)
+    places: dict[str, list[int]] = {}
+    for place, one in sorted(enumerate(collectives), key=lambda pair: pair[1].start_ns):
+        places.setdefault(one.lane, []).append(place)
+    communicates = spans.of_kind(Kind.COMM)
+    for lane, mine in places.items():
+        if lane not in spans.lane_names:
+            continue
+        rows = np.flatnonzero(communicates & (spans.lanes == spans.lane_names.index(lane)))
+        starts = np.array([collectives[place].start_ns for place in mine], np.int64)
+        ends = starts + np.array([collectives[place].duration_ns for place in mine], np.int64)
+        last = np.searchsorted(starts, spans.starts[rows], side="right") - 1
+        inside = (last >= 0) & (spans.ends[rows] <= ends[last])
+        found[rows[inside]] = np.array(mine, np.int64)[last[inside]]
+    return found
+
+
+def of_exposed(collectives: Sequence[CollectiveFigures], starts: Nanoseconds, ends: Nanoseconds) -> list[Note]:
+    """For each interval of exposed communication, whose it is."""
+    begins = np.array([one.start_ns for one in collectives], np.int64)
+    closes = begins + np.array([one.duration_ns for one in collectives], np.int64)
+    found = []
+    for start, end in zip(starts, ends):
+        shared = np.minimum(closes, end) - np.maximum(begins, start)
+        order = np.flatnonzero(shared > 0)
+        alike = Counter(short_name(collectives[i]) for i in order[np.argsort(-shared[order], kind="stable")].tolist())
+        names = [name if count == 1 else f"{count} x {name}" for name, count in alike.items()]
+        more = f" and {len(names) - MOST_AT_ONCE} more" if len(names) > MOST_AT_ONCE else ""
+        found.append(("exposed communication", f"{', '.join(names[:MOST_AT_ONCE])}{more}"))
+    return found
+
+
+def _why(timeline: Timeline, gaps: Gaps, place: int) -> str:
+    """What ends an idle gap, and why nothing ran."""
+    spans, follower, before = timeline.spans, int(gaps.followers[place]), int(gaps.before[place])
+    if follower == UNKNOWN:
+        return "nothing runs after it"
+    found, cause = f"ended by {spans.name_table[spans.names[follower]]}", CAUSES[gaps.causes[place]]
+    if not timeline.on_device:
+        return found
+    if cause is Cause.CALL and timeline.calls is not None:
+        return f"{found}, launched late: its thread was in {spans.name_table[timeline.calls.names[gaps.calls[place]]]}"
+    if cause is Cause.DEPENDENCY and before != UNKNOWN:
+        ended = f"{spans.name_table[spans.names[before]]} on {spans.lane_names[spans.lanes[before]]}"
+        return f"{found}, which was queued and waited; {ended} ended last"
+    return found + {
+        Cause.LAUNCH: ", launched too late: the queue was empty",
+        Cause.BACK_TO_BACK: ", the next in its queue",
+        Cause.UNKNOWN: ", which was queued; the trace does not say what it waited for",
+    }.get(cause, "")
+
+
+_OF_COLLECTIVES = Meaning.COPY_IN | Meaning.COPY_OUT | Meaning.ALL_GATHER | Meaning.REDUCE
+_BY_NAME = {"all_gather": Meaning.ALL_GATHER, "reduce_scatter": Meaning.REDUCE, "all_reduce": Meaning.REDUCE}
+Rows = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hull:
+    """A unit's forward or backward on the main lane, from its first span to its last."""
+
+    unit: int
+    phase: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """When a collective ran."""
+
+    start: int
+    end: int
+
+
+def within(spans: Spans, begin: int, close: int) -> Rows:
+    """Which spans run in a window, if only in part."""
+    instants = (spans.starts == spans.ends) & (spans.starts == begin)
+    return np.asarray((spans.starts < close) & (spans.ends > begin) | instants)
+
+
+def busy_by_lane(spans: Spans, rows: Rows) -> npt.NDArray[np.float64]:
+    """Nanoseconds of these rows on every lane."""
+    lengths = (spans.ends - spans.starts)[rows]
+    return np.asarray(np.bincount(spans.lanes[rows], weights=lengths, minlength=len(spans.lane_names)), np.float64)
+
+
+def hulls(timeline: Timeline, begin: int, close: int) -> list[Hull]:
+    """Runs of compute of one unit in one phase on the main lane.
+
+    What belongs to a collective (:data:`_OF_COLLECTIVES`) and spans of no known unit neither break a run nor extend it:
+    they are a prefetch's, or a reduction's. Where no phase is known, the last run of a unit before its reduction is its
+    backward.
+    """
+    spans = timeline.spans
+    seen = within(spans, begin, close)
+    computing = seen & (spans.lanes == spans.main_lane()) & (spans.units != UNKNOWN) & spans.of_kind(Kind.COMPUTE)
+    rows = np.flatnonzero(computing & (spans.under & _OF_COLLECTIVES == 0))
+    if not len(rows):
+        return []
+    units = spans.units[rows]
+    phases = _phases(spans.under[rows], units)
+    changes = np.flatnonzero((np.diff(units) != 0) | (np.diff(phases) != 0)) + 1
+    words = {Meaning.FORWARD: "forward", Meaning.BACKWARD: "backward"}
+    found = [
+        Hull(
+            unit=int(spans.units[run[0]]),
+            phase=words.get(Meaning(int(phase[0])), ""),
+            start=int(spans.starts[run[0]]),
+            end=int(spans.ends[run].max()),
+        )
+        for run, phase in zip(np.split(rows, changes), np.split(phases, changes))
+    ]
+    return _with_backwards(found, timeline, close)
+
+
+def _phases(under: npt.NDArray[np.int16], units: npt.NDArray[np.int32]) -> npt.NDArray[np.int16]:
+    """The phase of each span; of one that tells none, the phase that its unit's spans before it began."""
+    known = np.where(under & Meaning.BACKWARD, Meaning.BACKWARD, under & Meaning.FORWARD).astype(np.int16)
+    places = np.arange(len(units))
+    first = np.maximum.accumulate(np.where(np.append(True, np.diff(units) != 0), places, 0))
+    last = np.maximum.accumulate(np.where(known != 0, places, 0))
+    return np.asarray(np.where(last >= first, known[last], 0), np.int16)
+
+
+def _with_backwards(found: list[Hull], timeline: Timeline, close: int) -> list[Hull]:
+    """The same, with the last run of unknown phase that starts before a reduction of its unit as a backward."""
+    backwards = set()
+    for unit in {hull.unit for hull in found if not hull.phase}:
+        mine = [hull for hull in found if hull.unit == unit]
+        for one in _ran(timeline, unit, Meaning.REDUCE):
+            before = [hull for hull in mine if hull.start <= one.start < close]
+            backwards.update(before[-1:])
+    return [replace(h, phase="backward") if not h.phase and h in backwards else h for h in found]
+
+
+def gather_of(timeline: Timeline, hull: Hull, found: Sequence[Hull], begin: int) -> Ran | None:
+    """The unit's last all-gather before this compute ends, if it started since the unit's earlier compute ended."""
+    since = max((one.end for one in found if one.unit == hull.unit and one.end <= hull.start), default=begin)
+    mine = [one for one in _ran(timeline, hull.unit, Meaning.ALL_GATHER) if since <= one.start < hull.end]
+    return max(mine, key=lambda one: one.start, default=None)
+
+
+def reduction_of(timeline: Timeline, hull: Hull, found: Sequence[Hull], close: int) -> Ran | None:
+    """The unit's first reduction from its compute on, if the unit does not compute again before that."""
+    until = min((one.start for one in found if one.unit == hull.unit and one.start >= hull.end), default=close)
+    mine = [one for one in _ran(timeline, hull.unit, Meaning.REDUCE) if hull.start <= one.start < until]
+    return min(mine, key=lambda one: one.start, default=None)
+
+
+def _ran(timeline: Timeline, unit: int, meaning: Meaning) -> list[Ran]:
+    name = timeline.spans.unit_names[unit]
+    return [
+        Ran(start=c.start, end=c.end)
+        for c in timeline.collectives
+        if c.unit == name and c.start is not None and c.end is not None and _meaning(timeline, c) is meaning
+    ]
+
+
+def _meaning(timeline: Timeline, collective: Collective) -> Meaning:
+    """What a collective is for.
+
+    Over gloo an exchange may stand for either; then the label that it was launched under tells, and without one it is
+    taken for a reduction.
+    """
+    for start, meaning in _BY_NAME.items():
+        if collective.op.startswith(start):
+            return meaning
+    at = collective.launched
+    if at is not None:
+        gathers = (label for label in timeline.labels if label.meaning & Meaning.ALL_GATHER)
+        if any(label.unit == collective.unit and label.start <= at <= label.end for label in gathers):
+            return Meaning.ALL_GATHER
+    return Meaning.REDUCE
+
 
 MOST_ROWS = 6
 """Of a lane; the last one takes what is enclosed more deeply."""
@@ -216,7 +427,7 @@ def _idle(timeline: Timeline, begin: int, close: int) -> LaneRow:
     blocks = tuple(
         Blocks(
             style=style, starts=gaps.starts, ends=gaps.ends,
-            notes=of_idle(timeline, gaps),
+            notes=[("idle", _why(timeline, gaps, place)) for place in range(len(gaps.starts))],
         )
         for style, gaps in idle_styles(timeline, begin, close)
         if len(gaps.starts)

@@ -5,10 +5,8 @@ from collections.abc import Sequence
 
 from refshard.quantities import format_bytes, format_part, format_percent
 from refshard.report.blocks import Section
-from refshard.report.trace.cut import cut
-from refshard.report.trace.section import section
-from refshard.tracing.allocator.held_figures import Category, Holder, MemoryPeak
-from refshard.tracing.figures import TraceFigures
+from refshard.report.trace.wording import cut, section
+from refshard.tracing.figures import Category, Holder, MemoryPeak, TraceFigures
 
 PURPOSES: dict[Category, str] = {
     "before, kept": "allocated before the trace, never freed in it",
@@ -56,12 +54,21 @@ def memory_at_peak(figures: TraceFigures) -> Section | None:
     """The GPU's allocator whose peak is highest, or the CPU's in a trace without GPUs."""
     if not figures.memory_peaks:
         return None
-    peak = figures.memory_peaks[0]
+    peak, doubtful = figures.memory_peaks[0], []
+    if peak.unmatched:
+        doubtful.append(
+            f"{peak.unmatched:,} blocks were handed out again though the trace does not show them freed: threads that "
+            "the profiler does not follow free memory, and figures by purpose may be too high."
+        )
+    if peak.device == "cpu":
+        doubtful.append(
+            "The profiler counts a CPU's memory from when it begins, so parameters made before are not in it."
+        )
     return section(
         title=f"Memory at the peak on {peak.device}",
         caption="Blocks alive when the allocator holds most, by what they are for.",
         rows=_by_purpose(peak.holders) or [{"held for": "not known: the trace has no addresses or totals"}],
-        sentences=[_moment(peak), *_unused(peak), *_remedy(peak), *_missing(peak), *_from_zero(peak)],
+        sentences=[_moment(peak), *_unused(peak), *_remedy(peak), *doubtful],
         text=("mostly by",),
     )
 
@@ -88,10 +95,11 @@ def _by_purpose(holders: Sequence[Holder]) -> list[dict[str, str]]:
             "held for": PURPOSES[category],
             "bytes": format_bytes(_bytes(members)),
             "share": format_percent(_bytes(members) / total),
-            "blocks": _blocks(members),
+            "blocks": "-" if None in counts else f"{sum(n for n in counts if n is not None):,}",
             "mostly by": _shortened(max(members, key=lambda one: one.bytes).operator or "-"),
         }
         for category, members in sorted(groups.items(), key=lambda item: -_bytes(item[1]))
+        for counts in [[one.blocks for one in members]]
     ]
 
 
@@ -112,11 +120,6 @@ def _by_unit(holders: Sequence[Holder]) -> list[dict[str, str]]:
 
 def _bytes(members: Sequence[Holder]) -> int:
     return sum(one.bytes for one in members)
-
-
-def _blocks(members: Sequence[Holder]) -> str:
-    counts = [one.blocks for one in members]
-    return "-" if None in counts else f"{sum(n for n in counts if n is not None):,}"
 
 
 def _shortened(name: str) -> str:
@@ -142,10 +145,10 @@ def _unused(peak: MemoryPeak) -> list[str]:
     if peak.allocated_bytes is None or not peak.reserved_bytes:
         return []
     unused = peak.reserved_bytes - peak.allocated_bytes
-    told = f"{format_part(unused, peak.reserved_bytes)} reserved are not allocated then: cache and fragmentation."
+    text = f"{format_part(unused, peak.reserved_bytes)} reserved are not allocated then: cache and fragmentation."
     if unused <= _LARGE * peak.reserved_bytes:
-        return [told]
-    return [f"{told} A snapshot tells which: torch.cuda.memory._dump_snapshot(FILE), then refshard trace FILE."]
+        return [text]
+    return [f"{text} A snapshot tells which: torch.cuda.memory._dump_snapshot(FILE), then refshard trace FILE."]
 
 
 def _remedy(peak: MemoryPeak) -> list[str]:
@@ -156,18 +159,3 @@ def _remedy(peak: MemoryPeak) -> list[str]:
     if most is None or most not in _REMEDIES or 2 * sums[most] < sum(sums.values()):
         return []
     return [f"{_REMEDIES[most]} ({format_percent(sums[most] / sum(sums.values()), 0)} of the peak)."]
-
-
-def _missing(peak: MemoryPeak) -> list[str]:
-    if not peak.unmatched:
-        return []
-    return [
-        f"{peak.unmatched:,} blocks were handed out again though the trace does not show them freed: threads that the "
-        "profiler does not follow free memory, and figures by purpose may be too high."
-    ]
-
-
-def _from_zero(peak: MemoryPeak) -> list[str]:
-    if peak.device != "cpu":
-        return []
-    return ["The profiler counts a CPU's memory from when it begins, so parameters made before are not in it."]

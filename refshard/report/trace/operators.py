@@ -4,12 +4,9 @@ from collections.abc import Mapping, Sequence
 
 from refshard.quantities import format_ns, format_percent, format_rate
 from refshard.report.blocks import Section
-from refshard.report.trace.cut import cut
-from refshard.report.trace.per_step import in_each, per
-from refshard.report.trace.section import section
-from refshard.report.trace.words import SMALL
-from refshard.tracing.figures import TraceFigures
-from refshard.tracing.operators.operator_figures import Contention, OperatorFigures, OperatorReport, Slowdown
+from refshard.report.trace.findings import SMALL
+from refshard.report.trace.wording import count_per, cut, in_each, per, section
+from refshard.tracing.figures import Contention, OperatorReport, Slowdown, TraceFigures
 
 _CALLED: dict[str, str] = {
     "GEMM": "GEMMs", "convolution": "convolutions", "elementwise": "elementwise kernels", "others": "other kernels",
@@ -30,7 +27,7 @@ def class_section(figures: TraceFigures) -> Section | None:
     rows = [
         {
             "class": one.name,
-            "count": _per_step(one.count, report),
+            "count": count_per(one.count, report.steps),
             "time": format_ns(one.ns / report.steps),
             "share": format_percent(one.share),
         }
@@ -40,27 +37,17 @@ def class_section(figures: TraceFigures) -> Section | None:
     if not report.has_shapes:
         sentences.append("No FLOPs: the trace has no shapes; record it with record_shapes=True.")
     elif report.hardware is None:
-        sentences.append(f"No shares of a peak: {_no_peak(figures.device)}.")
+        unnamed = "this CPU" if figures.device == "cpu" else figures.device
+        why = f"there is no hardware profile of {unnamed}"
+        why = "the trace does not name its GPU" if figures.device == "gpu" else why
+        sentences.append(f"No shares of a peak: {why}.")
     return section(
         title="Work by class",
-        caption=(
-            f"{_head(figures)}; shares are of all work but communication. Durations add up: what runs at once "
-            "counts twice."
-        ),
+        caption=f"{per(figures).capitalize()}; shares are of all work but communication. Durations add up: what runs "
+        "at once counts twice.",
         rows=rows,
         sentences=sentences,
     )
-
-
-def _no_peak(device: str) -> str:
-    if device == "gpu":
-        return "the trace does not name its GPU"
-    return f"there is no hardware profile of {'this CPU' if device == 'cpu' else device}"
-
-
-def _head(figures: TraceFigures) -> str:
-    """What the times of a table are for, as its caption begins."""
-    return per(figures).capitalize()
 
 
 def operator_section(figures: TraceFigures) -> Section | None:
@@ -72,7 +59,7 @@ def operator_section(figures: TraceFigures) -> Section | None:
         {
             "operator": cut(one.name, _LONGEST),
             "class": one.kind,
-            "calls": _per_step(one.calls, report),
+            "calls": count_per(one.calls, report.steps),
             "time": format_ns(one.ns / report.steps),
             "per call": format_ns(one.ns / one.calls),
             "share": format_percent(one.share),
@@ -85,7 +72,7 @@ def operator_section(figures: TraceFigures) -> Section | None:
     return section(
         title="Operators",
         caption=(
-            f"{_head(figures)}: what the host called, and how long the kernels took that it launched for it."
+            f"{per(figures).capitalize()}: what the host called, and how long the kernels took that it launched for it."
             f"{_left_out(report.totals, report.total_count)}"
         ),
         rows=_told(rows, "TFLOPS", "of peak", "of roofline"),
@@ -103,7 +90,7 @@ def shape_section(figures: TraceFigures) -> Section | None:
             "operator": cut(one.name, _LONGEST),
             "shapes": cut(one.shapes or "-", _LONGEST),
             "dtype": one.dtype or "-",
-            "calls": _per_step(one.calls, report),
+            "calls": count_per(one.calls, report.steps),
             "time": format_ns(one.ns / report.steps),
             "share": format_percent(one.share),
             "TFLOPS": _tera(one.flops_per_s),
@@ -116,7 +103,7 @@ def shape_section(figures: TraceFigures) -> Section | None:
     profile = f" Peaks: the hardware profile {report.hardware}." if report.hardware else ""
     return section(
         title="Operators by shape",
-        caption=f"{_head(figures)}; bytes are the least that each must move.{profile}"
+        caption=f"{per(figures).capitalize()}; bytes are the least that each must move.{profile}"
         f"{_left_out(report.operators, report.operator_count)}",
         rows=_told(rows, "TFLOPS", "of peak", "of roofline", "bound by"),
         text=("shapes", "dtype", "bound by"),
@@ -132,14 +119,16 @@ def kernel_section(figures: TraceFigures) -> Section | None:
         {
             "kernel": one.short,
             "class": one.kind,
-            "count": _per_step(one.count, report),
+            "count": count_per(one.count, report.steps),
             "time": format_ns(one.ns / report.steps),
             "each": format_ns(one.ns / one.count),
             "share": format_percent(one.share),
         }
         for one in report.kernels
     ]
-    caption = f"{_head(figures)}, without those that communicate; names are shortened (--json has them whole)."
+    caption = (
+        f"{per(figures).capitalize()}, without those that communicate; names are shortened (--json has them whole)."
+    )
     caption += _left_out(report.kernels, report.kernel_count)
     return section(title="Kernels", caption=caption, rows=rows, text=("class",))
 
@@ -155,7 +144,7 @@ def contention_section(figures: TraceFigures) -> Section | None:
     ]
     return section(
         title="Beside communication",
-        caption=f"{_head(figures)}: {_COMPARED}" if rows else "",
+        caption=f"{per(figures).capitalize()}: {_COMPARED}" if rows else "",
         rows=rows,
         sentences=_lost(found, report, figures),
     )
@@ -168,7 +157,7 @@ def _gemms_first(found: Contention) -> list[Slowdown]:
 def _slowdown(one: Slowdown, report: OperatorReport, name: str) -> dict[str, str]:
     return {
         "kernels": name,
-        "runs beside": _per_step(one.runs, report),
+        "runs beside": count_per(one.runs, report.steps),
         "time beside": format_ns(one.beside_ns / report.steps),
         "time alone": format_ns(one.alone_ns / report.steps),
         "slower": "no" if one.times is None else f"{one.times:.2f}x",
@@ -208,8 +197,8 @@ def _part(ns: int, found: Contention) -> str:
 
 def _shares(report: OperatorReport, figures: TraceFigures) -> str:
     """Which classes take which part."""
-    told = [one for one in report.classes if one.share is not None and one.share >= SMALL][:4]
-    parts = [f"{_CALLED.get(one.name, one.name)} {format_percent(one.share, 0)}" for one in told]
+    known = [one for one in report.classes if one.share is not None and one.share >= SMALL][:4]
+    parts = [f"{_CALLED.get(one.name, one.name)} {format_percent(one.share, 0)}" for one in known]
     work = "operators" if not report.kernels else "kernels and copies"
     every = f"Of {format_ns(report.work_ns / report.steps)} of {work} {in_each(figures)}: {', '.join(parts)}."
     comm = sum(one.ns for one in report.classes if one.share is None)
@@ -222,8 +211,9 @@ def _first(report: OperatorReport, figures: TraceFigures) -> list[str]:
     if gains:
         gain, worst = max(gains, key=lambda pair: pair[0])
         if gain >= SMALL * report.work_ns:
+            name = f"{worst.name} of {cut(worst.shapes, _LONGEST)} {worst.dtype}" if worst.shapes else worst.name
             return [
-                f"The operator that could gain most is {_call(worst)}: it takes {format_ns(worst.ns / report.steps)} "
+                f"The operator that could gain most is {name}: it takes {format_ns(worst.ns / report.steps)} "
                 f"{in_each(figures)}, at {format_percent(worst.of_roofline, 0)} of its roofline ({worst.bound}-bound), "
                 f"so at most {format_ns(gain / report.steps)} can be gained."
             ]
@@ -232,21 +222,12 @@ def _first(report: OperatorReport, figures: TraceFigures) -> list[str]:
     return [f"Among operators, {most.name} takes most: {format_percent(most.share, 0)} of the work."]
 
 
-def _call(one: OperatorFigures) -> str:
-    return f"{one.name} of {cut(one.shapes, _LONGEST)} {one.dtype}" if one.shapes else one.name
-
-
-def _per_step(count: int, report: OperatorReport) -> str:
-    """How many in a step: a whole number where steps are alike."""
-    return f"{count // report.steps:,}" if count % report.steps == 0 else f"{count / report.steps:,.1f}"
-
-
 def _tera(rate: float | None) -> str:
     return "-" if rate is None else format_rate(rate / 1e12)
 
 
-def _left_out(told: Sequence[object], count: int) -> str:
-    return f" The first {len(told)} of {count:,}." if len(told) < count else ""
+def _left_out(found: Sequence[object], count: int) -> str:
+    return f" The first {len(found)} of {count:,}." if len(found) < count else ""
 
 
 def _told(rows: list[dict[str, str]], *columns: str) -> list[Mapping[str, str]]:

@@ -1,4 +1,4 @@
-"""What a CUDA memory snapshot looks like in a terminal, and as JSON."""
+"""What CUDA memory snapshots and memory timelines of torch's profiler look like in a terminal, and as JSON."""
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -8,10 +8,38 @@ from typing import Any
 import msgspec
 
 from refshard.plain import plain
-from refshard.quantities import format_bytes, format_part, format_percent, format_times
+from refshard.quantities import format_bytes, format_ns, format_part, format_percent, format_times
 from refshard.report.blocks import Answer, Block, Notes, Table, Text, Verdict, table
-from refshard.tracing.allocator.snapshot import DeviceFigures, Fragmentation, HistoryFigures, LineFigures, OomFigures
-from refshard.tracing.allocator.snapshot_file import Site
+from refshard.tracing.memory_timeline import MemoryTimelineFigures
+from refshard.tracing.snapshot import DeviceFigures, Fragmentation, HistoryFigures, LineFigures, OomFigures, Site
+
+
+def memory_timeline_answer(timelines: Sequence[tuple[str, MemoryTimelineFigures]]) -> Answer:
+    """The peak of each file, by category."""
+    blocks: list[Block] = []
+    verdicts = []
+    for file, one in timelines:
+        ordered = sorted(one.by_category.items(), key=lambda item: -item[1])
+        rows = [
+            {"held for": name, "bytes": format_bytes(size), "share": format_percent(size / one.peak_bytes)}
+            for name, size in ordered
+        ]
+        blocks.append(table(rows, title=f"{PurePath(file).name}: memory at the peak, by torch's categories"))
+        most, size = ordered[0]
+        verdicts.append(
+            f"Peak: {format_bytes(one.peak_bytes)}, {format_ns(one.peak_ns)} after the first event; most is {most} "
+            f"({format_percent(size / one.peak_bytes, 0)})."
+        )
+    data = [{"file": file, **msgspec.to_builtins(one)} for file, one in timelines]
+    rows = [
+        {"file": one["file"], "category": name, "bytes": n} for one in data for name, n in one["by_category"].items()
+    ]
+    return Answer(
+        data={"verdict": verdicts, "memory_timelines": data},
+        rows=rows,
+        blocks=[*blocks, Verdict(sentences=verdicts)],
+    )
+
 
 _LINES, _SIZES, _OOMS = 12, 10, 5
 _LARGE = 0.1
@@ -31,22 +59,17 @@ def snapshot_answer(
         for one in devices:
             blocks += _blocks(file, conf, one)
             name = "" if len(snapshots) == len(devices) == 1 else f"{PurePath(file).name}, device {one.device}: "
-            verdicts += [f"{name}{plain(told)}" for told in _verdict(one, conf)]
+            verdicts += [f"{name}{plain(found)}" for found in _verdict(one, conf)]
             rows.append({"file": file, "device": one.device, **_flat(one)})
-        data.append({"file": file, "allocator_settings": settings, "devices": [_as_object(one) for one in devices]})
+        # What is reserved and allocated now, beside what it is made of.
+        names = ("allocated_bytes", "active_bytes", "reserved_bytes")
+        built = [{**msgspec.to_builtins(x), **{n: getattr(x.fragmentation, n) for n in names}} for x in devices]
+        data.append({"file": file, "allocator_settings": settings, "devices": built})
     return Answer(
         data={"verdict": verdicts, "snapshots": data},
         rows=rows,
         blocks=[*blocks, Verdict(sentences=verdicts)],
     )
-
-
-def _as_object(one: DeviceFigures) -> dict[str, Any]:
-    """A device for programs: what is reserved and allocated now beside what it is made of."""
-    now = one.fragmentation
-    built: dict[str, Any] = msgspec.to_builtins(one)
-    names = ("allocated_bytes", "active_bytes", "reserved_bytes")
-    return {**built, **{name: getattr(now, name) for name in names}}
 
 
 def _flat(one: DeviceFigures) -> dict[str, Any]:
@@ -159,60 +182,62 @@ def _calls(history: HistoryFigures) -> list[str]:
     """How often the device was asked for memory, which stops it."""
     if not history.allocations:
         return []
-    told = [
+    sentences = [
         f"{history.allocations:,} allocations; memory taken from the device {format_times(history.segments_taken)}, "
         f"given back {format_times(history.segments_given_back)}; in the latter half "
         f"{format_times(history.late_segments_taken)} and {format_times(history.late_segments_given_back)}."
     ]
     if history.gone_bytes:
-        told.append(
+        sentences.append(
             f"The history ends before the snapshot was taken: {format_bytes(history.gone_bytes)} that it leaves in use "
             "are not there any more. Take the snapshot before recording is switched off."
         )
     if history.late_segments_taken and history.late_segments_given_back:
-        told.append(
+        sentences.append(
             "A program that has warmed up should do neither: each call stops the device. It runs near the limit of its "
             "memory, or calls torch.cuda.empty_cache()."
         )
     if history.early_bytes > 0:
-        told.append(
+        sentences.append(
             f"{format_part(history.early_bytes, history.requested_bytes)} at the peak were there before the recorded "
             "history began."
         )
-    return told
+    return sentences
 
 
 def _failures(ooms: Sequence[OomFigures]) -> list[str]:
-    told = [
-        f"{'' if one.time_us is None else f'{_clock(one.time_us)}: '}{format_bytes(one.asked_bytes)} asked for"
-        f"{'' if one.site is None else f' at {_where(one.site)}'}, {format_bytes(one.device_free_bytes)} free on the "
-        f"device, {format_bytes(one.reserved_bytes - one.requested_bytes)} reserved and not in use."
-        for one in ooms[:_OOMS]
-    ]
-    return [plain(sentence) for sentence in told] + ([f"{len(ooms) - _OOMS} more."] if len(ooms) > _OOMS else [])
+    sentences = []
+    for one in ooms[:_OOMS]:
+        when = "" if one.time_us is None else f"{datetime.fromtimestamp(one.time_us // 1_000_000, UTC):%H:%M:%S UTC}: "
+        where = "" if one.site is None else f" at {_where(one.site)}"
+        sentences.append(
+            f"{when}{format_bytes(one.asked_bytes)} asked for{where}, {format_bytes(one.device_free_bytes)} free on "
+            f"the device, {format_bytes(one.reserved_bytes - one.requested_bytes)} reserved and not in use."
+        )
+    return [plain(sentence) for sentence in sentences] + ([f"{len(ooms) - _OOMS} more."] if len(ooms) > _OOMS else [])
 
 
 def _verdict(one: DeviceFigures, conf: str) -> list[str]:
     now, history = one.fragmentation, one.history
     if history is None:
-        told = f"{format_part(now.allocated_bytes, now.reserved_bytes)} reserved are allocated now"
+        text = f"{format_part(now.allocated_bytes, now.reserved_bytes)} reserved are allocated now"
     else:
-        told = f"Peak: {format_part(history.requested_bytes, history.reserved_bytes)} reserved were in use"
+        text = f"Peak: {format_part(history.requested_bytes, history.reserved_bytes)} reserved were in use"
     known = [line for line in one.lines if line.site is not None]
     if known and (total := sum(line.bytes for line in one.lines)):
         share = format_percent(known[0].bytes / total, 0)
-        told += f"; {_place(known[0])} holds most ({share})"
+        text += f"; {_place(known[0])} holds most ({share})"
     elif one.lines:
-        told += "; no stacks were recorded: call torch.cuda.memory._record_memory_history() first"
-    return [f"{told}.", *_remedy(now, conf), *_failure(history)]
+        text += "; no stacks were recorded: call torch.cuda.memory._record_memory_history() first"
+    return [f"{text}.", *_remedy(now, conf), *_failure(history)]
 
 
 def _remedy(now: Fragmentation, conf: str) -> list[str]:
     """What to do about what is lost, if it is worth it."""
     if now.split_bytes > _LARGE * now.reserved_bytes:
         share = format_percent(now.split_bytes / now.reserved_bytes, 0)
-        told = f"Fragmentation: {format_bytes(now.split_bytes)} ({share}) are free, in segments that are in use."
-        return [told if "expandable_segments:True" in conf else f"{told} Try {_EXPANDABLE}."]
+        text = f"Fragmentation: {format_bytes(now.split_bytes)} ({share}) are free, in segments that are in use."
+        return [text if "expandable_segments:True" in conf else f"{text} Try {_EXPANDABLE}."]
     return []
 
 
@@ -222,10 +247,10 @@ def _failure(history: HistoryFigures | None) -> list[str]:
     last = history.ooms[-1]
     unused = last.reserved_bytes - last.requested_bytes
     last_of = "" if len(history.ooms) == 1 else f" {len(history.ooms):,} times; the last time"
-    told = f"Out of memory{last_of or ':'} {format_bytes(last.asked_bytes)} were asked for"
+    text = f"Out of memory{last_of or ':'} {format_bytes(last.asked_bytes)} were asked for"
     if unused > last.asked_bytes:
-        return [f"{told} while {format_bytes(unused)} were reserved and not in use: fragmentation. Try {_EXPANDABLE}."]
-    return [f"{told}, and {format_bytes(unused)} were reserved and not in use: hold less."]
+        return [f"{text} while {format_bytes(unused)} were reserved and not in use: fragmentation. Try {_EXPANDABLE}."]
+    return [f"{text}, and {format_bytes(unused)} were reserved and not in use: hold less."]
 
 
 def _place(line: LineFigures) -> str:
@@ -239,7 +264,3 @@ def _where(site: Site) -> str:
 
 def _share(part: int, whole: int) -> str:
     return format_percent(part / whole) if whole else "-"
-
-
-def _clock(time_us: int) -> str:
-    return datetime.fromtimestamp(time_us // 1_000_000, UTC).strftime("%H:%M:%S UTC")

@@ -4,14 +4,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 
+from refshard.events.timeline import Timeline
 from refshard.quantities import format_bytes, format_ns, format_percent
 from refshard.report.blocks import Block, Cell, Quantity, Section, Table, table
-from refshard.report.trace import jobs as trace_jobs
-from refshard.report.trace import waiting
+from refshard.report.trace import wording
+from refshard.report.trace.findings import exposed_waits
 from refshard.report.trace.idle import names as idle_names
-from refshard.report.trace.per_step import each, has_steps
-from refshard.timeline import Timeline
-from refshard.tracing.figures import Breakdown, CollectiveFigures, StepFigures, TraceFigures
+from refshard.report.trace.wording import count_per, each, has_steps
+from refshard.tracing.figures import Breakdown, CollectiveFigures, TraceFigures
 
 MOST_UNITS = 400
 MOST_WAITS = 40
@@ -31,7 +31,7 @@ def of_trace(one: TraceFigures, timeline: Timeline | None) -> Iterator[Block]:
             "added up",
         ),
         (
-            f"{trace_jobs.counted(len(one.units), 'unit')}"
+            f"{wording.counted(len(one.units), 'unit')}"
             f"{f', the first {MOST_UNITS}' if len(one.units) > MOST_UNITS else ''}", units(one),
             f"Each unit's own spans, {over}; concurrent communication counts for each unit",
         ),
@@ -48,7 +48,7 @@ def of_trace(one: TraceFigures, timeline: Timeline | None) -> Iterator[Block]:
 def _gaps(one: TraceFigures, timeline: Timeline | None) -> list[dict[str, Cell]]:
     if timeline is None:
         return []
-    from refshard.report.trace.gaps import gap_table, gaps_of  # plotly takes a second to import
+    from refshard.report.trace.charts import gap_table, gaps_of  # plotly takes a second to import
 
     gaps = gaps_of(one, timeline)
     return gap_table(gaps) if gaps else []
@@ -57,23 +57,17 @@ def _gaps(one: TraceFigures, timeline: Timeline | None) -> list[dict[str, Cell]]
 def steps(one: TraceFigures) -> list[dict[str, Cell]]:
     """Where the time of every step, and of the whole trace, goes."""
     every = [step for step in one.steps if step.step is not None]
+    names = [f"{step.step}" if step.name is None else f"{step.step}: {step.name}" for step in every]
     return [
-        {each(one) if every else "step": _step_name(step), **_parts_row(one, step.breakdown)}
+        {each(one) if every else "step": name, **_parts_row(one, step.breakdown)}
         | {
             "late reductions (give-way)": Quantity(step.giveway.lost_ns, "ns"),
             "copy-in": Quantity(step.copies.copy_in_ns, "ns"),
             "copy-out": Quantity(step.copies.copy_out_ns, "ns"),
             "waits for a reduction": Quantity(step.reduce_wait.host_ns, "ns"),
         }
-        for step in (*every, trace_jobs.whole(one))
+        for step, name in zip((*every, wording.whole(one)), (*names, "whole trace"))
     ]
-
-
-def _step_name(step: StepFigures) -> str:
-    """Its number, and the name of a window that a user chose."""
-    if step.step is None:
-        return "whole trace"
-    return str(step.step) if step.name is None else f"{step.step}: {step.name}"
 
 
 def _parts_row(one: TraceFigures, part: Breakdown) -> dict[str, Cell]:
@@ -98,7 +92,7 @@ def per_step(one: TraceFigures) -> str:
 
 def units(one: TraceFigures) -> list[dict[str, Cell]]:
     """One row per unit, per step."""
-    steps = len(trace_jobs.parts(one))
+    steps = len(wording.parts(one))
     return [
         {
             "unit": unit.unit,
@@ -108,14 +102,10 @@ def units(one: TraceFigures) -> list[dict[str, Cell]]:
             "exposed share": Quantity(unit.exposed_ns / unit.comm_ns, "share") if unit.comm_ns else None,
             "preparation": Quantity(unit.prep_ns / steps, "ns"),
             "copy": Quantity(unit.copy_ns / steps, "ns"),
-            "collectives": _number(unit.collectives, steps),
+            "collectives": count_per(unit.collectives, steps),
         }
         for unit in one.units[:MOST_UNITS]
     ]
-
-
-def _number(n: int, steps: int) -> str:
-    return f"{n // steps:,}" if n % steps == 0 else f"{n / steps:,.1f}"
 
 
 def collectives(one: TraceFigures) -> list[dict[str, Cell]]:
@@ -125,14 +115,14 @@ def collectives(one: TraceFigures) -> list[dict[str, Cell]]:
         groups.setdefault((found.op, found.bytes, found.group, found.group_size), []).append(found)
     ordered = sorted(groups.items(), key=lambda item: -sum(c.exposed_ns for c in item[1]))
     sizes = _told_apart(groups)
-    steps = len(trace_jobs.parts(one))
+    steps = len(wording.parts(one))
     return [
         {
             "collective": key[0],
             "bytes": sizes[key],
             "units": _units(members),
             "group": f"{key[2] or 'unknown'} ({'?' if key[3] is None else key[3]} ranks)",
-            "count": _number(len(members), steps),
+            "count": count_per(len(members), steps),
             "median duration": Quantity(median(c.duration_ns for c in members), "ns"),
             "algorithm bandwidth": Quantity(middle_of([c.algorithm_bandwidth for c in members]), "GB/s"),
             "bus bandwidth": Quantity(middle_of([c.bus_bandwidth for c in members]), "GB/s"),
@@ -168,12 +158,12 @@ def middle_of(values: Sequence[float | None]) -> float | None:
 def blocking(members: Sequence[CollectiveFigures], steps: int) -> str:
     """Gaps in which a collective was launched already while compute ran: their number and time per step."""
     gaps = [c.gap_ns for c in members if c.gap_blocking and c.gap_ns is not None]
-    return f"{_number(len(gaps), steps)} ({format_ns(sum(gaps) / steps)})" if gaps else "0"
+    return f"{count_per(len(gaps), steps)} ({format_ns(sum(gaps) / steps)})" if gaps else "0"
 
 
 def overheads(one: TraceFigures) -> list[dict[str, Cell]]:
     """Copies, waits for a reduction's buffer, give-way: per step, in words."""
-    copies, wait, give, steps = one.copies, one.reduce_wait, one.giveway, len(trace_jobs.parts(one))
+    copies, wait, give, steps = one.copies, one.reduce_wait, one.giveway, len(wording.parts(one))
 
     def mean(ns: int | None) -> str:
         return format_ns(None if ns is None else ns / steps)
@@ -182,38 +172,32 @@ def overheads(one: TraceFigures) -> list[dict[str, Cell]]:
     found = [
         ("copy-in and copy-out", f"{mean(copies.copy_in_ns)} in, {mean(copies.copy_out_ns)} out; "
          f"{mean(copies.exposed_ns)} exposed, {mean(copies.hidden_ns)} overlapped"),
-        ("waits for an earlier reduction", f"{_number(wait.count, steps)}, host waiting {mean(wait.host_ns)}"
+        ("waits for an earlier reduction", f"{count_per(wait.count, steps)}, host waiting {mean(wait.host_ns)}"
          f"{device}" if wait.count else "none"),
     ]  # fmt: skip
-    if give.index is None:
-        return _rows([*found, ("late reductions (give-way)", give.reason or "not known")])
-    stretch = "" if give.stretch is None else f"preparatory kernels take {give.stretch:.2f} times as long; "
-    baseline = f"; baseline: {give.baseline}, {give.samples} samples" if give.baseline else ""
-    return _rows([
-        *found,
-        ("late reductions (give-way)", f"{format_percent(give.index)} of the trace, {mean(give.lost_ns)}: {stretch}"
-         f"{_number(give.reduces, steps)} reductions{baseline}"),
-    ])  # fmt: skip
-
-
-def _rows(pairs: Sequence[tuple[str, str]]) -> list[dict[str, Cell]]:
-    return [{"overhead": name, "figure": text} for name, text in pairs]
+    late = give.reason or "not known"
+    if give.index is not None:
+        stretch = "" if give.stretch is None else f"preparatory kernels take {give.stretch:.2f} times as long; "
+        baseline = f"; baseline: {give.baseline}, {give.samples} samples" if give.baseline else ""
+        late = f"{format_percent(give.index)} of the trace, {mean(give.lost_ns)}: {stretch}"
+        late += f"{count_per(give.reduces, steps)} reductions{baseline}"
+    return [{"overhead": name, "figure": text} for name, text in (*found, ("late reductions (give-way)", late))]
 
 
 def waits(members: Sequence[TraceFigures]) -> Table:
     """Which rank of a job waits how long for which, per step; the longest waits first."""
-    every = [(len(trace_jobs.parts(one)), one, wait) for one in members for wait in one.waits_for]
+    every = [(len(wording.parts(one)), one, wait) for one in members for wait in one.waits_for]
     every.sort(key=lambda row: -row[2].waited_ns / row[0])
-    exposed = {id(one): waiting.exposed_waits(one) for one in members if one.communication is not None}
-    span = {id(one): sum(part.breakdown.span_ns for part in trace_jobs.parts(one)) for one in members}
+    exposed = {id(one): exposed_waits(one) for one in members if one.communication is not None}
+    span = {id(one): sum(part.breakdown.span_ns for part in wording.parts(one)) for one in members}
     rows: list[dict[str, Cell]] = [
         {
-            "waiting": trace_jobs.who(one),
+            "waiting": wording.who(one),
             "for": f"rank {wait.rank}",
             "waited": Quantity(wait.waited_ns / steps, "ns"),
             "share of the step": Quantity(wait.waited_ns / span[id(one)], "share") if span[id(one)] else None,
             "exposed": Quantity(exposed[id(one)].get(wait.rank, 0) / steps, "ns") if id(one) in exposed else None,
-            "collectives": _number(wait.collectives, steps),
+            "collectives": count_per(wait.collectives, steps),
         }
         for steps, one, wait in every[:MOST_WAITS]
     ]

@@ -2,13 +2,10 @@
 
 from refshard.quantities import format_ns, format_percent
 from refshard.report.blocks import Section
-from refshard.report.trace.jobs import counted, parts
-from refshard.report.trace.per_step import each, has_steps, in_each
-from refshard.report.trace.section import section
-from refshard.tracing.figures import TraceFigures
-from refshard.tracing.operators.kernel_names import name_in_words
-from refshard.tracing.replay import whatif_figures as whatif
-from refshard.tracing.replay.whatif_figures import TOLERATED_ERROR, PathPart, WhatIf, WhatIfFigures
+from refshard.report.trace.wording import counted, each, has_steps, in_each, parts, section
+from refshard.tracing import figures as whatif
+from refshard.tracing.figures import TOLERATED_ERROR, PathPart, TraceFigures, WhatIf, WhatIfFigures
+from refshard.tracing.names import name_in_words
 
 _NAMES = {
     whatif.OVERLAPPED: "communication fully overlapped",
@@ -50,13 +47,13 @@ def what_if_section(figures: TraceFigures) -> Section | None:
         if found.only_launches
         else ""
     )
-    told = (_order(found), _beside_exposed(figures, found) if gains else "", doubt, *_path(found, what))
+    known = (_order(found), _beside_exposed(figures, found) if gains else "", doubt, *_path(found, what))
     return section(
         title=f"What if: the {what} replayed with one change",
         caption=f"Replays of the trace's dependency graph, over {of} ({format_ns(found.step_ns)}). "
         f"{counted(found.waits_recorded, 'wait')} between streams recorded, {found.waits_inferred:,} inferred.",
         rows=rows,
-        sentences=tuple(sentence for sentence in told if sentence),
+        sentences=tuple(sentence for sentence in known if sentence),
         brief=True,
     )
 
@@ -154,8 +151,8 @@ def _not_by_the_host(found: WhatIfFigures) -> list[str]:
 def _owner(part: PathPart) -> str:
     name = part.name or ""
     before = "before " if name.startswith("before ") else ""
-    told = name_in_words(name.removeprefix(before))
-    return f"host code {before}{told}" if before else told
+    found = name_in_words(name.removeprefix(before))
+    return f"host code {before}{found}" if before else found
 
 
 def _name(one: WhatIf) -> str:

@@ -16,7 +16,7 @@ from refshard.report.blocks import Fact, Facts
 from refshard.report.dryrun.answer import CATEGORIES, dryrun_answer, sentences
 from refshard.report.dryrun.memory_picture import memory_charts
 from refshard.report.page import as_page
-from refshard.report.trace.words import findings
+from refshard.report.trace.findings import findings
 from tests.dryrun.made import Made
 from tests.dryrun.touching import GATHER, MAIN, Touching
 from tests.report import printed

@@ -7,8 +7,7 @@ import pytest
 
 from refshard.report.trace.communication import answer, exposed_section, messages_section, unknown_waiting
 from refshard.report.trace.sections import sections_of
-from refshard.tracing.figures import TraceFigures
-from refshard.tracing.ranks.exposure_figures import CommunicationFigures, ExposedSplit, MessageFigures, PeerWait
+from refshard.tracing.figures import CommunicationFigures, ExposedSplit, MessageFigures, PeerWait, TraceFigures
 from tests.report import traces
 from tests.report.printed import opened
 
@@ -147,23 +146,6 @@ def test_what_is_mostly_divided_is_not_said_to_be_unknown() -> None:
     communication = msgspec.structs.replace(mixed.communication, steps=(inside,))
     section = opened(exposed_section(msgspec.structs.replace(mixed, communication=communication)))
     assert not any("told apart" in sentence for sentence in section.sentences)
-
-
-def test_messages_show_their_bandwidths_in_gb_per_s_and_times_per_step() -> None:
-    kernel = message(op="ncclDevKernel_Generic(ncclDevKernelArgsStorage<4096ul>)", group=None, least_bytes=None,
-                     most_bytes=None, bus_bandwidth=None, link_bandwidth=None, nodes=None)  # fmt: skip
-    section = opened(messages_section(figures("below", message(transfer_bandwidth=7 * GB, waiting_ns=9 * MS), kernel)))
-    assert dict(section.rows[0]) == {
-        "collective": "all_reduce", "size": "16.0 MiB", "group": "mesh_tp [0-7]", "spans": "inside a node",
-        "count in all": "6", "exposed per step": "9.00 ms", "waiting": "4.50 ms", "GB/s": "3.50",
-        "without waiting": "7.00",
-        "best GB/s": "4.00", "link GB/s": "300", "latency-bound": "no",
-    }  # fmt: skip
-    assert (section.rows[1]["collective"], section.rows[1]["group"]) == ("ncclDevKernel_Generic", "8 ranks")
-    assert list(section.sentences) == ["The link's bandwidth is that of the cluster profile mi300x."]
-    without = opened(messages_section(figures("unknown", message(link_bandwidth=None))))
-    assert without is not None
-    assert list(without.sentences) == []
 
 
 def test_a_trace_without_communication_has_no_section() -> None:

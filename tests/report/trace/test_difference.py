@@ -6,12 +6,10 @@ import msgspec
 
 from refshard.report.page import as_page
 from refshard.report.trace.difference import Compared, by_class, difference_answer, not_alike, remarks, verdict
-from refshard.tracing.difference.alike import Unlike
-from refshard.tracing.difference.diff import Attribution, Owner
-from refshard.tracing.difference.matching import difference
-from refshard.tracing.difference.works import Work
+from refshard.tracing.attribution import Attribution, Owner, Work
+from refshard.tracing.difference import Unlike, difference
 from tests.report.pages import Page
-from tests.report.printed import as_csv, rows, tables, text
+from tests.report.printed import rows, tables, text
 from tests.report.traces import HOSTILE
 
 MM = Work(kind="compute", operator="aten::mm", phase="forward")
@@ -123,14 +121,6 @@ def test_compute_is_told_by_phase() -> None:
         ("compute", "+400 ns"), ("- forward", "+100 ns"), ("- backward", "+300 ns"), ("- other", "0 s"),
         ("step", "+400 ns"),
     ]  # fmt: skip
-
-
-def test_kernels_are_a_detail_of_both_sides() -> None:
-    found = compared([side((MM, 60), kernel="void sm80_gemm")], [side((MM, 50), kernel="Cijk")])
-    answer = difference_answer(found)
-    assert rows(tables(answer)[1])[0]["kernels"] == "sm80_gemm -> Cijk"
-    (row,) = as_csv(answer)
-    assert (row["operator"], row["a_kernels"], row["b_kernels"]) == ("aten::mm", "void sm80_gemm", "Cijk")
 
 
 def test_rows_add_up_to_the_step() -> None:

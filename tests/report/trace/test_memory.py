@@ -7,8 +7,7 @@ import msgspec
 
 from refshard.quantities import GIB
 from refshard.report.trace.memory import memory_at_peak, memory_by_unit
-from refshard.tracing.allocator.held_figures import Category, Holder, MemoryPeak
-from refshard.tracing.figures import TraceFigures
+from refshard.tracing.figures import Category, Holder, MemoryPeak, TraceFigures
 from tests.report import traces
 from tests.report.printed import opened
 
@@ -36,15 +35,6 @@ def figures(holders: Sequence[Holder] = HOLDERS, **changed: Any) -> TraceFigures
     return msgspec.structs.replace(traces.figures(traces.gpu(), file="t.json"), memory_peaks=peaks)
 
 
-def test_purposes_add_up_and_the_largest_comes_first() -> None:
-    found = opened(memory_at_peak(figures()))
-    assert [(row["held for"].partition(" ")[0], row["bytes"], row["share"], row["blocks"]) for row in found.rows] == [
-        ("activations", "12.0 GiB", "60.0 %", "12"), ("allocated", "4.00 GiB", "20.0 %", "-"),
-        ("temporaries", "4.00 GiB", "20.0 %", "4"),
-    ]  # fmt: skip
-    assert [row["mostly by"] for row in found.rows] == ["aten::linear", "-", "MmBackward0"]
-
-
 def test_moment_unused_memory_and_a_remedy_for_what_holds_half() -> None:
     moment, unused, remedy = opened(memory_at_peak(figures())).sentences
     assert moment == (
@@ -66,15 +56,6 @@ def test_little_unused_memory_has_no_advice_and_neither_has_an_even_spread() -> 
 def test_a_cpus_memory_is_said_to_be_counted_from_the_profilers_begin() -> None:
     assert "counts a CPU's memory from when it begins" in opened(memory_at_peak(figures(device="cpu"))).sentences[-1]
     assert not any("CPU" in told for told in opened(memory_at_peak(figures())).sentences)
-
-
-def test_one_row_per_unit_with_a_column_for_each_purpose_that_occurs() -> None:
-    assert list(opened(memory_by_unit(figures())).rows) == [
-        {"unit": "layers.0", "all": "8.00 GiB", "before the trace": "-", "activations": "8.00 GiB", "temporary": "-"},
-        {"unit": "layers.1", "all": "8.00 GiB", "before the trace": "-", "activations": "4.00 GiB",
-         "temporary": "4.00 GiB"},
-        {"unit": "(none)", "all": "4.00 GiB", "before the trace": "4.00 GiB", "activations": "-", "temporary": "-"},
-    ]  # fmt: skip
 
 
 def test_what_a_trace_does_not_tell_is_not_said() -> None:

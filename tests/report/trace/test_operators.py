@@ -7,12 +7,9 @@ import msgspec
 from refshard.report.trace.operators import (
     class_section,
     contention_section,
-    kernel_section,
-    operator_section,
     shape_section,
 )
-from refshard.tracing.figures import TraceFigures
-from refshard.tracing.operators.operator_figures import (
+from refshard.tracing.figures import (
     ClassFigures,
     Contention,
     KernelFigures,
@@ -20,6 +17,7 @@ from refshard.tracing.operators.operator_figures import (
     OperatorReport,
     OperatorTotal,
     Slowdown,
+    TraceFigures,
 )
 from tests.report import traces
 from tests.report.printed import opened
@@ -64,21 +62,6 @@ def slowdown(kind: Any, beside: int, alone: int, name: str = "x") -> Slowdown:
     return Slowdown(name=name, kind=kind, runs=8, beside_ns=beside * MS, alone_ns=alone * MS, slower=beside > alone)
 
 
-def test_classes_and_the_first_thing_to_look_at() -> None:
-    section = opened(class_section(told()))
-    assert [list(row.values()) for row in section.rows] == [
-        ["GEMM", "2", "60.0 ms", "60.0 %"],
-        ["elementwise", "3.5", "40.0 ms", "40.0 %"],
-        ["communication", "1", "25.0 ms", "-"],
-    ]
-    assert list(section.sentences) == [
-        "Of 100 ms of kernels and copies a step: GEMMs 60 %, elementwise kernels 40 %. "
-        "Communication takes 25.0 ms more.",
-        "The operator that could gain most is aten::mm of [64, 32], [32, 16] bf16: it takes 60.0 ms a step, at 34 % of "
-        "its roofline (compute-bound), so at most 39.8 ms can be gained.",
-    ]
-
-
 def test_the_first_is_what_gains_most_not_what_takes_longest() -> None:
     fast = mm(name="fast", of_roofline=0.95)
     slow = mm(name="slow", ns=60 * MS, of_roofline=0.1, bound="memory")
@@ -106,16 +89,6 @@ def test_columns_that_hold_nothing_are_left_out() -> None:
     assert [row["TFLOPS"] for row in whole.rows] == ["333", "333"]
     assert set(whole.rows[0]) - set(part.rows[0]) == {"TFLOPS", "of peak"}
     assert shape_section(told(operators=(mm(shapes=None),))) is None
-
-
-def test_kernels_go_by_their_short_names_and_say_how_many_are_left_out() -> None:
-    section = opened(kernel_section(told(kernel_count=2000)))
-    assert list(section.rows[0].values()) == ["x", "GEMM", "2", "60.0 ms", "30.0 ms", "60.0 %"]
-    assert section.caption.endswith("The first 1 of 2,000.")
-    assert kernel_section(told(kernels=())) is None
-    operators = opened(operator_section(told()))
-    assert operators is not None
-    assert "of 1" not in operators.caption
 
 
 def test_contention_names_gemms_first() -> None:

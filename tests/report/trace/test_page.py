@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from refshard.events.timeline import Spans, Timeline, Window
 from refshard.report.draw import embed
-from refshard.timeline import Spans, Timeline, Window
 from refshard.tracing.analysis import Analysis
 from tests.report import traces
 from tests.report.pages import Page

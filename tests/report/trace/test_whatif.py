@@ -4,9 +4,8 @@ import msgspec
 import pytest
 
 from refshard.report.trace.whatif import what_if_section
-from refshard.tracing.figures import TraceFigures
-from refshard.tracing.replay import whatif_figures as whatif
-from refshard.tracing.replay.whatif_figures import CriticalPath, PathPart, WhatIf, WhatIfFigures
+from refshard.tracing import figures as whatif
+from refshard.tracing.figures import CriticalPath, PathPart, TraceFigures, WhatIf, WhatIfFigures
 from tests.report import traces
 from tests.report.printed import opened
 
@@ -40,30 +39,6 @@ FIGURES = WhatIfFigures(
 
 def with_figures(what_if: WhatIfFigures | None) -> TraceFigures:
     return msgspec.structs.replace(traces.figures(traces.gpu(layers=2)), what_if=what_if)
-
-
-def test_rows_order_and_path() -> None:
-    section = opened(what_if_section(with_figures(FIGURES)))
-    assert section.brief
-    assert section.rows == [
-        {"what if": "host and launches take no time", "step takes": "80.0 ms", "gain": "20.0 ms (20.0 %)"},
-        {"what if": "communication fully overlapped", "step takes": "90.0 ms", "gain": "10.0 ms (10.0 %)"},
-        {"what if": "gemm twice as fast", "step takes": "100 ms", "gain": "none"},
-    ]
-    assert section.sentences == (
-        "Best order: host and launches take no time, 80.0 ms; then also gemm twice as fast, 65.0 ms. Unchanged, the "
-        "replay is 0.2 % off.",
-        "Communication is exposed for 2.20 ms a step, but overlapping it gains 10.0 ms: idle time before and after it "
-        "goes too.",
-        "Critical path of the step: host and launches 70 %, compute 30 %.",
-        "Longest on it: host code before aten::add 60 %, gemm 29 %.",
-        "Without the time of host and launches, only 20.0 ms would be gained: while the host is on the path, the "
-        "device is mostly busy with other work.",
-    )
-    assert section.caption == (
-        "Replays of the trace's dependency graph, over the mean of 3 steps (100 ms). 0 waits between streams recorded, "
-        "1,234 inferred."
-    )
 
 
 def test_a_host_that_bounds_the_step_is_not_excused() -> None:

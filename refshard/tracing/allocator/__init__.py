@@ -1,1 +1,0 @@
-"""What allocators hold, from traces and from snapshots."""

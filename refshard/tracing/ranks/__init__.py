@@ -1,1 +1,0 @@
-"""What the traces of several ranks say together."""

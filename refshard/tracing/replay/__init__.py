@@ -1,1 +1,0 @@
-"""A trace's own dependency graph, replayed with changes."""

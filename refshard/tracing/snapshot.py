@@ -1,0 +1,546 @@
+"""What a CUDA memory snapshot tells: what is held and reserved, now and at the peak, by whom, and what is lost to
+fragmentation.
+
+The file is what ``torch.cuda.memory._dump_snapshot`` writes, read without running anything that it could name. The
+segments say what is there now, exactly. The history says what was asked for and given back before; what was there when
+it began follows from what is there now. It has the sizes that were asked for, not those the allocator rounds to.
+"""
+
+import gzip
+import os
+import pickle
+import re
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Annotated, Any, NoReturn, cast
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from refshard.errors import TraceError
+from refshard.plain import plain
+
+ACTIONS = (
+    "alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map", "segment_unmap", "oom",
+)  # fmt: skip
+"""What an allocator records, by its code in :attr:`AllocatorHistory.actions`; anything else is left out."""
+NO_SITE = -1
+_PICKLE, _GZIP, _NEWEST_PROTOCOL = 0x80, b"\x1f\x8b", 5
+_OF_TORCH = re.compile(r"(?:^|/)(?:site|dist)-packages/(?:torch|triton|functorch)/|(?:^|/)py?torch/torch/|^torch/")
+_NO_PYTHON = re.compile(r"^\?\?$|^$|\.(?:c|cc|cpp|cu|h|hpp|cuh|so)(?:\.\d+)*$|^<frozen ")
+
+_Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+_Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+
+
+class Site(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of Python."""
+
+    file: str
+    line: int
+    function: str
+
+
+class Block(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A part of a segment. ``requested_size`` is what was asked for, ``frames`` where, if that was recorded."""
+
+    size: _Bytes
+    state: str
+    address: _Bytes | None = None
+    requested_size: _Bytes | None = None
+    frames: Any = None
+
+
+class Segment(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory that the allocator took from the device at once; of an expandable one, a mapped range."""
+
+    address: _Bytes
+    total_size: _Bytes
+    stream: _Number
+    segment_type: str
+    blocks: list[Block]
+    device: Annotated[int, msgspec.Meta(ge=0, le=1023)] = 0
+    is_expandable: bool = False
+    segment_pool_id: tuple[_Number, _Number] = (0, 0)
+
+
+class _Entry(msgspec.Struct, kw_only=True, gc=False):
+    action: str
+    addr: _Bytes | None = None
+    device_free: _Bytes | None = None
+    size: _Bytes = 0
+    stream: _Number = 0
+    time_us: _Number | None = None
+    frames: Any = None
+
+
+class _Snapshot(msgspec.Struct, kw_only=True):
+    segments: list[Segment]
+    device_traces: list[list[_Entry]] = []
+    allocator_settings: dict[str, Any] = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AllocatorHistory:
+    """What one device's allocator did, in its order, as columns.
+
+    ``actions`` are codes of :data:`ACTIONS`, ``sizes`` bytes as they were asked for, ``times`` microseconds since 1970
+    or -1, ``sites`` index :attr:`MemorySnapshot.sites` or are :data:`NO_SITE`. ``addresses`` are those of blocks and
+    segments; of an ``oom``, the bytes that the device had free.
+    """
+
+    actions: npt.NDArray[np.int8]
+    addresses: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+    times: npt.NDArray[np.int64]
+    sites: npt.NDArray[np.int32]
+
+    def of(self, *actions: str) -> npt.NDArray[np.bool_]:
+        """Which rows are one of these actions."""
+        return np.isin(self.actions, [ACTIONS.index(action) for action in actions])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MemorySnapshot:
+    """A snapshot: its segments, the history of each device that has one, and the allocator's settings."""
+
+    path: Path
+    segments: tuple[Segment, ...]
+    block_sites: dict[int, tuple[int, ...]]
+    histories: dict[int, AllocatorHistory]
+    sites: tuple[Site, ...]
+    settings: dict[str, str | int | float]
+
+
+def is_snapshot(path: Path) -> bool:
+    """Whether a file is a pickle, by its first bytes; it may be gzipped."""
+    if not os.path.isfile(path):  # noqa: PTH113 -- never raises; opening a pipe would wait for its writer
+        return False
+    try:
+        with _opened(path) as file:
+            head = file.read(2)
+    except (OSError, EOFError, zlib.error):
+        return False
+    return len(head) == 2 and head[0] == _PICKLE and head[1] <= _NEWEST_PROTOCOL
+
+
+def read_snapshot(path: Path) -> MemorySnapshot:
+    """Read a snapshot; what it holds is checked, and nothing of it is run.
+
+    Raises:
+        TraceError: the file cannot be read, is damaged, holds more than plain values, or is no memory snapshot.
+    """
+    found = _plain(path)
+    try:
+        snapshot = msgspec.convert({"segments": found} if isinstance(found, list) else found, type=_Snapshot)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise TraceError(
+            f"{path}: not a CUDA memory snapshot ({error}); write one with torch.cuda.memory._dump_snapshot(FILE)"
+        ) from None
+    del found
+    sites = _Sites()
+    histories = {device: _history(entries, sites) for device, entries in enumerate(snapshot.device_traces) if entries}
+    block_sites = {
+        place: tuple(sites.of(block.frames) for block in segment.blocks)
+        for place, segment in enumerate(snapshot.segments)
+    }
+    return MemorySnapshot(
+        path=path, segments=tuple(snapshot.segments), block_sites=block_sites, histories=histories,
+        sites=tuple(sites.table),
+        settings={k: v for k, v in snapshot.allocator_settings.items() if isinstance(v, (str, int, float))},
+    )  # fmt: skip
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Refuses whatever is not a container, text or a number: only a name can make an unpickler call something."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        """Refuse."""
+        raise _NotPlainError(f"{module}.{name}")
+
+    def persistent_load(self, pid: Any) -> NoReturn:
+        """Refuse."""
+        raise _NotPlainError("an object kept elsewhere")
+
+
+class _NotPlainError(Exception):
+    """What a pickle asks for."""
+
+
+def _plain(path: Path) -> Any:
+    try:
+        with _opened(path) as file:
+            return _PlainUnpickler(file).load()
+    except _NotPlainError as error:
+        raise TraceError(
+            f"{path}: is a pickle that asks for {plain(str(error))[:200]}; a CUDA memory snapshot holds plain values "
+            "only, and anything else is not loaded, because it could run code"
+        ) from None
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except MemoryError:
+        raise TraceError(f"{path}: does not fit into memory; record fewer entries (max_entries)") from None
+    except Exception as error:
+        reason = plain(str(error) or type(error).__name__)[:200]
+        raise TraceError(f"{path}: damaged pickle ({reason}); copy or write it again") from None
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    with path.open("rb") as raw:
+        packed = raw.read(2) == _GZIP
+        raw.seek(0)
+        yield cast(IO[bytes], gzip.GzipFile(fileobj=raw)) if packed else raw
+
+
+class _Sites:
+    """Numbers the lines at which memory was asked for; a stack that many entries share is looked at once."""
+
+    def __init__(self) -> None:
+        self.table: dict[Site, int] = {}
+        self._seen: dict[int, int] = {}
+
+    def of(self, frames: Any) -> int:
+        """The innermost frame that is not torch's own, else the innermost one of Python."""
+        if not isinstance(frames, list) or not frames:
+            return NO_SITE
+        # The snapshot keeps every list alive, so that no two have one identity.
+        if id(frames) not in self._seen:
+            site = _site(frames)
+            self._seen[id(frames)] = NO_SITE if site is None else self.table.setdefault(site, len(self.table))
+        return self._seen[id(frames)]
+
+
+def _site(frames: Sequence[Any]) -> Site | None:
+    inside = None
+    for frame in frames:
+        if not isinstance(frame, dict):
+            continue
+        file, line, function = frame.get("filename"), frame.get("line"), frame.get("name")
+        if not isinstance(file, str) or not isinstance(line, int) or _NO_PYTHON.search(file):
+            continue
+        site = Site(file=file, line=line, function=str(function))
+        if not _OF_TORCH.search(file):
+            return site
+        inside = inside or site
+    return inside
+
+
+def _history(entries: list[_Entry], sites: _Sites) -> AllocatorHistory:
+    codes = {action: code for code, action in enumerate(ACTIONS)}
+    kept = [entry for entry in entries if entry.action in codes]
+    return AllocatorHistory(
+        actions=np.array([codes[one.action] for one in kept], np.int8),
+        addresses=np.array([(one.device_free if one.addr is None else one.addr) or 0 for one in kept], np.int64),
+        sizes=np.array([one.size for one in kept], np.int64),
+        times=np.array([-1 if one.time_us is None else one.time_us for one in kept], np.int64),
+        sites=np.array([sites.of(one.frames) for one in kept], np.int32),
+    )
+
+
+_Rows = npt.NDArray[np.intp]
+ALLOCATED, INACTIVE = "active_allocated", "inactive"
+_TAKEN, _GIVEN_BACK = ("segment_alloc", "segment_map"), ("segment_free", "segment_unmap")
+_MOST = 100
+
+
+class Fragmentation(msgspec.Struct, frozen=True, kw_only=True):
+    """Where reserved memory is, in bytes; all but ``largest_free_bytes`` add up to it.
+
+    ``requested_bytes`` were asked for, and ``rounding_bytes`` added to that, in blocks that tensors use.
+    ``pending_bytes`` are blocks freed that another stream may still use. ``split_bytes`` are free, in segments that
+    hold used blocks, so that they cannot be given back to the device; ``unused_bytes`` are segments that hold none.
+    ``largest_free_bytes`` is the largest free block: a larger one needs new memory of the device.
+    """
+
+    requested_bytes: int
+    rounding_bytes: int
+    pending_bytes: int
+    split_bytes: int
+    unused_bytes: int
+    largest_free_bytes: int
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Blocks that tensors use, as ``torch.cuda.memory_allocated`` counts."""
+        return self.requested_bytes + self.rounding_bytes
+
+    @property
+    def active_bytes(self) -> int:
+        """The same and what is pending."""
+        return self.allocated_bytes + self.pending_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the allocator has of the device."""
+        return self.active_bytes + self.split_bytes + self.unused_bytes
+
+
+class PoolFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """One pool of one stream: ``kind`` is ``small`` or ``large``; ``private`` if it is of a CUDA graph or a MemPool."""
+
+    kind: str
+    expandable: bool
+    private: bool
+    stream: int
+    segments: int
+    fragmentation: Fragmentation
+
+
+class LineFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What one line of Python holds; ``site`` is None for what has no recorded stack."""
+
+    site: Site | None
+    bytes: int
+    blocks: int
+
+
+class SizeFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """``blocks`` blocks of ``size`` bytes as they were asked for."""
+
+    size: int
+    blocks: int
+
+
+class OomFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """An allocation that failed: what was asked for, and what was there, in bytes. ``time_us`` is since 1970."""
+
+    asked_bytes: int
+    device_free_bytes: int
+    requested_bytes: int
+    reserved_bytes: int
+    time_us: int | None
+    site: Site | None
+
+
+class HistoryFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What a recorded history of ``entries`` calls tells; sizes are those that were asked for.
+
+    The peak is the moment with most ``requested_bytes`` in blocks that tensors use; ``pending_bytes`` and
+    ``reserved_bytes`` are of that moment, ``most_reserved_bytes`` of any. ``early_bytes`` of it were there before the
+    history began. ``segments_taken`` and ``segments_given_back`` count the calls to the device for memory, ``late_*``
+    those in the latter half of the allocations, when a program should have warmed up. ``peak_time_us`` is since 1970.
+    ``gone_bytes`` are in use when the history ends and not in the segments: it ends before the snapshot was taken.
+    """
+
+    entries: int
+    allocations: int
+    peak_time_us: int | None
+    peak_after_entries: int
+    requested_bytes: int
+    pending_bytes: int
+    reserved_bytes: int
+    most_reserved_bytes: int
+    early_bytes: int
+    segments_taken: int
+    segments_given_back: int
+    late_segments_taken: int
+    late_segments_given_back: int
+    ooms: tuple[OomFigures, ...]
+    gone_bytes: int = 0
+
+
+class DeviceFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """One device of a snapshot. ``lines`` and ``sizes`` are of the history's peak, of now without a history; the
+    largest first. Both add up to what is requested, unless there are more than a hundred.
+    """
+
+    device: int
+    fragmentation: Fragmentation
+    pools: tuple[PoolFigures, ...]
+    history: HistoryFigures | None
+    lines: tuple[LineFigures, ...]
+    sizes: tuple[SizeFigures, ...]
+
+
+def snapshot_figures(snapshot: MemorySnapshot) -> tuple[DeviceFigures, ...]:
+    """The figures of each device that has segments or a history, by its number."""
+    devices = sorted({segment.device for segment in snapshot.segments} | snapshot.histories.keys())
+    return tuple(_device(snapshot, device) for device in devices)
+
+
+def _device(snapshot: MemorySnapshot, device: int) -> DeviceFigures:
+    mine = [place for place, segment in enumerate(snapshot.segments) if segment.device == device]
+    segments = [snapshot.segments[place] for place in mine]
+    now = _Now([(segment, snapshot.block_sites[place]) for segment, place in zip(segments, mine)])
+    recorded = snapshot.histories.get(device)
+    fragmentation = _fragmentation(segments)
+    if recorded is None:
+        history, held = None, list(zip(now.sizes.tolist(), now.sites.tolist()))
+    else:
+        history, held = _follow(recorded, now, fragmentation, snapshot.sites)
+    return DeviceFigures(
+        device=device,
+        fragmentation=fragmentation,
+        pools=_pools(segments),
+        history=history,
+        lines=_lines(held, snapshot.sites),
+        sizes=tuple(
+            SizeFigures(size=size, blocks=blocks)
+            for size, blocks in sorted(Counter(n for n, _ in held).items(), key=lambda item: -item[0] * item[1])[:_MOST]
+        ),
+    )
+
+
+def _fragmentation(segments: Iterable[Segment]) -> Fragmentation:
+    requested = rounding = pending = split = unused = largest = 0
+    for segment in segments:
+        free = [block.size for block in segment.blocks if block.state == INACTIVE]
+        if len(free) == len(segment.blocks):
+            unused += segment.total_size
+        else:
+            split += sum(free)
+        largest = max(largest, *free, 0)
+        for block in segment.blocks:
+            if block.state == ALLOCATED:
+                requested += _asked(block)
+                rounding += block.size - _asked(block)
+            elif block.state != INACTIVE:
+                pending += block.size
+    return Fragmentation(
+        requested_bytes=requested, rounding_bytes=rounding, pending_bytes=pending, split_bytes=split,
+        unused_bytes=unused, largest_free_bytes=largest,
+    )  # fmt: skip
+
+
+def _pools(segments: Sequence[Segment]) -> tuple[PoolFigures, ...]:
+    groups: dict[tuple[str, bool, bool, int], list[Segment]] = defaultdict(list)
+    for segment in segments:
+        private = any(segment.segment_pool_id)
+        groups[segment.segment_type, segment.is_expandable, private, segment.stream].append(segment)
+    found = [
+        PoolFigures(
+            kind=kind, expandable=expandable, private=private, stream=stream, segments=len(members),
+            fragmentation=_fragmentation(members),
+        )
+        for (kind, expandable, private, stream), members in groups.items()
+    ]  # fmt: skip
+    return tuple(sorted(found, key=lambda pool: -pool.fragmentation.reserved_bytes))
+
+
+class _Now:
+    """The blocks that tensors use now, as columns of one length: their sizes as they were asked for. ``pending_bytes``
+    are those of blocks that are freed and that another stream may still use.
+    """
+
+    def __init__(self, segments: Iterable[tuple[Segment, Sequence[int]]]) -> None:
+        rows, self.pending_bytes = [], 0
+        for segment, sites in segments:
+            address = segment.address
+            for block, site in zip(segment.blocks, sites):
+                if block.state == ALLOCATED:
+                    rows.append((address if block.address is None else block.address, _asked(block), site))
+                elif block.state != INACTIVE:
+                    self.pending_bytes += _asked(block)
+                address += block.size
+        self.addresses, self.sizes, self.sites = np.array(rows, np.int64).reshape(-1, 3).T
+
+
+def _asked(block: Block) -> int:
+    return block.size if block.requested_size is None else block.requested_size
+
+
+def _lines(held: Iterable[tuple[int, int]], sites: Sequence[Site]) -> tuple[LineFigures, ...]:
+    sizes, counts = Counter[int](), Counter[int]()
+    for size, site in held:
+        sizes[site] += size
+        counts[site] += 1
+    return tuple(
+        LineFigures(site=None if site == NO_SITE else sites[site], bytes=size, blocks=counts[site])
+        for site, size in sizes.most_common(_MOST)
+    )
+
+
+def _follow(
+    history: AllocatorHistory, now: _Now, fragmentation: Fragmentation, sites: Sequence[Site]
+) -> tuple[HistoryFigures, list[tuple[int, int]]]:
+    """What the history tells, and size and line of each block that is held at its peak."""
+    gone = _gone(history, now)
+    used = _course(history, ("alloc",), ("free_requested",), int(now.sizes.sum()) + gone)
+    at = int(np.argmax(used))
+    reserved = _course(history, _TAKEN, _GIVEN_BACK, fragmentation.reserved_bytes)
+    pending = _course(history, ("free_requested",), ("free_completed",), now.pending_bytes)
+    made, early = _held(history, now, at)
+    calls = np.flatnonzero(history.of("alloc"))
+    late = np.arange(len(history.actions)) >= (calls[len(calls) // 2] if len(calls) else 0)
+    taken, given_back = history.of(*_TAKEN), history.of(*_GIVEN_BACK)
+    requested = int(used[at])
+    figures = HistoryFigures(
+        entries=len(history.actions), allocations=len(calls), peak_time_us=_time(history, at - 1),
+        peak_after_entries=at, requested_bytes=requested, pending_bytes=int(pending[at]),
+        reserved_bytes=int(reserved[at]), most_reserved_bytes=int(reserved.max()),
+        early_bytes=requested - sum(size for size, _ in made), segments_taken=int(taken.sum()),
+        segments_given_back=int(given_back.sum()), late_segments_taken=int((taken & late).sum()),
+        late_segments_given_back=int((given_back & late).sum()), ooms=_ooms(history, used, reserved, sites),
+        gone_bytes=gone,
+    )  # fmt: skip
+    unknown = figures.early_bytes - sum(size for size, _ in early)
+    return figures, [*made, *early, *([(unknown, NO_SITE)] if unknown > 0 else [])]
+
+
+def _gone(history: AllocatorHistory, now: _Now) -> int:
+    """Bytes of blocks that the history leaves in use and that are not there now."""
+    end = len(history.actions)
+    rows = _made(history, end)
+    return int(history.sizes[rows[~np.isin(history.addresses[rows], now.addresses)]].sum())
+
+
+def _course(history: AllocatorHistory, more: Sequence[str], less: Sequence[str], last: int) -> npt.NDArray[np.int64]:
+    """Bytes before the first entry and after each, where ``last`` are there after the last."""
+    changes = np.where(history.of(*more), history.sizes, 0) - np.where(history.of(*less), history.sizes, 0)
+    course = np.concatenate(([0], np.cumsum(changes)))
+    return np.asarray(course - course[-1] + last)
+
+
+def _held(history: AllocatorHistory, now: _Now, at: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Size and line of each block that is held after ``at`` entries: those made in the history, and earlier ones."""
+    order, is_made, same = _by_address(history)
+    alive = _made(history, at)
+    made = list(zip(history.sizes[alive].tolist(), history.sites[alive].tolist()))
+    # A block from before that is freed later: only where it was freed is known. Of one still there, where it was made.
+    freed = order[~is_made & ~np.append(False, same & is_made[:-1])]
+    early = [(size, NO_SITE) for size in history.sizes[freed[freed >= at]].tolist()]
+    kept = ~np.isin(now.addresses, history.addresses[order[is_made]])
+    early += list(zip(now.sizes[kept].tolist(), now.sites[kept].tolist()))
+    return made, early
+
+
+def _by_address(history: AllocatorHistory) -> tuple[_Rows, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Entries that take or free a block, by its address; which take it; and which have the address of the next one."""
+    rows = np.flatnonzero(history.of("alloc", "free_requested"))
+    order = rows[np.argsort(history.addresses[rows], kind="stable")]
+    addresses = history.addresses[order]
+    return order, history.of("alloc")[order], addresses[1:] == addresses[:-1]
+
+
+def _made(history: AllocatorHistory, at: int) -> _Rows:
+    """Entries that took the blocks of the history that are in use after ``at`` entries."""
+    order, is_made, same = _by_address(history)
+    never = len(history.actions)
+    ends = np.where(np.append(same, False), np.append(order[1:], never), never)
+    return order[is_made & (order < at) & (ends >= at)]
+
+
+def _ooms(
+    history: AllocatorHistory, used: npt.NDArray[np.int64], reserved: npt.NDArray[np.int64], sites: Sequence[Site]
+) -> tuple[OomFigures, ...]:
+    return tuple(
+        OomFigures(
+            asked_bytes=int(history.sizes[row]),
+            device_free_bytes=int(history.addresses[row]),
+            requested_bytes=int(used[row]),
+            reserved_bytes=int(reserved[row]),
+            time_us=_time(history, row),
+            site=None if history.sites[row] == NO_SITE else sites[history.sites[row]],
+        )
+        for row in np.flatnonzero(history.of("oom")).tolist()
+    )
+
+
+def _time(history: AllocatorHistory, row: int) -> int | None:
+    return int(history.times[row]) if row >= 0 and history.times[row] >= 0 else None
