@@ -194,7 +194,7 @@ def test_races_and_the_page_are_made_of_one_run(tmp_path: Path) -> None:
     assert "Races: none; all accesses to the same memory" in done.stdout
     assert f"page: {page}" in done.stdout
     text = page.read_text()
-    assert "It fits, with " in text
+    assert "FITS: peak reserved " in text
     assert "Races" in text
 
 

@@ -217,7 +217,7 @@ def _memory(found: Analysis) -> Iterator[Block]:
     yield Section(
         title="Memory", id="memory", nav="Memory", heading=False, blocks=[
             Charts(draw=charts),
-            table(by_category, caption=f"{peak}, by category"),
+            Section(title=f"At the peak, {peak}, by category", blocks=[table(by_category)], heading=False, folded=True),
             table(largest, left=3, title="Largest entries at the peak", shown=_LISTED, where="detail",
                   caption="Layers that differ only in their number are merged"),
             table(overheads, text=("source",), title="GPU memory outside torch's allocator (estimates)",
