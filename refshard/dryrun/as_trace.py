@@ -26,6 +26,7 @@ from refshard.events.table import (
     KERNEL,
     LAUNCH,
     MEMCPY,
+    Codes,
     DeviceEvents,
     Frames,
     Growing,
@@ -196,14 +197,6 @@ def as_trace(
     return _Builder(recording, replayed, steps).trace(device, name)
 
 
-class _Table(dict[Any, int]):
-    """Numbers things as they are first seen."""
-
-    def __missing__(self, thing: Any) -> int:
-        self[thing] = number = len(self)
-        return number
-
-
 class _Builder:
     """Collects host events as rows of ``(start, end, category, name, correlation, external, operands)``."""
 
@@ -214,12 +207,12 @@ class _Builder:
             inside[step.first : step.end] = True
         self._inside = inside
         self._ran = np.flatnonzero(inside & (replayed.starts != NEVER))
-        self._names, self._operands, self._signatures, self._lanes = _Table(), _Table(), _Table(), _Table()
+        self._names, self._signatures, self._sites = Codes[str](), Codes[str](), Codes[str]()
+        self._operands, self._lanes = Codes[Operands](), Codes[int]()
         self._host: list[tuple[int, ...]] = []
         self._host_args: dict[int, dict[str, Any]] = {}
         self._device_args: dict[int, dict[str, Any]] = {}
         self._frames: list[tuple[int, int, int]] = []
-        self._sites = _Table()
 
     def trace(self, device: str, name: str) -> TraceFile:
         recording = self._recording

@@ -30,6 +30,9 @@ _FORMATS: dict[Unit, Callable[[float | None], str]] = {
 class Quantity:
     """A value and its unit: nanoseconds, seconds, bytes, a fraction (``share``, printed in percent) or a plain number
     (``rate``), printed with three significant digits; ``digits`` are a percentage's decimals. None prints as "-".
+
+    >>> str(Quantity(41.2e9, "GB/s")), str(Quantity(None, "GB/s")), str(Quantity(0.5, "share", 0))
+    ('41.2 GB/s', '-', '50 %')
     """
 
     value: float | None

@@ -31,5 +31,4 @@ def as_page(answer: Answer, *, product: str, command: str) -> Iterable[str]:
         "data": {"theme": theme()},
     }
     scripts = [script(resource(name)) for name in ("charts.js", "tables.js", "perfetto.js")]
-    style = "".join(map(resource, ("style.css", "trace.css", "dryrun.css")))
-    return fill("page.html.j2", content, style=style, scripts=scripts)
+    return fill("page.html.j2", content, style=resource("style.css"), scripts=scripts)

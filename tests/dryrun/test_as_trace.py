@@ -29,6 +29,7 @@ from refshard.tracing.kineto import timeline_of
 from refshard.tracing.labels import meaning_of
 from refshard.tracing.overlap import collectives_per_step, step_breakdowns
 from tests.dryrun.made import COPIES_IN, GATHERS, REDUCES, Made, prices, sharded_step
+from tests.report import dryruns
 
 H100 = load_cluster("dgx-h100")
 
@@ -38,6 +39,10 @@ def trained(steps: int = 3, tokens: int = 512) -> tuple[Recording, Prices, Repla
     group = made.group(range(8), name="fsdp")
     for _ in range(steps):
         sharded_step(made, group, tokens=tokens)
+    return replayed_on_h100(made)
+
+
+def replayed_on_h100(made: Made) -> tuple[Recording, Prices, Replayed]:
     recording = made.recording()
     priced = price(recording, H100)
     return recording, priced, replay(recording, priced, Rates.of(H100))
@@ -128,9 +133,10 @@ def assert_same(ours: Any, read: Any, *, but: tuple[str, ...] = ()) -> None:
 
 
 def test_a_written_trace_reads_back_unchanged(tmp_path: Path) -> None:
-    recording, _, replayed = trained()
+    recording, _, replayed = replayed_on_h100(dryruns.trained())  # which allocates too
     for steps in (steps_of(recording), steps_of(recording)[1:]):
         ours = traced(recording, replayed, steps)
+        assert all(map(len, (ours.memory.times, ours.frames.starts, ours.host_args, ours.device_args)))
         path = tmp_path / "trace.json"
         path.write_text(as_kineto(ours))
         read = read_trace(path)

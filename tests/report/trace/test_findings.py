@@ -423,8 +423,10 @@ def test_devices_counted_together_are_told_first() -> None:
 
 
 @pytest.mark.processes
-def test_sentences_need_neither_pandas_nor_plotly() -> None:
-    code = "import sys, refshard.report.trace.findings; print({'pandas', 'plotly', 'numpy'} & set(sys.modules))"
+@pytest.mark.parametrize("command", ["trace", "dryrun", "plan"])
+def test_text_needs_neither_pandas_nor_plotly(command: str) -> None:
+    """Both take a second to import; only pages and the Python API need them."""
+    code = f"import sys, refshard.commands.{command}; print({{'pandas', 'plotly'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 
