@@ -136,7 +136,7 @@ def test_a_written_trace_reads_back_unchanged(tmp_path: Path) -> None:
     recording, _, replayed = replayed_on_h100(dryruns.trained())  # which allocates too
     for steps in (steps_of(recording), steps_of(recording)[1:]):
         ours = traced(recording, replayed, steps)
-        assert all(map(len, (ours.memory.times, ours.frames.starts, ours.host_args, ours.device_args)))
+        assert all((len(ours.memory.times), len(ours.frames.starts), len(ours.host_args), len(ours.device_args)))
         path = tmp_path / "trace.json"
         path.write_text(as_kineto(ours))
         read = read_trace(path)
