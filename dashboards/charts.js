@@ -160,10 +160,7 @@ const charts = (() => {
     const named = traces.filter((trace) => trace.showlegend !== false).length;
     const height = layout.height + (element.clientWidth < 600 && layout.showlegend !== false ? 22 * named : 0);
     let box = element.querySelector(".plot");
-    if (!box) {
-      box = element.appendChild(document.createElement("div"));
-      offer(element);
-    }
+    if (!box) box = element.appendChild(document.createElement("div"));
     box.className = "plot";
     element.style.minHeight = "";
     drawn.add(element);
@@ -181,8 +178,10 @@ const charts = (() => {
     }
   };
 
-  // --- saving
+  // --- saving; offered before anything is drawn, since buttons may take a line, and a page must not move later
   const offer = (element) => {
+    if (element.dataset.saves) return;
+    element.dataset.saves = "yes";
     const caption = element.closest("figure")?.querySelector("figcaption");
     for (const format of ["svg", "png"]) {
       const tool = document.createElement("button");
@@ -195,6 +194,8 @@ const charts = (() => {
     }
   };
   const save = async (element, format) => {
+    await load();
+    if (!drawn.has(element)) await draw(element);
     const box = element.querySelector(".plot");
     const layout = {
       ...box.layout, paper_bgcolor: "#ffffff", plot_bgcolor: "#ffffff", font: { ...data.theme.layout.font, color: "#1c2024" },
@@ -221,7 +222,11 @@ const charts = (() => {
 
   // Charts that have come onto the page, and those that have gone.
   const add = (within) => {
-    if ("DecompressionStream" in window) for (const element of within.querySelectorAll(".chart")) near.observe(element);
+    if (!("DecompressionStream" in window)) return;
+    for (const element of within.querySelectorAll(".chart")) {
+      offer(element);
+      near.observe(element);
+    }
   };
   const forget = (within) => {
     for (const element of within.querySelectorAll(".chart")) {

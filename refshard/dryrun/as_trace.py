@@ -191,9 +191,12 @@ def as_trace(
 ) -> TraceFile:
     """The events of these steps, by default of all, on a GPU called ``device``; ``name`` stands for the file's path.
 
-    Times are int64 nanoseconds of the replay.
+    Times are int64 nanoseconds since the first of these steps began, so that they do not depend on what the host did to
+    start the job.
     """
     steps = steps_of(recording) if steps is None else steps
+    if windows := host_windows(steps, replayed):
+        replayed = replayed.since(windows[0].start)
     return _Builder(recording, replayed, steps).trace(device, name)
 
 

@@ -13,7 +13,7 @@ they are sent, so the n-th of one rank is the n-th of the other (:func:`meetings
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
@@ -217,6 +217,12 @@ class Replayed:
     host_starts: npt.NDArray[np.int64]
     host_ends: npt.NDArray[np.int64]
     main_stream: int
+
+    def since(self, start: int) -> "Replayed":
+        """The same with times since ``start``."""
+        starts, ends = (np.where(times == NEVER, NEVER, times - start) for times in (self.starts, self.ends))
+        host_starts, host_ends = self.host_starts - start, self.host_ends - start
+        return replace(self, starts=starts, ends=ends, host_starts=host_starts, host_ends=host_ends)
 
     @property
     def length(self) -> int:

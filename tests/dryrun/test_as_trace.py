@@ -286,7 +286,7 @@ def test_a_trace_says_what_the_allocator_holds() -> None:
     replayed = replay(recording, prices(recording, {}, host_s=1e-6), Rates())
     memory = analyse(traced(recording, replayed, steps_of(recording)[1:])).figures.memory
     found = [(point.device, point.ns, point.bytes) for point in memory]
-    assert found == [("device 0", 1000, 1536), ("device 0", 2000, 512), ("device 0", 2000, 0)]
+    assert found == [("device 0", 0, 1536), ("device 0", 1000, 512), ("device 0", 1000, 0)]
 
 
 def test_a_trace_says_where_blocks_are_and_what_is_reserved_so_that_its_reader_finds_who_holds_the_peak() -> None:
