@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from refshard.analysis.exact import exact_metrics
+from refshard.analysis.sample import step_samples
 from refshard.records import LaunchRecord
-from refshard.stats.exact import exact_metrics
-from refshard.stats.sample import step_samples
 
 Replay = Callable[[LaunchRecord], None]
 

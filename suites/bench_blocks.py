@@ -37,12 +37,12 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import refshard
+from refshard.analysis.recording import AllocatorPeak, GpuPeaks
 from refshard.engine.api import engine_of
 from refshard.engine.local_part import local_of
 from refshard.models.activation import checkpoint_layers
 from refshard.models.llama import INIT_STD, Llama, next_token_loss
 from refshard.specs.model import ModelSpec, load_model
-from refshard.tracing.recording import AllocatorPeak, GpuPeaks
 
 pytestmark = pytest.mark.long
 

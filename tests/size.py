@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 SLACK = 100
 """Most lines that a budget may exceed its package by."""
 BUDGETS = {
-    "refshard/analysis": 1_300,
+    "refshard/analysis": 11_550,
     "refshard/commands": 2_950,
     "refshard/dryrun": 4_000,
     "refshard/emit": 750,
@@ -26,9 +26,7 @@ BUDGETS = {
     "refshard/plan": 2_550,
     "refshard/report": 9_650,
     "refshard/specs": 2_250,
-    "refshard/stats": 750,
     "refshard/strategies": 3_150,
-    "refshard/tracing": 9_500,
     "refshard/*.py": 1_950,
     "tests": 69_600,
 }

@@ -17,6 +17,9 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from refshard.analysis.exact import Change
+from refshard.analysis.gate import Effect, TimeVerdict
+from refshard.analysis.rehearsal import CaseNoise, Noise
 from refshard.cli import app
 from refshard.dryrun.price import Doubt
 from refshard.report import forms
@@ -25,9 +28,6 @@ from refshard.report.calibration import profile_answer
 from refshard.report.dryrun.answer import dryrun_answer
 from refshard.report.gate.formats import GateCase, GateReport, gate_answer, noise_answer
 from refshard.specs.cluster import load_cluster
-from refshard.stats.exact import Change
-from refshard.stats.gate import Effect, TimeVerdict
-from refshard.stats.rehearsal import CaseNoise, Noise
 from tests.report.dryruns import analysed, doubtful
 from tests.report.pages import Page
 
@@ -40,13 +40,13 @@ _FSDP2, _YAFSDP = (f"{_TRACES}/{name}-w2-llama-mini-b2x512-{hash_}-round0-rank0.
 ))  # fmt: skip
 
 COMMANDS = {
-    "trace-ddp-h200": "trace tests/tracing/h200/ddp.json.gz",
-    "trace-emulated-h200": "trace tests/tracing/h200/emulated_fsdp2.json.gz",
-    "trace-fake-group-h200": "trace tests/tracing/h200/fake_rank0of8.json.gz",
-    "trace-two-ranks": "trace tests/tracing/others/hta_sampled_128rank_r0.json.gz "
-    "tests/tracing/others/hta_sampled_128rank_r1.json.gz",
-    "trace-sync-events": "trace tests/tracing/others/hta_cuda_event_sync_multi_stream.json.gz",
-    "trace-cpu-only": "trace tests/tracing/others/hta_cpu_only_gloo.json.gz",
+    "trace-ddp-h200": "trace tests/analysis/h200/ddp.json.gz",
+    "trace-emulated-h200": "trace tests/analysis/h200/emulated_fsdp2.json.gz",
+    "trace-fake-group-h200": "trace tests/analysis/h200/fake_rank0of8.json.gz",
+    "trace-two-ranks": "trace tests/analysis/others/hta_sampled_128rank_r0.json.gz "
+    "tests/analysis/others/hta_sampled_128rank_r1.json.gz",
+    "trace-sync-events": "trace tests/analysis/others/hta_cuda_event_sync_multi_stream.json.gz",
+    "trace-cpu-only": "trace tests/analysis/others/hta_cpu_only_gloo.json.gz",
     "trace-cpu-fsdp2": f"trace {_FSDP2}",
     "trace-against": f"trace {_FSDP2} --against {_YAFSDP}",
     "show-quickstart": f"show {RECORDED}/epyc-2-cores/quickstart",

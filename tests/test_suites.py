@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from refshard.analysis.exact import exact_metrics
 from refshard.measure.store import RunWriter, read_run
 from refshard.records import LaunchRecord
-from refshard.stats.exact import exact_metrics
 from tests.measure.commandline import write_suite
 from tests.report.runs import FAILED, run
 

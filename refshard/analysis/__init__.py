@@ -1,1 +1,1 @@
-"""Records become results: cases, settings that may be compared, rankings, ratios. Values only, no words."""
+"""Traces and records become figures: breakdowns, what-ifs, comparisons, rankings, statistics. Values only, no text."""

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from refshard.analysis.efficiency import lower_bound, overlap_efficiency
+from refshard.analysis.sample import Launches, Summary, step_samples, summarize
 from refshard.errors import SpecError
 from refshard.plain import plain
 from refshard.records import METRICS, LaunchRecord, Run, RunRecord, State, StepTrace
 from refshard.specs.case import REPEATING, CaseSpec, Fidelity
 from refshard.specs.model import load_model
 from refshard.specs.suite import NetworkSpec
-from refshard.stats.sample import Launches, Summary, step_samples, summarize
 
 SEVERITY: tuple[State, ...] = ("ok", "unsupported", "skipped", "oom", "timeout", "failed")
 """Case states from best to worst."""

@@ -4,8 +4,8 @@ import statistics
 from functools import lru_cache
 
 from refshard.analysis.cases import CaseResult
+from refshard.analysis.compare import Comparison, compare
 from refshard.specs.case import REPEATING
-from refshard.stats.compare import Comparison, compare
 
 
 @lru_cache(maxsize=2**14)

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from refshard.analysis.cases import CaseResult
+from refshard.analysis.compare import Comparison
 from refshard.analysis.compared import compared
 from refshard.analysis.evidence import Evidence, Setting
+from refshard.analysis.sample import MIN_LAUNCHES
 from refshard.specs.case import REFERENCE_STRATEGY, REPEATING
-from refshard.stats.compare import Comparison
-from refshard.stats.sample import MIN_LAUNCHES
 
 _SPEED = ("step_time_s", "tokens_per_s_gpu", "tflops", "mfu")
 """Metrics that the step time decides, where cases share their tokens and FLOPs."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from refshard.analysis.cases import CaseResult
+from refshard.analysis.compare import Comparison
 from refshard.analysis.compared import compared, metric_ratio
 from refshard.analysis.evidence import Evidence, Setting
-from refshard.stats.compare import Comparison
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from refshard import resources
+from refshard.analysis.exact import PEAK, Change, Exact, changes, exact_metrics, portable
 from refshard.commands.folders import find_run
 from refshard.commands.launching import check_gated, run_folder
 from refshard.commands.paired import side_by_side
@@ -28,7 +29,6 @@ from refshard.report.gate.formats import GateCase, GateReport
 from refshard.specs.case import REFERENCE_STRATEGY
 from refshard.specs.gate import MetricRule
 from refshard.specs.suite import SuiteSpec, find_suite, load_suite
-from refshard.stats.exact import PEAK, Change, Exact, changes, exact_metrics, portable
 from refshard.strategies import check_name
 
 

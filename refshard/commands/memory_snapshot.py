@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from refshard.analysis.memory_timeline import memory_timeline
+from refshard.analysis.snapshot import read_snapshot, snapshot_figures
 from refshard.report.blocks import Answer
 from refshard.report.trace.snapshot import memory_timeline_answer, snapshot_answer
-from refshard.tracing.memory_timeline import memory_timeline
-from refshard.tracing.snapshot import read_snapshot, snapshot_figures
 
 
 def memory_snapshots(paths: Sequence[Path]) -> Answer:

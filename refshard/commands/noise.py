@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from refshard import resources
+from refshard.analysis.rehearsal import noise_of
 from refshard.commands.launching import check_gated, run_folder
 from refshard.commands.printing import tell
 from refshard.commands.progress import observer as make_observer
@@ -15,7 +16,6 @@ from refshard.measure.launchers.local import LocalLauncher
 from refshard.report.blocks import Answer
 from refshard.report.gate.formats import noise_answer
 from refshard.specs.suite import find_suite, load_suite
-from refshard.stats.rehearsal import noise_of
 
 
 def noise(

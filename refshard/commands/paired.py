@@ -5,6 +5,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from refshard.analysis.exact import OPERATORS, ORDER, PEAK, Change, changes, exact_metrics, first_difference
+from refshard.analysis.gate import Effect, effect_of, judge, needs_fresh
+from refshard.analysis.rehearsal import Noise
 from refshard.commands.launching import check_gated, run_folder
 from refshard.commands.printing import tell
 from refshard.commands.progress import observer as make_observer
@@ -19,9 +22,6 @@ from refshard.report.gate.formats import GateCase, GateReport
 from refshard.specs.case import CaseSpec
 from refshard.specs.gate import FEWEST_ROUNDS, GateSpec
 from refshard.specs.suite import SuiteSpec, find_suite, load_suite
-from refshard.stats.exact import OPERATORS, ORDER, PEAK, Change, changes, exact_metrics, first_difference
-from refshard.stats.gate import Effect, effect_of, judge, needs_fresh
-from refshard.stats.rehearsal import Noise
 
 
 def side_by_side(

@@ -15,6 +15,7 @@ from pathlib import Path
 from refshard import resources
 from refshard.analysis.cases import CaseResult
 from refshard.analysis.evidence import Evidence, gather
+from refshard.analysis.rehearsal import Noise
 from refshard.commands.folders import find_run
 from refshard.commands.printing import write_page
 from refshard.errors import SpecError, StoreError
@@ -26,7 +27,6 @@ from refshard.records import Run
 from refshard.report.run.page import Extras, card, index_page, write_dashboard
 from refshard.report.run.traces import Traced, read_traces
 from refshard.report.trace.answer import trace_answer
-from refshard.stats.rehearsal import Noise
 
 PAGE = "dashboard.html"
 FOLDER = "report"

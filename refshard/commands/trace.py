@@ -9,6 +9,14 @@ from pathlib import Path
 
 import msgspec
 
+from refshard.analysis import hta
+from refshard.analysis.analyse import Analysis, analyse, join
+from refshard.analysis.difference import difference, mean_steps, pair
+from refshard.analysis.kineto import timeline_of
+from refshard.analysis.memory_timeline import is_memory_timeline
+from refshard.analysis.names import patterns
+from refshard.analysis.snapshot import is_snapshot
+from refshard.analysis.windows import WindowOptions, parse_window
 from refshard.commands.memory_snapshot import memory_snapshots, memory_timelines
 from refshard.commands.printing import write_page
 from refshard.errors import SpecError, TraceError
@@ -18,14 +26,6 @@ from refshard.events.timeline import Timeline
 from refshard.report.blocks import Answer
 from refshard.report.trace.answer import check_block, trace_answer
 from refshard.report.trace.difference import Compared, difference_answer
-from refshard.tracing import hta
-from refshard.tracing.analysis import Analysis, analyse, join
-from refshard.tracing.difference import difference, mean_steps, pair
-from refshard.tracing.kineto import timeline_of
-from refshard.tracing.memory_timeline import is_memory_timeline
-from refshard.tracing.names import patterns
-from refshard.tracing.snapshot import is_snapshot
-from refshard.tracing.windows import WindowOptions, parse_window
 
 _SUFFIXES = (".json", ".json.gz", ".sqlite")
 _NAMED = 3
@@ -194,7 +194,7 @@ def _compare(before: Sequence[Analysis], after: Sequence[Analysis]) -> Compared:
     # scipy takes half a second to import, and no other output needs it.
     import numpy as np
 
-    from refshard.stats.means import change_of_means
+    from refshard.analysis.means import change_of_means
 
     pairing = pair(before, after)
     of_a, of_b = ([one.attribution for one in side if one.attribution is not None] for side in (pairing.a, pairing.b))

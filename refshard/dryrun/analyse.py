@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from refshard.analysis import analyse as tracing
 from refshard.dryrun.as_trace import as_trace
 from refshard.dryrun.device import Rates
 from refshard.dryrun.memory import MemoryAccount, account_memory
@@ -22,7 +23,6 @@ from refshard.dryrun.steps import Step, steps_of
 from refshard.events.table import TraceFile
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.hardware import HardwareSpec
-from refshard.tracing import analysis as tracing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

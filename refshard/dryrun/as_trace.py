@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from refshard.analysis.flops import CAUSAL
 from refshard.dryrun.recording import NO_STREAM, Flag, Kind, Phase, Recording
 from refshard.dryrun.replay import NEVER, Replayed
 from refshard.dryrun.steps import Step, host_windows, steps_of
@@ -37,7 +38,6 @@ from refshard.events.table import (
     TraceFile,
 )
 from refshard.events.timeline import UNKNOWN, Meaning
-from refshard.tracing.flops import CAUSAL
 
 ROOT = "(root)"
 """The unit of parameters of no module that is known: the model itself, less its wrapped parts."""

@@ -7,6 +7,9 @@ from statistics import fmean
 
 import msgspec
 
+from refshard.analysis.figures import Breakdown
+from refshard.analysis.kineto import read_timeline
+from refshard.analysis.overlap import collectives_per_step, mean_ratio, step_breakdowns
 from refshard.errors import TraceError
 from refshard.measure.rank import trace_file
 from refshard.measure.reduced import Reduced
@@ -20,9 +23,6 @@ from refshard.records import (
 )
 from refshard.specs.case import REFERENCE_STRATEGY, CaseSpec
 from refshard.strategies.table import ROWS
-from refshard.tracing.figures import Breakdown
-from refshard.tracing.kineto import read_timeline
-from refshard.tracing.overlap import collectives_per_step, mean_ratio, step_breakdowns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

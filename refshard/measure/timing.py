@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from refshard.analysis.recording import WARMUP_STEPS, AllocatorPeak, GpuPeaks, OperatorCensus, capture_steps
 from refshard.measure.gpus import watched_gpus
 from refshard.measure.load import RankLoad, watched_load
 from refshard.measure.reduced import ReducedLosses
@@ -31,7 +32,6 @@ from refshard.specs.case import CaseSpec
 from refshard.specs.model import known_dimensions
 from refshard.strategies import strategy_for
 from refshard.strategies.table import ROWS
-from refshard.tracing.recording import WARMUP_STEPS, AllocatorPeak, GpuPeaks, OperatorCensus, capture_steps
 
 _NO_ROOM_FOR_A_STACK = ("Resource temporarily unavailable", "can't start new thread")
 """What errors say if the limit leaves no room for the stack of a new thread."""

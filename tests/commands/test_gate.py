@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from refshard.analysis.exact import OPERATORS, PEAK, exact_metrics
 from refshard.commands.gate import Options, beside, find_accepted, peak_alone, two_strategies
 from refshard.errors import SpecError
 from refshard.measure.gate.baseline import Baseline
@@ -18,7 +19,6 @@ from refshard.measure.gate.baseline import accept as accept_run
 from refshard.measure.run import run_suite
 from refshard.records import LaunchRecord
 from refshard.specs.gate import RULES
-from refshard.stats.exact import OPERATORS, PEAK, exact_metrics
 from tests.measure.commandline import write_suite
 from tests.measure.fakes import ENVIRONMENT, FakeLauncher, Silent, make_suite
 

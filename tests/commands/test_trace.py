@@ -9,12 +9,12 @@ import pytest
 
 from refshard.commands.trace import trace
 from refshard.errors import SpecError, TraceError
+from tests.analysis import snapshots
+from tests.analysis.handmade import event, shaped, step, write
+from tests.analysis.inference import inference
 from tests.events.nsys_export import Export
 from tests.report.pages import Page
 from tests.report.printed import as_csv, as_json, notes, rows, tables, text, verdict
-from tests.tracing import snapshots
-from tests.tracing.handmade import event, shaped, step, write
-from tests.tracing.inference import inference
 
 
 def refshard(*arguments: str, folder: Path) -> "subprocess.CompletedProcess[str]":

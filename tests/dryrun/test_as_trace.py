@@ -10,6 +10,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from refshard.analysis.analyse import analyse
+from refshard.analysis.figures import Stall
+from refshard.analysis.kineto import timeline_of
+from refshard.analysis.labels import meaning_of
+from refshard.analysis.overlap import collectives_per_step, step_breakdowns
 from refshard.dryrun.as_trace import LABELS, LEAVE, as_trace, purposes
 from refshard.dryrun.device import Rates
 from refshard.dryrun.memory import account_memory
@@ -23,11 +28,6 @@ from refshard.events.table import TraceFile
 from refshard.events.timeline import KINDS, UNKNOWN, Kind, Timeline
 from refshard.events.writer import as_kineto
 from refshard.specs.cluster import load_cluster
-from refshard.tracing.analysis import analyse
-from refshard.tracing.figures import Stall
-from refshard.tracing.kineto import timeline_of
-from refshard.tracing.labels import meaning_of
-from refshard.tracing.overlap import collectives_per_step, step_breakdowns
 from tests.dryrun.made import COPIES_IN, GATHERS, REDUCES, Made, prices, sharded_step
 from tests.report import dryruns
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from refshard.analysis.kineto import read_timeline
 from refshard.events.timeline import Timeline
 from refshard.measure.run import run_suite
 from refshard.quantities import GIB
 from refshard.records import CollectiveCount, LaunchRecord
 from refshard.specs.model import load_model, parameter_count
 from refshard.specs.suite import find_suite, load_suite
-from refshard.tracing.kineto import read_timeline
 from tests.emulate import make_cluster, write_cluster
 from tests.emulate.nvrtc import fake_driver
 from tests.fakecuda.fresh import needs_device

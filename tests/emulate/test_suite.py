@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from refshard.analysis.evidence import gather
+from refshard.analysis.kineto import read_timeline
 from refshard.measure.launchers.local import LocalLauncher
 from refshard.measure.run import run_suite
 from refshard.records import Run
@@ -13,7 +14,6 @@ from refshard.report.run.page import write_dashboard
 from refshard.report.run.rows import as_json
 from refshard.specs.reading import convert
 from refshard.specs.suite import SuiteSpec, find_suite, load_suite
-from refshard.tracing.kineto import read_timeline
 from tests.emulate import make_cluster, write_cluster
 from tests.measure.fakes import ENVIRONMENT, Silent
 from tests.report import printed

@@ -12,6 +12,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import refshard
+from refshard.analysis.kineto import read_timeline
+from refshard.analysis.overlap import collectives_per_step
+from refshard.analysis.recording import WARMUP_STEPS, capture_steps
 from refshard.emulate.process_group import emulated_world
 from refshard.emulate.world import EmulatedWorld
 from refshard.engine.placement import MODES
@@ -20,9 +23,6 @@ from refshard.measure.trainer import Trainer
 from refshard.records import CollectiveCount
 from refshard.specs.case import CaseSpec
 from refshard.strategies import make_strategy
-from refshard.tracing.kineto import read_timeline
-from refshard.tracing.overlap import collectives_per_step
-from refshard.tracing.recording import WARMUP_STEPS, capture_steps
 from tests.emulate import FAST, make_cluster
 from tests.models import small_spec
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import refshard
+from refshard.analysis.labels import meaning_of
 from refshard.engine.api import engine_of
 from refshard.engine.collectives import Pending
 from refshard.engine.executor import Order
@@ -20,7 +21,6 @@ from refshard.engine.schedule import Op, OpKind, assign_rings, build, chain_mark
 from refshard.engine.unit import Unit
 from refshard.errors import EngineError, SpecError
 from refshard.events.timeline import Meaning
-from refshard.tracing.labels import meaning_of
 from tests.engine.fakes import FailingCollectives, LateCollectives, Net, loss_of, make_batch, make_net, train
 
 MODE_NAMES = list(MODES)

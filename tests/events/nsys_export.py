@@ -2,7 +2,7 @@
 
 Schemas: version 2.9.1 as Nsight Systems 2022.2 exports it, and 3.28.1 as the "SQLite Schema Reference" of 2026.4 in
 NVIDIA's Analysis Guide (https://docs.nvidia.com/nsight-systems/) documents it; of each the columns that matter here. A
-trace made by :mod:`tests.tracing.builder` is told again, so that both recorders saw the same.
+trace made by :mod:`tests.analysis.builder` is told again, so that both recorders saw the same.
 """
 
 import json

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from refshard.analysis.analyse import analyse
 from refshard.errors import TraceError
 from refshard.events.reader import read_trace
 from refshard.events.stream import EventStream
 from refshard.events.table import TraceFile
 from refshard.report.trace.answer import as_objects
-from refshard.tracing.analysis import analyse
-from tests.tracing.builder import Training
-from tests.tracing.handmade import event, shaped, step, write
+from tests.analysis.builder import Training
+from tests.analysis.handmade import event, shaped, step, write
 
 HOSTILE_NAMES = ["},{", '"', "\\", '\\"},\n  {', "</script><b>&", "[[[", "}]", "éλ\u2028", "", "traceEvents"]
 

@@ -6,7 +6,7 @@ import pytest
 
 from refshard.events.reader import read_trace
 from refshard.events.table import is_own
-from tests.tracing.handmade import event, write
+from tests.analysis.handmade import event, write
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from refshard.analysis.analyse import Analysis, analyse
+from refshard.analysis.windows import parse_window
 from refshard.errors import TraceError
 from refshard.events.reader import read_trace
-from refshard.tracing.analysis import Analysis, analyse
-from refshard.tracing.windows import parse_window
+from tests.analysis.builder import BASE_NS, Training
 from tests.events.nsys_export import SCHEMAS, SESSION_NS, Export, retold
-from tests.tracing.builder import BASE_NS, Training
 
 VERSIONS = tuple(SCHEMAS)
 

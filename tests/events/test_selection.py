@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from refshard.tracing.analysis import analyse
-from tests.tracing.handmade import event, step, write
+from refshard.analysis.analyse import analyse
+from tests.analysis.handmade import event, step, write
 
 HOUR_US, DAY_US = 3_600_000_000, 86_400_000_000
 

@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from refshard.analysis.kineto import read_timeline
+from refshard.analysis.overlap import collectives_per_step
+from refshard.analysis.recording import WARMUP_STEPS, capture_steps
 from refshard.costs import collective_cost, group_shape
 from refshard.emulate.process_group import emulated_world
 from refshard.emulate.world import EmulatedWorld
@@ -24,9 +27,6 @@ from refshard.measure.trainer import Trainer
 from refshard.records import CollectiveCount
 from refshard.specs.case import CaseSpec
 from refshard.strategies import strategy_for
-from refshard.tracing.kineto import read_timeline
-from refshard.tracing.overlap import collectives_per_step
-from refshard.tracing.recording import WARMUP_STEPS, capture_steps
 from tests.emulate import make_cluster
 from tests.fakecuda.recorded import racing
 from tests.models import small_spec

@@ -18,7 +18,7 @@ from refshard.specs.case import CaseSpec
 from refshard.specs.model import load_model
 from refshard.specs.reading import convert
 from refshard.specs.suite import SuiteSpec
-from tests.tracing.handmade import event, shaped, step, write
+from tests.analysis.handmade import event, shaped, step, write
 
 ANNOUNCED = (CollectiveCount(op="all_reduce", count=1, bytes=400),)
 CENSUS = Census(operators=10, allocations=4, allocated_bytes=640, order_sha256="0123456789abcdef" * 4)

@@ -8,6 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from refshard.analysis.kineto import read_timeline
+from refshard.analysis.overlap import collectives_per_step
 from refshard.commands.show import show
 from refshard.dryrun.overheads import overheads
 from refshard.dryrun.request import Pool
@@ -24,8 +26,6 @@ from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import load_cluster
 from refshard.specs.suite import SuiteSpec
 from refshard.specs.writing import to_toml
-from refshard.tracing.kineto import read_timeline
-from refshard.tracing.overlap import collectives_per_step
 from tests.fakecuda.needs import needs_device
 from tests.measure.fakes import ENVIRONMENT, Silent, make_suite
 from tests.report.printed import words

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from refshard.analysis.kineto import read_timeline
+from refshard.analysis.recording import WARMUP_STEPS, capture_steps
 from refshard.engine.grouping import group_units
 from refshard.events.timeline import Meaning, Timeline
 from refshard.measure.trainer import mark_units
 from refshard.models.activation import checkpoint_layers
 from refshard.models.llama import Llama, initialise, next_token_loss
-from refshard.tracing.kineto import read_timeline
-from refshard.tracing.recording import WARMUP_STEPS, capture_steps
 from tests.models import small_spec
 
 BLOCKS = tuple(f"model.layers.{i}" for i in range(3))

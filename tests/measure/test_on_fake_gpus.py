@@ -3,11 +3,11 @@
 import msgspec
 import pytest
 
+from refshard.analysis.recording import WARMUP_STEPS
 from refshard.measure.run import run_suite
 from refshard.quantities import MIB
 from refshard.records import LaunchRecord
 from refshard.specs.hardware import load_hardware
-from refshard.tracing.recording import WARMUP_STEPS
 from tests.measure.fake_gpus import FakeGpus
 from tests.measure.fakes import ENVIRONMENT, Silent, make_suite
 

@@ -17,10 +17,10 @@ from refshard.records import DERIVED, METRICS, CollectiveCount, GpuMemory, GpuUs
 from refshard.specs.case import CaseSpec
 from refshard.specs.model import load_model
 from refshard.specs.suite import SuiteSpec
+from tests.analysis.handmade import event, shaped, step, write
 from tests.measure.fakes import ANNOUNCED, ENVIRONMENT, FakeLauncher, Silent, good, make_suite, write_rank
-from tests.tracing.handmade import event, shaped, step, write
 
-H200_DDP = Path(__file__).parents[1] / "tracing/h200/ddp.json.gz"
+H200_DDP = Path(__file__).parents[1] / "analysis/h200/ddp.json.gz"
 _NONE_ON_A_CPU = ("peak_active_bytes", "peak_reserved_bytes", "synchronisation")
 
 

@@ -6,6 +6,20 @@ from pathlib import Path
 
 import numpy as np
 
+from refshard.analysis.analyse import Analysis
+from refshard.analysis.collectives import collective_figures, unit_figures
+from refshard.analysis.figures import (
+    CopyOverhead,
+    GiveWay,
+    MemoryPoint,
+    RankWait,
+    ReduceWait,
+    StepFigures,
+    TraceFigures,
+    TraceWarning,
+)
+from refshard.analysis.jobs import Identity
+from refshard.analysis.overlap import breakdowns
 from refshard.events.timeline import (
     KINDS,
     UNKNOWN,
@@ -18,20 +32,6 @@ from refshard.events.timeline import (
 )
 from refshard.report.page import as_page
 from refshard.report.trace.answer import trace_answer
-from refshard.tracing.analysis import Analysis
-from refshard.tracing.collectives import collective_figures, unit_figures
-from refshard.tracing.figures import (
-    CopyOverhead,
-    GiveWay,
-    MemoryPoint,
-    RankWait,
-    ReduceWait,
-    StepFigures,
-    TraceFigures,
-    TraceWarning,
-)
-from refshard.tracing.jobs import Identity
-from refshard.tracing.overlap import breakdowns
 
 US = 1000
 WAITS = ((3, 4200, 17), (1, 900, 4))

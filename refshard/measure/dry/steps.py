@@ -17,6 +17,9 @@ import torch
 import torch.distributed as dist
 import torch.fx.experimental._config as symbolic
 
+from refshard.analysis.kineto import timeline_of
+from refshard.analysis.overlap import collectives_per_step, step_breakdowns
+from refshard.analysis.recording import highest_of
 from refshard.dryrun.as_trace import as_trace
 from refshard.dryrun.device import Rates
 from refshard.dryrun.held_back import UNLIMITED, NotReproducedError, Settled, holds_back, settle
@@ -40,9 +43,6 @@ from refshard.specs.model import known_dimensions
 from refshard.strategies import make_strategy, strategy_for
 from refshard.strategies.base import Strategy
 from refshard.strategies.table import ROWS
-from refshard.tracing.kineto import timeline_of
-from refshard.tracing.overlap import collectives_per_step, step_breakdowns
-from refshard.tracing.recording import highest_of
 
 
 def read_step(recording: Recording, replayed: Replayed, steps: Sequence[Step]) -> StepResult:

@@ -11,6 +11,9 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
+from refshard.analysis.exact import Value, changes, exact_metrics
+from refshard.analysis.gate import LogRatios
+from refshard.analysis.rehearsal import Noise
 from refshard.errors import SpecError, StoreError
 from refshard.folders import replace_file
 from refshard.measure.environment import COMPARABLE
@@ -22,9 +25,6 @@ from refshard.records import Environment, Run, RunRecord, timestamp
 from refshard.specs.case import CaseSpec
 from refshard.specs.gate import TimeLimits
 from refshard.specs.suite import SuiteSpec
-from refshard.stats.exact import Value, changes, exact_metrics
-from refshard.stats.gate import LogRatios
-from refshard.stats.rehearsal import Noise
 from refshard.version import __version__
 
 _SCHEMA = 1

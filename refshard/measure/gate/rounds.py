@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from refshard.analysis.gate import LogRatios
 from refshard.measure.assemble import assemble
 from refshard.measure.launchers.base import Job, Launcher, LaunchOutcome
 from refshard.measure.proof import Peers
@@ -28,7 +29,6 @@ from refshard.measure.timing import RankResult
 from refshard.records import Environment, LaunchRecord, RunRecord, timestamp
 from refshard.specs.case import CaseSpec
 from refshard.specs.suite import SuiteSpec
-from refshard.stats.gate import LogRatios
 from refshard.version import __version__
 
 

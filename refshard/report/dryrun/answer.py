@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from refshard.analysis.figures import TraceFigures
 from refshard.dryrun.analyse import Analysis, Synchronisation
 from refshard.dryrun.memory import Held
 from refshard.dryrun.recording import Category, Phase, Recording
@@ -33,7 +34,6 @@ from refshard.report.blocks import (
 from refshard.report.draw.embed import MOST_EMBEDDED
 from refshard.report.trace.answer import as_objects, job_blocks, rank_blocks
 from refshard.report.trace.findings import Finding, findings
-from refshard.tracing.figures import TraceFigures
 
 _LISTED = 8
 _HOST_BOUND = 0.1

@@ -8,13 +8,13 @@ from xml.etree import ElementTree
 
 import msgspec
 
+from refshard.analysis.exact import Change, Value
+from refshard.analysis.gate import TimeVerdict, Verdict
+from refshard.analysis.rehearsal import CaseNoise, Noise
 from refshard.plain import plain
 from refshard.quantities import format_percent
 from refshard.report import blocks as printed
 from refshard.report.blocks import Answer, Cell, Notes, Quantity, Row, Style, Text, cell_text, table
-from refshard.stats.exact import Change, Value
-from refshard.stats.gate import TimeVerdict, Verdict
-from refshard.stats.rehearsal import CaseNoise, Noise
 
 PASS, REGRESSION, HARNESS_ERROR, INCONCLUSIVE, NOT_COMPARABLE = range(5)
 """Exit statuses of ``refshard gate``."""

@@ -4,13 +4,13 @@ import math
 from typing import Any
 
 from refshard.analysis.cases import CaseResult
+from refshard.analysis.compare import Comparison
 from refshard.analysis.gpu_memory import gpu_memory_of
+from refshard.analysis.sample import Summary, too_few
 from refshard.quantities import format_part, format_percent, format_seconds
 from refshard.records import METRICS
 from refshard.report.blocks import Cell, Marked, Quantity, Style, Unit, cell_text
 from refshard.specs.case import REPEATING
-from refshard.stats.compare import Comparison
-from refshard.stats.sample import Summary, too_few
 
 _UNITS: dict[str, Unit] = {"s": "s", "B": "B", "fraction": "share"}
 STATES: dict[str, str] = {

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from refshard.analysis.cases import CaseResult
+from refshard.analysis.compare import Comparison
 from refshard.analysis.compared import compared
 from refshard.analysis.evidence import Evidence, Setting, machine
+from refshard.analysis.exact import Change, changes, exact_metrics, portable
 from refshard.analysis.ratios import RATIO_COLUMNS, Ratio, ratio_columns, ratios
 from refshard.errors import SpecError, nearest
 from refshard.quantities import format_percent
@@ -21,8 +23,6 @@ from refshard.report.run.rows import COLUMNS, as_json
 from refshard.report.run.verdict import busy_between, listed
 from refshard.specs.case import REPEATING, CaseSpec, Fidelity, spelled
 from refshard.specs.gate import RULES, TimeLimits
-from refshard.stats.compare import Comparison
-from refshard.stats.exact import Change, changes, exact_metrics, portable
 
 Outcome = Literal["slower", "faster", "unchanged", "unknown", "not compared"]
 RELEVANT = TimeLimits().relevant

@@ -13,6 +13,7 @@ from refshard.analysis.cases import CaseResult, ranks
 from refshard.analysis.evidence import Evidence, Setting, gather
 from refshard.analysis.rankings import Ranking, rankings
 from refshard.analysis.ratios import pairs
+from refshard.analysis.rehearsal import Noise
 from refshard.folders import replace_file
 from refshard.records import METRICS
 from refshard.report.blocks import Block, Fact, Facts, Notes, Row, Section, Text, cell_text, table
@@ -27,7 +28,6 @@ from refshard.report.run.traces import Traced, why
 from refshard.report.run.trust import in_short, trust
 from refshard.report.run.verdict import Finding, finding_of, findings, notes, overview, unfinished, unranked
 from refshard.specs.case import REFERENCE_STRATEGY, spelled
-from refshard.stats.rehearsal import Noise
 
 SCRIPTS = ("charts.js", "tables.js", "perfetto.js", "run.js")
 LAYERED = 4

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from refshard.analysis.analyse import Analysis, analyse
 from refshard.analysis.cases import CaseResult
 from refshard.analysis.evidence import Evidence, Setting
+from refshard.analysis.figures import CollectiveFigures, TraceFigures
 from refshard.errors import TraceError
 from refshard.quantities import format_percent, format_rate
 from refshard.records import Run
@@ -21,8 +23,6 @@ from refshard.report.trace import wording
 from refshard.report.trace.idle import NAMES as IDLE
 from refshard.report.trace.lanes import drawn_windows
 from refshard.report.trace.spans_figure import View, find_layer, layer_chart
-from refshard.tracing.analysis import Analysis, analyse
-from refshard.tracing.figures import CollectiveFigures, TraceFigures
 
 MOST_TRACED = 64
 """Traces that are analysed for one page; every trace keeps its link."""

@@ -10,13 +10,13 @@ from refshard.analysis.cases import FIDELITY, CaseResult
 from refshard.analysis.compared import compared
 from refshard.analysis.evidence import Evidence
 from refshard.analysis.proof import bit_identical, parity_note, parity_of, proof_summary, tolerance
+from refshard.analysis.rehearsal import Noise
+from refshard.analysis.sample import MIN_LAUNCHES
 from refshard.quantities import format_percent
 from refshard.report.blocks import Fact, Style
 from refshard.report.run.cells import metric_text, no_interval
 from refshard.report.run.verdict import findings
 from refshard.specs.case import REFERENCE_STRATEGY, REPEATING, spelled
-from refshard.stats.rehearsal import Noise
-from refshard.stats.sample import MIN_LAUNCHES
 
 PERTURBATION_LIMIT = 1.2
 """Traced over untraced step time above which the breakdown describes the tracer too."""

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 from refshard.analysis.busy import drift_over
 from refshard.analysis.cases import FIDELITY, CaseResult, ranks
+from refshard.analysis.compare import Comparison
 from refshard.analysis.evidence import Evidence
 from refshard.analysis.rankings import ALIKE, RELEVANT, Ranking, Rival, rankings, step_time
+from refshard.analysis.sample import too_few
 from refshard.plain import plain
 from refshard.quantities import format_bytes, format_percent, format_seconds
 from refshard.records import Run
 from refshard.report.run.cells import STATES, no_interval, span
 from refshard.specs.case import REFERENCE_STRATEGY, REPEATING, spelled
-from refshard.stats.compare import Comparison
-from refshard.stats.sample import too_few
 
 MANY = 4
 """Comparisons from which on a sentence sums them up."""

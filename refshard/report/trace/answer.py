@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from refshard.analysis.analyse import Analysis
+from refshard.analysis.figures import Breakdown, TraceFigures
+from refshard.analysis.hta import HtaFailure, HtaFigures
+from refshard.analysis.overlap import mean_ratio
 from refshard.events.timeline import Timeline
 from refshard.report.blocks import (
     Answer,
@@ -33,10 +37,6 @@ from refshard.report.trace import tables
 from refshard.report.trace.findings import SMALL, Finding, findings, late, warnings_text
 from refshard.report.trace.sections import sections_of
 from refshard.report.trace.wording import each, has_steps, job_names, jobs, parts, per, who
-from refshard.tracing.analysis import Analysis
-from refshard.tracing.figures import Breakdown, TraceFigures
-from refshard.tracing.hta import HtaFailure, HtaFigures
-from refshard.tracing.overlap import mean_ratio
 
 if TYPE_CHECKING:
     from refshard.report.draw.charts import Chart

@@ -9,6 +9,7 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from refshard.analysis.figures import Breakdown, Cause, MemoryPoint, TraceFigures
 from refshard.events.timeline import Timeline
 from refshard.quantities import axis_unit, format_bytes, format_ns, format_percent
 from refshard.report.blocks import Cell
@@ -20,7 +21,6 @@ from refshard.report.trace.idle import NAMES as IDLE
 from refshard.report.trace.lanes import Window, drawn_windows, idle_styles, step_rows
 from refshard.report.trace.spans_figure import Extent, find_layer, layer_chart, spans_figure
 from refshard.report.trace.wording import counted, each, has_steps, parts, per, who
-from refshard.tracing.figures import Breakdown, Cause, MemoryPoint, TraceFigures
 
 
 def ranks_caption(shown: Sequence[TraceFigures], whole: int, names: dict[int, str]) -> str:

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
+from refshard.analysis.figures import CommunicationFigures, ExposedSplit, MessageFigures, TraceFigures
 from refshard.quantities import format_bytes, format_ns, format_percent, format_rate
 from refshard.report.blocks import Section
 from refshard.report.trace.wording import per, section
-from refshard.tracing.figures import CommunicationFigures, ExposedSplit, MessageFigures, TraceFigures
 
 _UNITS = 1e9
 """Bus bandwidths are in GB/s, as nccl-tests and data sheets give them."""

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from refshard.analysis.attribution import IDLE
+from refshard.analysis.difference import Change, Difference, Unlike
 from refshard.quantities import format_ns, format_percent
 from refshard.report.blocks import Answer, Block, Charts, Column, Cover, Notes, Table, Text, Verdict
 from refshard.report.trace.wording import counted, cut_middle
-from refshard.tracing.attribution import IDLE
-from refshard.tracing.difference import Change, Difference, Unlike
 
 if TYPE_CHECKING:
     from refshard.report.draw.charts import Chart

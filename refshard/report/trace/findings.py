@@ -11,6 +11,8 @@ from statistics import median
 
 import msgspec
 
+from refshard.analysis.figures import Cause, StepFigures, TraceFigures, TraceWarning
+from refshard.analysis.names import name_in_words
 from refshard.quantities import format_ns, format_percent
 from refshard.report.trace.communication import answer, short, unknown_waiting
 from refshard.report.trace.idle import lone_copy_sentences
@@ -28,8 +30,6 @@ from refshard.report.trace.wording import (
     ranks,
     who,
 )
-from refshard.tracing.figures import Cause, StepFigures, TraceFigures, TraceWarning
-from refshard.tracing.names import name_in_words
 
 LONGER = 1.02
 """A rank that computes so many times as long as another computes longer."""

@@ -1,10 +1,10 @@
 """What holds the GPU up, in a table and sentences: which calls, where in the code, and what to do about them."""
 
+from refshard.analysis.figures import NO_SYNC, TOLERATED_ERROR, HostStall, HostStalls, Stall, TraceFigures
 from refshard.quantities import format_ns, format_percent
 from refshard.report.blocks import Section
 from refshard.report.trace.findings import SMALL
 from refshard.report.trace.wording import cut, in_each, of_each, per, section
-from refshard.tracing.figures import NO_SYNC, TOLERATED_ERROR, HostStall, HostStalls, Stall, TraceFigures
 
 _LEAST = SMALL / 10
 """Rows are calls that take, or cause idle time of, this share of the step."""

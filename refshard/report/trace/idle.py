@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
+from refshard.analysis.figures import Cause, StepFigures, TraceFigures
+from refshard.analysis.names import name_in_words
 from refshard.quantities import format_ns, format_percent
 from refshard.report.blocks import Section
 from refshard.report.trace.wording import count_per, in_each, is_alone, parts, per, section
-from refshard.tracing.figures import Cause, StepFigures, TraceFigures
-from refshard.tracing.names import name_in_words
 
 NAMES = {
     Cause.LAUNCH: "idle, launch-bound",

@@ -3,10 +3,10 @@
 from collections import defaultdict
 from collections.abc import Sequence
 
+from refshard.analysis.figures import Category, Holder, MemoryPeak, TraceFigures
 from refshard.quantities import format_bytes, format_part, format_percent
 from refshard.report.blocks import Section
 from refshard.report.trace.wording import cut, section
-from refshard.tracing.figures import Category, Holder, MemoryPeak, TraceFigures
 
 PURPOSES: dict[Category, str] = {
     "before, kept": "allocated before the trace, never freed in it",

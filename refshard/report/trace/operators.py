@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
+from refshard.analysis.figures import Contention, OperatorReport, Slowdown, TraceFigures
 from refshard.quantities import format_ns, format_percent, format_rate
 from refshard.report.blocks import Section
 from refshard.report.trace.findings import SMALL
 from refshard.report.trace.wording import count_per, cut, in_each, per, section
-from refshard.tracing.figures import Contention, OperatorReport, Slowdown, TraceFigures
 
 _CALLED: dict[str, str] = {
     "GEMM": "GEMMs", "convolution": "convolutions", "elementwise": "elementwise kernels", "others": "other kernels",

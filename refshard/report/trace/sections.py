@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from refshard.analysis.figures import TraceFigures, WindowGroup
 from refshard.quantities import format_ns, format_percent
 from refshard.report.blocks import Section
 from refshard.report.trace.communication import exposed_section, messages_section
@@ -17,7 +18,6 @@ from refshard.report.trace.operators import (
 )
 from refshard.report.trace.whatif import what_if_section
 from refshard.report.trace.wording import cut_middle, section
-from refshard.tracing.figures import TraceFigures, WindowGroup
 
 _LONGEST_NAME = 60
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
+from refshard.analysis.memory_timeline import MemoryTimelineFigures
+from refshard.analysis.snapshot import DeviceFigures, Fragmentation, HistoryFigures, LineFigures, OomFigures, Site
 from refshard.plain import plain
 from refshard.quantities import format_bytes, format_ns, format_part, format_percent, format_times
 from refshard.report.blocks import Answer, Block, Notes, Table, Text, Verdict, table
-from refshard.tracing.memory_timeline import MemoryTimelineFigures
-from refshard.tracing.snapshot import DeviceFigures, Fragmentation, HistoryFigures, LineFigures, OomFigures, Site
 
 
 def memory_timeline_answer(timelines: Sequence[tuple[str, MemoryTimelineFigures]]) -> Answer:

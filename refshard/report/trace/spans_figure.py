@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import plotly.graph_objects as go
 
+from refshard.analysis.figures import TraceFigures
 from refshard.events.timeline import Nanoseconds, Timeline
 from refshard.quantities import axis_unit, format_ns
 from refshard.report.draw.charts import THEME, Chart, chart, label_text, pattern, shortened
@@ -32,7 +33,6 @@ from refshard.report.trace.lanes import (
     reduction_of,
     within,
 )
-from refshard.tracing.figures import TraceFigures
 
 _ROW, _NARROW, _LABEL, _PAUSE = 24, 12, 17, 5
 """Heights in pixels: of a row, a narrow row, a lane's name, and what is left free above that."""

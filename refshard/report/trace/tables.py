@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 
+from refshard.analysis.figures import Breakdown, CollectiveFigures, TraceFigures
 from refshard.events.timeline import Timeline
 from refshard.quantities import format_bytes, format_ns, format_percent
 from refshard.report.blocks import Block, Cell, Quantity, Section, Table, table
@@ -11,7 +12,6 @@ from refshard.report.trace import wording
 from refshard.report.trace.findings import exposed_waits
 from refshard.report.trace.idle import names as idle_names
 from refshard.report.trace.wording import count_per, each, has_steps
-from refshard.tracing.figures import Breakdown, CollectiveFigures, TraceFigures
 
 MOST_UNITS = 400
 MOST_WAITS = 40

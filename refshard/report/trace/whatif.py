@@ -1,11 +1,11 @@
 """A section of a trace: what a step would take with one cause of lost time gone, and in which order fixing pays."""
 
+from refshard.analysis import figures as whatif
+from refshard.analysis.figures import TOLERATED_ERROR, PathPart, TraceFigures, WhatIf, WhatIfFigures
+from refshard.analysis.names import name_in_words
 from refshard.quantities import format_ns, format_percent
 from refshard.report.blocks import Section
 from refshard.report.trace.wording import counted, each, has_steps, in_each, parts, section
-from refshard.tracing import figures as whatif
-from refshard.tracing.figures import TOLERATED_ERROR, PathPart, TraceFigures, WhatIf, WhatIfFigures
-from refshard.tracing.names import name_in_words
 
 _NAMES = {
     whatif.OVERLAPPED: "communication fully overlapped",

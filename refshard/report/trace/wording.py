@@ -5,8 +5,8 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import PurePath
 
+from refshard.analysis.figures import Breakdown, StepFigures, TraceFigures
 from refshard.report.blocks import Block, Notes, Row, Section, table
-from refshard.tracing.figures import Breakdown, StepFigures, TraceFigures
 
 
 def cut(name: str, most: int) -> str:

@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from refshard.analysis.rehearsal import noise_of
 from refshard.errors import SpecError, StoreError
 from refshard.measure.gate.baseline import keep_noise, noise_file, read_noise, read_rounds, record_rounds
 from refshard.measure.launchers.base import LaunchOutcome
 from refshard.specs.case import CaseSpec
 from refshard.specs.gate import TimeLimits
-from refshard.stats.rehearsal import noise_of
 from tests.measure.fakes import ENVIRONMENT, FakeLauncher, Silent, good, make_suite, rank_result, write_rank
 
 SUITE = make_suite(matrix={"strategy": ["ddp", "refshard-yafsdp"], "world_size": [2], "model": ["llama-tiny"]})

@@ -13,11 +13,11 @@ import numpy as np
 import psutil
 import pytest
 
+from refshard.analysis.kineto import read_timeline
 from refshard.measure.launchers.local import worker_of
 from refshard.measure.launchers.ranks import log_tail, started
 from refshard.measure.store import read_run
 from refshard.records import METRICS, Run
-from refshard.tracing.kineto import read_timeline
 from tests.measure.commandline import SUITE, interrupted, processes_of, refshard, status_of, wait_for, write_suite
 from tests.measure.faults import running
 

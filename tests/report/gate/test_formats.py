@@ -4,10 +4,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from refshard.analysis.exact import Change
+from refshard.analysis.gate import Effect, TimeVerdict, Verdict
 from refshard.report import forms
 from refshard.report.gate.formats import GateCase, GateReport, annotations, as_object, gate_answer, junit
-from refshard.stats.exact import Change
-from refshard.stats.gate import Effect, TimeVerdict, Verdict
 from tests.report.printed import as_csv, tables, text
 
 

@@ -13,6 +13,7 @@ from refshard.analysis.evidence import Evidence, Setting, gather
 from refshard.analysis.gpu_memory import gpu_memory_of
 from refshard.analysis.proof import bit_identical, proof_summary
 from refshard.analysis.rankings import rankings
+from refshard.analysis.sample import Summary
 from refshard.quantities import GIB, MIB
 from refshard.records import METRICS, CollectiveCount, GpuMemory, Run
 from refshard.report.blocks import Marked, Section, Table, Text
@@ -23,7 +24,6 @@ from refshard.report.run.charts import device_limit, tip, tradeoff
 from refshard.report.run.page import page
 from refshard.report.run.rows import as_json
 from refshard.report.run.tables import Headline, case_table, failures, gpu_memory_table, headline, proof_table, states
-from refshard.stats.sample import Summary
 from tests.report import printed
 from tests.report.printed import rows, tables, text, verdict
 from tests.report.runs import CASES, FAILED, HOSTILE, STRATEGIES, both, proof, run, with_record

@@ -4,11 +4,11 @@ import msgspec
 import pytest
 
 from refshard.analysis.evidence import gather
+from refshard.analysis.rehearsal import CaseNoise, Noise
 from refshard.records import EndRecord, Run
 from refshard.report.blocks import Fact
 from refshard.report.run.origin import case_command, command, environment
 from refshard.report.run.trust import trust
-from refshard.stats.rehearsal import CaseNoise, Noise
 from tests.report.runs import CASES, both, over_network, proof, run, with_record
 
 

@@ -5,9 +5,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from refshard.analysis.figures import CommunicationFigures, ExposedSplit, MessageFigures, PeerWait, TraceFigures
 from refshard.report.trace.communication import answer, exposed_section, messages_section, unknown_waiting
 from refshard.report.trace.sections import sections_of
-from refshard.tracing.figures import CommunicationFigures, ExposedSplit, MessageFigures, PeerWait, TraceFigures
 from tests.report import traces
 from tests.report.printed import opened
 

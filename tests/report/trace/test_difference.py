@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import msgspec
 
+from refshard.analysis.attribution import Attribution, Owner, Work
+from refshard.analysis.difference import Unlike, difference
 from refshard.report.page import as_page
 from refshard.report.trace.difference import Compared, by_class, difference_answer, not_alike, remarks, verdict
-from refshard.tracing.attribution import Attribution, Owner, Work
-from refshard.tracing.difference import Unlike, difference
 from tests.report.pages import Page
 from tests.report.printed import rows, tables, text
 from tests.report.traces import HOSTILE

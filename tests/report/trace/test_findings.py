@@ -9,21 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from refshard.quantities import format_ns
-from refshard.report.draw.charts import chart
-from refshard.report.trace import charts as trace_captions
-from refshard.report.trace import charts as trace_charts
-from refshard.report.trace import charts as trace_gaps
-from refshard.report.trace import findings as trace_doubts
-from refshard.report.trace import findings as trace_words
-from refshard.report.trace import findings as waiting
-from refshard.report.trace import tables as trace_tables
-from refshard.report.trace import wording as trace_jobs
-from refshard.report.trace.answer import trace_answer
-from refshard.report.trace.charts import chart_of_cpu
-from refshard.report.trace.idle import idle_section
-from refshard.report.trace.wording import in_each, of_each, per
-from refshard.tracing.figures import (
+from refshard.analysis.figures import (
     Cause,
     CommunicationFigures,
     ExposedSplit,
@@ -38,7 +24,21 @@ from refshard.tracing.figures import (
     TraceWarning,
     WindowFigures,
 )
-from refshard.tracing.names import LONGEST
+from refshard.analysis.names import LONGEST
+from refshard.quantities import format_ns
+from refshard.report.draw.charts import chart
+from refshard.report.trace import charts as trace_captions
+from refshard.report.trace import charts as trace_charts
+from refshard.report.trace import charts as trace_gaps
+from refshard.report.trace import findings as trace_doubts
+from refshard.report.trace import findings as trace_words
+from refshard.report.trace import findings as waiting
+from refshard.report.trace import tables as trace_tables
+from refshard.report.trace import wording as trace_jobs
+from refshard.report.trace.answer import trace_answer
+from refshard.report.trace.charts import chart_of_cpu
+from refshard.report.trace.idle import idle_section
+from refshard.report.trace.wording import in_each, of_each, per
 from tests.report import traces
 from tests.report.printed import opened, rows, tables
 

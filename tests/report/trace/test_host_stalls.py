@@ -3,8 +3,7 @@
 import msgspec
 import pytest
 
-from refshard.report.trace.host_stalls import host_stalls_section
-from refshard.tracing.figures import (
+from refshard.analysis.figures import (
     NO_SYNC,
     ClassFigures,
     CriticalPath,
@@ -15,6 +14,7 @@ from refshard.tracing.figures import (
     WhatIf,
     WhatIfFigures,
 )
+from refshard.report.trace.host_stalls import host_stalls_section
 from tests.report.printed import Opened, opened
 from tests.report.traces import figures, gpu
 

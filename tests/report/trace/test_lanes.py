@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from refshard.analysis.figures import Cause
 from refshard.events.timeline import KINDS, Kind, Meaning, Span, Spans, Timeline, Window
 from refshard.report.trace.lanes import MOST_LANES, MOST_ROWS, LaneRow, drawn_windows, hulls, idle_styles, step_rows
-from refshard.tracing.figures import Cause
 from tests.report import traces
 
 rows = st.lists(

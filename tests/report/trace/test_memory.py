@@ -5,9 +5,9 @@ from typing import Any
 
 import msgspec
 
+from refshard.analysis.figures import Category, Holder, MemoryPeak, TraceFigures
 from refshard.quantities import GIB
 from refshard.report.trace.memory import memory_at_peak, memory_by_unit
-from refshard.tracing.figures import Category, Holder, MemoryPeak, TraceFigures
 from tests.report import traces
 from tests.report.printed import opened
 

@@ -4,12 +4,7 @@ from typing import Any
 
 import msgspec
 
-from refshard.report.trace.operators import (
-    class_section,
-    contention_section,
-    shape_section,
-)
-from refshard.tracing.figures import (
+from refshard.analysis.figures import (
     ClassFigures,
     Contention,
     KernelFigures,
@@ -18,6 +13,11 @@ from refshard.tracing.figures import (
     OperatorTotal,
     Slowdown,
     TraceFigures,
+)
+from refshard.report.trace.operators import (
+    class_section,
+    contention_section,
+    shape_section,
 )
 from tests.report import traces
 from tests.report.printed import opened

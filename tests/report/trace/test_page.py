@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from refshard.analysis.analyse import Analysis
 from refshard.events.timeline import Spans, Timeline, Window
 from refshard.report.draw import embed
-from refshard.tracing.analysis import Analysis
 from tests.report import traces
 from tests.report.pages import Page
 from tests.report.traces import HOSTILE

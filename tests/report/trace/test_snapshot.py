@@ -5,8 +5,8 @@ from typing import Any
 
 from refshard.commands.memory_snapshot import memory_snapshots
 from refshard.report.blocks import Answer
+from tests.analysis.snapshots import Allocator, write
 from tests.report.printed import as_csv, as_json, notes, rows, tables, verdict
-from tests.tracing.snapshots import Allocator, write
 
 KIB = 1024
 

@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
+from refshard.analysis import figures as whatif
+from refshard.analysis.figures import CriticalPath, PathPart, TraceFigures, WhatIf, WhatIfFigures
 from refshard.report.trace.whatif import what_if_section
-from refshard.tracing import figures as whatif
-from refshard.tracing.figures import CriticalPath, PathPart, TraceFigures, WhatIf, WhatIfFigures
 from tests.report import traces
 from tests.report.printed import opened
 

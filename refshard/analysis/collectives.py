@@ -1,0 +1,207 @@
+"""What single collectives, units and the copies around them cost, in int64 nanoseconds: functions of a timeline."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from refshard.analysis.figures import CollectiveFigures, CopyOverhead, ReduceWait, UnitFigures
+from refshard.analysis.idle import knows_launches, latest_launches
+from refshard.events.timeline import KINDS, Collective, Intervals, Kind, Label, Meaning, Nanoseconds, Timeline
+
+_ONE_WAY = frozenset(("all_gather", "reduce_scatter", "all_to_all"))
+_WHOLE = frozenset(("broadcast", "reduce", "send", "recv", "send_recv", "peer_copy"))
+NS = 1e-9
+
+
+def bus_factor(op: str, group_size: int | None) -> float | None:
+    """Bus bandwidth over algorithm bandwidth in a group of n: (n-1)/n, twice that for an all-reduce, or 1.
+
+    From doc/PERFORMANCE.md of nccl-tests, whose algorithm bandwidth is of the unsharded tensor's bytes. None for an
+    operation that it does not treat, and where n matters and is unknown.
+
+    >>> bus_factor("all_reduce", 4), bus_factor("all_gather", 4), bus_factor("broadcast", None), bus_factor("scan", 4)
+    (1.5, 0.75, 1.0, None)
+    """
+    if op in _WHOLE:
+        return 1.0
+    if not group_size or op not in _ONE_WAY | {"all_reduce"}:
+        return None
+    return (2 if op == "all_reduce" else 1) * (group_size - 1) / group_size
+
+
+def ran(timeline: Timeline) -> list[tuple[Collective, str, int, int]]:
+    """The collectives that the trace shows running, by start, with their lane, start and end."""
+    found = [
+        (c, c.lane, c.start, c.end)
+        for c in timeline.collectives
+        if c.lane is not None and c.start is not None and c.end is not None
+    ]
+    return sorted(found, key=lambda row: row[2:])
+
+
+def ends_before(rows: Iterable[tuple[Collective, str, int, int]]) -> list[int | None]:
+    """For each of :func:`ran`, the latest end of those before it on its lane; None for the first."""
+    latest: dict[str, int] = {}
+    found = []
+    for _, lane, _, end in rows:
+        found.append(latest.get(lane))
+        latest[lane] = max(end, latest.get(lane, end))
+    return found
+
+
+def collective_figures(timeline: Timeline) -> tuple[CollectiveFigures, ...]:
+    """Every collective that ran, by start.
+
+    Its duration is that of all its kernels. Exposed is when it ran without U(compute), or without U of all that is no
+    communication. The gap is from the end of what came before it on its lane to its start, 0 where they overlap; it is
+    blocking if this one was launched no later than the gap began and compute runs in a part of it (None where the
+    launch is unknown). The wait in the queue is never below 0, whatever the clocks of host and device say.
+    """
+    rows = ran(timeline)
+    compute = timeline.busy(Kind.COMPUTE)
+    starts = np.array([start for _, _, start, _ in rows], np.int64)
+    before = ends_before(rows)
+    gap_starts = np.array(
+        [start if b is None else min(b, start) for b, (_, _, start, _) in zip(before, rows)], np.int64
+    )
+    times = _times(timeline, rows, (compute, _but_communication(timeline)))
+    computing = (compute.within(gap_starts, starts) > 0).tolist()
+    found = []
+    for (one, lane, start, _), (duration, exposed, exposed_any), silent, beside in zip(rows, times, before, computing):
+        factor = bus_factor(one.op, one.group_size)
+        rate = None if one.bytes is None or not duration else one.bytes / (duration * NS)
+        blocking = None if silent is None or one.launched is None else one.launched <= silent and beside
+        found.append(
+            CollectiveFigures(
+                op=one.op, unit=one.unit, step=one.step, group=one.group, group_size=one.group_size, dtype=one.dtype,
+                lane=lane, start_ns=start, duration_ns=duration, exposed_ns=exposed, exposed_any_ns=exposed_any,
+                queued_ns=None if one.launched is None else max(0, start - one.launched), bytes=one.bytes,
+                algorithm_bandwidth=rate, bus_bandwidth=None if rate is None or factor is None else rate * factor,
+                gap_ns=None if silent is None else max(0, start - silent), gap_blocking=blocking,
+                sequence=one.sequence,
+            )
+        )  # fmt: skip
+    return tuple(found)
+
+
+def _times(
+    timeline: Timeline, rows: list[tuple[Collective, str, int, int]], hiding: tuple[Intervals, Intervals]
+) -> list[list[int]]:
+    """Of each collective the nanoseconds in which it ran, and those of them in which each of ``hiding`` did not.
+
+    In several kernels, the pauses between them are left out.
+    """
+    spans, owners, pieces = timeline.spans, [], []
+    for place, (collective, _, start, end) in enumerate(rows):
+        own = [(start, end)]
+        if len(collective.rows) > 1:
+            some = list(collective.rows)
+            own = Intervals.union(spans.starts[some], spans.ends[some]).pairs
+        owners += [place] * len(own)
+        pieces += own
+    starts, ends = np.array(pieces, np.int64).reshape(-1, 2).T
+    found = np.zeros((len(rows), 3), np.int64)
+    lengths = ends - starts
+    columns = (lengths, *(lengths - by.within(starts, ends) for by in hiding))
+    np.add.at(found, np.array(owners, np.int64), np.stack(columns, axis=1))
+    counts: list[list[int]] = found.tolist()
+    return counts
+
+
+def unit_figures(timeline: Timeline) -> tuple[UnitFigures, ...]:
+    """Every unit over the whole trace, by the start of its first span: the union of its own spans of each class.
+
+    Exposed is the unit's communication without the compute, or without anything else, of any unit. Collectives are
+    those that ran.
+    """
+    spans = timeline.spans
+    hiding = (timeline.busy(Kind.COMPUTE), _but_communication(timeline))
+    counts = [0] * len(spans.unit_names)
+    code_of = {name: code for code, name in enumerate(spans.unit_names)}
+    for collective, *_ in ran(timeline):
+        if collective.unit in code_of:
+            counts[code_of[collective.unit]] += 1
+    order = np.argsort(spans.units, kind="stable")
+    bounds = np.searchsorted(spans.units[order], np.arange(len(spans.unit_names) + 1))
+    found = []
+    for code, name in enumerate(spans.unit_names):
+        rows = order[bounds[code] : bounds[code + 1]]
+        if not len(rows):
+            continue
+        own = {}
+        for place, kind in enumerate(KINDS):
+            of_kind = rows[spans.kinds[rows] == place]
+            own[kind] = Intervals.union(spans.starts[of_kind], spans.ends[of_kind])
+        comm = own[Kind.COMM]
+        exposed, exposed_any = (comm.length - int(by.within(comm.starts, comm.ends).sum()) for by in hiding)
+        figures = UnitFigures(
+            unit=name, compute_ns=own[Kind.COMPUTE].length, comm_ns=comm.length, prep_ns=own[Kind.PREP].length,
+            copy_ns=own[Kind.COPY].length, exposed_ns=exposed, exposed_any_ns=exposed_any, collectives=counts[code],
+        )  # fmt: skip
+        found.append((rows[0], figures))
+    return tuple(figures for _, figures in sorted(found, key=lambda pair: int(pair[0])))
+
+
+def _but_communication(timeline: Timeline) -> Intervals:
+    return timeline.busy(*(kind for kind in Kind if kind is not Kind.COMM))
+
+
+def copy_overhead(timeline: Timeline, starts: Nanoseconds, ends: Nanoseconds) -> tuple[CopyOverhead, ...]:
+    """Device time of each window under copy-in and under copy-out annotations, as two unions.
+
+    A span under both is a copy-in; communication is no copy, whatever it is under. The part of each union beside
+    compute that is not itself such a copy is hidden, the rest exposed; hidden and exposed add up to both unions.
+    """
+    spans = timeline.spans
+    moving = ~spans.of_kind(Kind.COMM)
+    into = moving & ((spans.under & Meaning.COPY_IN) != 0)
+    out = moving & ((spans.under & Meaning.COPY_OUT) != 0) & ~into
+    copy_in, copy_out = spans.covered(into), spans.covered(out)
+    compute = spans.covered(spans.of_kind(Kind.COMPUTE) & ~into & ~out)
+    hidden = (copy_in & compute).within(starts, ends) + (copy_out & compute).within(starts, ends)
+    inward, outward = copy_in.within(starts, ends), copy_out.within(starts, ends)
+    rows = zip(inward.tolist(), outward.tolist(), (inward + outward - hidden).tolist(), hidden.tolist())
+    return tuple(CopyOverhead(copy_in_ns=i, copy_out_ns=o, exposed_ns=e, hidden_ns=h) for i, o, e, h in rows)
+
+
+def reduce_waits(timeline: Timeline, starts: Nanoseconds, ends: Nanoseconds) -> tuple[ReduceWait, ...]:
+    """The host's waits for an earlier reduction in each window; a wait belongs, whole, where it starts."""
+    labels = sorted((x for x in timeline.labels if x.meaning & Meaning.REDUCE_WAIT), key=lambda x: x.start)
+    host = [label.end - label.start for label in labels]
+    device = _device_waits(timeline, labels)
+    at = np.array([label.start for label in labels], np.int64)
+    first, last = np.searchsorted(at, starts), np.searchsorted(at, ends)
+    count = (last - first).tolist()
+    of_host = _sums(host, first, last)
+    of_device: list[int] | list[None] = [None] * len(starts) if device is None else _sums(device, first, last)
+    return tuple(ReduceWait(count=n, host_ns=h, device_ns=d) for n, h, d in zip(count, of_host, of_device))
+
+
+def _sums(values: list[int], first: npt.NDArray[np.intp], last: npt.NDArray[np.intp]) -> list[int]:
+    """``sum(values[first[i] : last[i]])`` for each i."""
+    running = np.concatenate(([0], np.cumsum(np.array(values, np.int64))))
+    return [int(ns) for ns in running[last] - running[first]]
+
+
+def _device_waits(timeline: Timeline, labels: list[Label]) -> list[int] | None:
+    """For each wait, how long the lane with the most compute stood still around it.
+
+    That is from the end of the last span launched on it before the wait began to the start of the first one launched
+    later, never below 0, and 0 where there is no such span. Waits between the same two launches share one gap, which
+    is the first's. None without device events or launches.
+    """
+    spans = timeline.spans
+    if not timeline.on_device or not knows_launches(spans):
+        return None
+    rows = np.flatnonzero(spans.lanes == spans.main_lane())
+    launches = latest_launches(spans)[rows]
+    order = np.argsort(launches, kind="stable")
+    last_end = np.maximum.accumulate(spans.ends[rows][order])
+    next_start = np.minimum.accumulate(spans.starts[rows][order][::-1])[::-1]
+    at = np.searchsorted(launches[order], np.array([label.start for label in labels], np.int64), side="left")
+    found = np.zeros(len(labels), np.int64)
+    _, first = np.unique(at, return_index=True)
+    first = first[(at[first] > 0) & (at[first] < len(rows))]
+    found[first] = np.maximum(0, next_start[at[first]] - last_end[at[first] - 1])
+    return [int(ns) for ns in found]

@@ -1,0 +1,408 @@
+"""Exposed communication: through which collective, what of it is waiting for a rank, and how fast messages move."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import median
+from typing import cast
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from refshard.analysis.collectives import NS, bus_factor, ran
+from refshard.analysis.figures import (
+    Bound,
+    CollectiveFigures,
+    CommunicationFigures,
+    ExposedSplit,
+    MessageFigures,
+    PeerWait,
+)
+from refshard.analysis.grouping import ranges
+from refshard.analysis.idle import knows_launches
+from refshard.analysis.issued import Group
+from refshard.analysis.skew import Entered
+from refshard.costs import GroupShape, bus_bandwidth, collective_cost, group_shape
+from refshard.errors import SpecError
+from refshard.events.timeline import UNKNOWN, Intervals, Kind, Nanoseconds, Timeline
+from refshard.specs.cluster import COLLECTIVES, ClusterSpec, CollectiveOp, cluster_of_device, load_cluster
+
+NO_HOST = "nothing is launched on a CPU"
+NO_LAUNCHES = "the trace has no launches; record CPU activities too"
+_EVER = np.iinfo(np.int64)
+SOME_LAUNCHES = "some collectives have no launch in the trace"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pieces:
+    """Disjoint intervals ``[starts[i], ends[i])`` of exposed communication, in order.
+
+    ``owners`` are the numbers of the collectives that they belong to, in the order of the trace's figures: of several
+    that run, the one that started first.
+    """
+
+    starts: Nanoseconds
+    ends: Nanoseconds
+    owners: npt.NDArray[np.int64]
+
+    def within(self, start: int, end: int) -> "Pieces":
+        """What lies in one window."""
+        first, last = np.searchsorted(self.ends, start, side="right"), np.searchsorted(self.starts, end, side="left")
+        rows = slice(int(first), max(int(first), int(last)))
+        return Pieces(
+            starts=np.maximum(self.starts[rows], start),
+            ends=np.minimum(self.ends[rows], end),
+            owners=self.owners[rows],
+        )
+
+    def waited(self, until: Nanoseconds) -> Nanoseconds:
+        """Nanoseconds of each piece before ``until[owner]``."""
+        return np.maximum(0, np.minimum(self.ends, until[self.owners]) - self.starts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Exposure:
+    """The exposed communication of a trace, and the windows that figures are about: the whole trace, then its steps.
+
+    ``launch`` is the time of each window in which nothing ran because the next collective was launched late; None, and
+    ``no_launch`` says why, where that is unknown.
+    """
+
+    pieces: Pieces
+    steps: tuple[int | None, ...]
+    starts: Nanoseconds
+    ends: Nanoseconds
+    launch: tuple[int | None, ...]
+    no_launch: str | None
+
+
+def exposure_of(timeline: Timeline, steps: Sequence[int | None], starts: Nanoseconds, ends: Nanoseconds) -> Exposure:
+    """Find the exposed communication of a timeline; windows are ``[starts[i], ends[i])``, of ``steps[i]``."""
+    launch, why = _launch(timeline, starts, ends)
+    return Exposure(
+        pieces=_exposed(_owned(timeline), timeline.busy(Kind.COMPUTE)),
+        steps=tuple(steps), starts=starts, ends=ends, launch=tuple(launch), no_launch=why,
+    )  # fmt: skip
+
+
+def _owned(timeline: Timeline) -> Pieces:
+    """Every nanosecond of communication, by the collective whose span of it started first."""
+    spans = timeline.spans
+    owner_of = np.full(len(spans), UNKNOWN, np.int64)
+    for number, (collective, *_) in enumerate(ran(timeline)):
+        owner_of[list(collective.rows)] = number
+    rows = np.flatnonzero((owner_of != UNKNOWN) & spans.of_kind(Kind.COMM))
+    reach = np.maximum.accumulate(spans.ends[rows])
+    starts = spans.starts[rows].copy()
+    starts[1:] = np.maximum(starts[1:], reach[:-1])
+    kept = spans.ends[rows] > starts
+    return Pieces(starts=starts[kept], ends=spans.ends[rows][kept], owners=owner_of[rows][kept])
+
+
+def _exposed(owned: Pieces, compute: Intervals) -> Pieces:
+    """Without what compute hides."""
+    free_starts = np.concatenate(([_EVER.min], compute.ends))
+    free_ends = np.concatenate((compute.starts, [_EVER.max]))
+    first = np.searchsorted(free_ends, owned.starts, side="right")
+    mine, rows = ranges(first, np.searchsorted(free_starts, owned.ends, side="left"))
+    return Pieces(
+        starts=np.maximum(free_starts[rows], owned.starts[mine]),
+        ends=np.minimum(free_ends[rows], owned.ends[mine]),
+        owners=owned.owners[mine],
+    )
+
+
+def _launch(timeline: Timeline, starts: Nanoseconds, ends: Nanoseconds) -> tuple[list[int | None], str | None]:
+    """Idle time that a collective ends whose launch returned after that time began, per window."""
+    nothing: list[int | None] = [None] * len(starts)
+    spans = timeline.spans
+    if not timeline.on_device:
+        return nothing, NO_HOST
+    if not knows_launches(spans):
+        return nothing, NO_LAUNCHES
+    gaps, queued = _gaps_before_collectives(timeline)
+    late, doubtful = queued > gaps.starts, queued == UNKNOWN
+    found = Intervals(gaps.starts[late], gaps.ends[late]).within(starts, ends).tolist()
+    doubts = Intervals(gaps.starts[doubtful], gaps.ends[doubtful]).within(starts, ends).tolist()
+    known = [None if doubt else ns for ns, doubt in zip(found, doubts)]
+    return known, SOME_LAUNCHES if None in known else None
+
+
+def _gaps_before_collectives(timeline: Timeline) -> tuple[Intervals, Nanoseconds]:
+    """Maximal intervals in which nothing runs, of those that a collective ends; and when its launch had returned."""
+    spans, busy = timeline.spans, timeline.busy(*Kind)
+    rows = np.flatnonzero(spans.of_kind(Kind.COMM) & (spans.ends > spans.starts))
+    place = np.searchsorted(busy.starts, spans.starts[rows])
+    ending = (place > 0) & (busy.starts[np.minimum(place, len(busy.starts) - 1)] == spans.starts[rows])
+    rows, place = rows[ending], place[ending]
+    # Of several that start at once, the one launched first; one of unknown launch may have been.
+    order = np.lexsort((spans.queued[rows], place))
+    place, first = np.unique(place[order], return_index=True)
+    return Intervals(busy.ends[place - 1], busy.starts[place]), spans.queued[rows[order][first]]
+
+
+def split(exposure: Exposure, begins: Nanoseconds, entered: Mapping[int, Entered]) -> tuple[ExposedSplit, ...]:
+    """Divide the exposed communication of each window.
+
+    ``begins`` are the starts of the trace's collectives, ``entered`` what other ranks' traces tell of them, by number.
+    """
+    until, peers, is_complete = _waits(begins, entered)
+    found = []
+    for step, start, end, launch in zip(
+        exposure.steps, exposure.starts.tolist(), exposure.ends.tolist(), exposure.launch
+    ):
+        pieces = exposure.pieces.within(start, end)
+        lengths, waited, owners = pieces.ends - pieces.starts, pieces.waited(until), pieces.owners
+        exposed, waiting = int(lengths.sum()), int(waited.sum())
+        transfer = int((lengths - waited)[is_complete[owners]].sum())
+        of_peer = [(int(peer), int(waited[peers[owners] == peer].sum())) for peer in np.unique(peers[owners])]
+        waits_for = [PeerWait(rank=peer, waited_ns=ns) for peer, ns in of_peer if peer != UNKNOWN and ns]
+        found.append(
+            ExposedSplit(
+                step=step, exposed_ns=exposed, transfer_ns=transfer if is_complete.any() else None,
+                waiting_ns=waiting if entered else None, undivided_ns=exposed - waiting - transfer, launch_ns=launch,
+                waits_for=tuple(sorted(waits_for, key=lambda one: (-one.waited_ns, one.rank))),
+            )
+        )  # fmt: skip
+    return tuple(found)
+
+
+def _waits(
+    begins: Nanoseconds, entered: Mapping[int, Entered]
+) -> tuple[Nanoseconds, npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """Until when each collective waited, for which rank, and whether its whole group is known."""
+    until, peers, is_complete = begins.copy(), np.full(len(begins), UNKNOWN, np.int64), np.zeros(len(begins), np.bool_)
+    for number, one in entered.items():
+        until[number] += one.waited_ns
+        peers[number] = UNKNOWN if one.rank is None else one.rank
+        is_complete[number] = one.is_complete
+    return until, peers, is_complete
+
+
+_LARGE = 2**36
+"""Bytes of a message whose latency does not matter."""
+_MOST_IN_A_HOST = 16
+"""Accelerators of one host; a profile with more on a node joins several hosts by what usually joins one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """How the ranks of a trace are joined.
+
+    ``profile`` names the cluster profile of the device, None if no profile has it. ``ranks_per_node`` is how many
+    consecutive ranks share a node, None if that is unknown.
+    """
+
+    profile: str | None = None
+    cluster: ClusterSpec | None = None
+    ranks_per_node: int | None = None
+
+    def nodes(self, ranks: Sequence[int]) -> int | None:
+        """How many nodes these ranks lie on; None where the trace does not list them, or not the devices of a node."""
+        if not ranks or self.ranks_per_node is None:
+            return None
+        return len({rank // self.ranks_per_node for rank in ranks})
+
+    def bandwidth(self, op: str, ranks: Sequence[int]) -> float | None:
+        """Bus bandwidth that large messages reach in this group, bytes per second."""
+        cluster, shape = self._shape(op, ranks)
+        if cluster is None or shape is None:
+            return None
+        known = cast(CollectiveOp, op)
+        return bus_bandwidth(known, _LARGE, shape.ranks, collective_cost(cluster, known, _LARGE, shape).transfer_s)
+
+    def latency_s(self, op: str, nbytes: int, ranks: Sequence[int]) -> float | None:
+        """What ``op`` takes in this group however little it moves, seconds, by the way that is best for ``nbytes``."""
+        cluster, shape = self._shape(op, ranks)
+        if cluster is None or shape is None:
+            return None
+        return collective_cost(cluster, cast(CollectiveOp, op), nbytes, shape).latency_s
+
+    def _shape(self, op: str, ranks: Sequence[int]) -> tuple[ClusterSpec | None, GroupShape | None]:
+        if self.cluster is None or len(ranks) < 2 or op not in COLLECTIVES or self.ranks_per_node is None:
+            return None, None
+        cluster = msgspec.structs.replace(self.cluster, ranks_per_node=self.ranks_per_node)
+        shape = group_shape(cluster, ranks)
+        return (None, None) if shape.nodes > 1 and cluster.between is None else (cluster, shape)
+
+
+@lru_cache(maxsize=64)
+def links_of(device: str, devices: int | None) -> Links:
+    """The links of a trace of ``device`` by a process that sees ``devices`` of them, None if the trace lists none.
+
+    A process that sees one device only may have been shown no more: then the ranks of a node are unknown.
+    """
+    try:
+        profile = cluster_of_device(device)
+    except SpecError:
+        return Links(ranks_per_node=devices if devices and devices > 1 else None)
+    cluster = load_cluster(profile)
+    seen = devices if devices and devices > 1 else None
+    joined = cluster.ranks_per_node if cluster.ranks_per_node > _MOST_IN_A_HOST else seen
+    return Links(profile=profile, cluster=cluster, ranks_per_node=joined)
+
+
+NEAR = 0.7
+"""From this share of the link's bandwidth on, bandwidth is what bounds a message."""
+HALF = 0.5
+_BUCKETS = (2**16, 2**20, 2**24, 2**28)
+"""Sizes in bytes at which another class of messages begins."""
+_LEAST_SIZES, _LEAST_SPREAD = 3, 8
+"""Of sizes of one operation: how many a line needs, and how many times the smallest the largest must be."""
+ALONE = "the traces of the other ranks are not here"
+NO_PARTNER = "no collective could be matched with another rank's"
+SOME = "some ranks of its groups are not here, or some collectives could not be matched"
+
+_Key = tuple[str, str | None, int | None, int | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Traffic:
+    """What the communication figures of one trace are made of, before its peers are known.
+
+    ``groups`` are those of the trace that have a name, by it.
+    """
+
+    exposure: Exposure
+    groups: Mapping[str, Group]
+    links: Links
+
+
+def communication(
+    traffic: Traffic, collectives: Sequence[CollectiveFigures], entered: Mapping[int, Entered], *, alone: bool
+) -> CommunicationFigures:
+    """The communication of one trace; ``entered`` is what its peers tell of it, ``alone`` says that there are none."""
+    begins = np.array([one.start_ns for one in collectives], np.int64)
+    whole, *steps = split(traffic.exposure, begins, entered)
+    parts = steps or [whole]
+    messages = _messages(traffic, collectives, entered, _of_collectives(traffic.exposure, begins, entered))
+    missing = ALONE if alone else NO_PARTNER if not entered else SOME
+    return CommunicationFigures(
+        whole=whole, steps=tuple(steps), messages=messages, bound=_bound(parts, messages),
+        profile=traffic.links.profile, missing=missing if whole.undivided_ns else None,
+        no_launch=traffic.exposure.no_launch,
+    )  # fmt: skip
+
+
+def _of_collectives(
+    exposure: Exposure, begins: Nanoseconds, entered: Mapping[int, Entered]
+) -> tuple[Nanoseconds, Nanoseconds]:
+    """Exposed nanoseconds of each collective within the steps, and those of them in which it waited."""
+    until, _, _ = _waits(begins, entered)
+    exposed, waited = np.zeros(len(begins), np.int64), np.zeros(len(begins), np.int64)
+    first = 1 if len(exposure.steps) > 1 else 0
+    for start, end in zip(exposure.starts[first:].tolist(), exposure.ends[first:].tolist()):
+        pieces = exposure.pieces.within(start, end)
+        np.add.at(exposed, pieces.owners, pieces.ends - pieces.starts)
+        np.add.at(waited, pieces.owners, pieces.waited(until))
+    return exposed, waited
+
+
+def _messages(
+    traffic: Traffic,
+    collectives: Sequence[CollectiveFigures],
+    entered: Mapping[int, Entered],
+    times: tuple[Nanoseconds, Nanoseconds],
+) -> tuple[MessageFigures, ...]:
+    of_key: dict[_Key, list[int]] = defaultdict(list)
+    for number, one in enumerate(collectives):
+        size = None if one.bytes is None else sum(one.bytes >= bound for bound in _BUCKETS)
+        of_key[one.op, one.group, one.group_size, size].append(number)
+    fits = _fits(collectives, entered)
+    found = []
+    for (op, group, group_size, _), numbers in of_key.items():
+        members = [collectives[number] for number in numbers]
+        text = None if group is None else traffic.groups.get(group)
+        ranks = text.ranks if text is not None else ()
+        sizes = [one.bytes for one in members if one.bytes is not None]
+        rates = [one.bus_bandwidth for one in members if one.bus_bandwidth is not None]
+        partners = [entered[number] for number in numbers if number in entered]
+        # By the duration of the rank that entered last.
+        transfers = [
+            size * factor / (partner.shortest_ns * NS)
+            for number in numbers
+            for factor, size, partner in [(bus_factor(op, group_size), collectives[number].bytes, entered.get(number))]
+            if partner and partner.is_complete and partner.shortest_ns and factor is not None and size is not None
+        ]
+        found.append(
+            MessageFigures(
+                op=op, group=group, description=None if text is None else text.description, group_size=group_size,
+                nodes=traffic.links.nodes(ranks), count=len(members), bytes=sum(sizes) if sizes else None,
+                least_bytes=min(sizes, default=None), most_bytes=max(sizes, default=None),
+                exposed_ns=int(times[0][numbers].sum()),
+                waiting_ns=int(times[1][numbers].sum()) if partners else None,
+                bus_bandwidth=median(rates) if rates else None,
+                transfer_bandwidth=median(transfers) if transfers else None,
+                largest_bandwidth=max(rates, default=None), link_bandwidth=traffic.links.bandwidth(op, ranks),
+                is_latency_bound=_is_latency_bound(members, partners, fits.get((op, group)), traffic.links, ranks),
+            )
+        )  # fmt: skip
+    return tuple(sorted(found, key=lambda one: -one.exposed_ns))
+
+
+def _is_latency_bound(
+    members: Sequence[CollectiveFigures],
+    partners: Sequence[Entered],
+    fit: tuple[float, float] | None,
+    links: Links,
+    ranks: Sequence[int],
+) -> bool | None:
+    """Whether at least half of what a typical one takes without waiting does not grow with its size.
+
+    By the line through the trace's own sizes, or else by the profile's latency.
+    """
+    sizes = [one.bytes for one in members if one.bytes is not None]
+    if not sizes:
+        return None
+    middle = int(median(sizes))
+    if fit is not None:
+        alpha, beta = fit
+        return alpha >= HALF * (alpha + beta * middle)
+    latency = links.latency_s(members[0].op, middle, ranks)
+    complete = [one.shortest_ns for one in partners if one.is_complete]
+    duration = median(complete or [one.duration_ns for one in members])
+    return None if latency is None else latency >= HALF * duration * NS
+
+
+def _fits(
+    collectives: Sequence[CollectiveFigures], entered: Mapping[int, Entered]
+) -> dict[tuple[str, str | None], tuple[float, float]]:
+    """Nanoseconds at no size and per byte, for each operation of each group: a line that outliers do not move.
+
+    Only of durations without waiting. None for too few sizes, or such as hardly differ.
+    """
+    points: dict[tuple[str, str | None], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for number, partner in entered.items():
+        one = collectives[number]
+        if partner.is_complete and one.bytes:
+            points[one.op, one.group][one.bytes].append(partner.shortest_ns)
+    found = {}
+    for key, of_size in points.items():
+        sizes = sorted(of_size)
+        if len(sizes) >= _LEAST_SIZES and sizes[-1] >= _LEAST_SPREAD * sizes[0]:
+            # Theil and Sen's line: the median of all slopes, never below 0, and the median of what is left.
+            x, y = np.array([(size, median(of_size[size])) for size in sizes], np.float64)[:256].T
+            i, j = np.triu_indices(len(x), 1)
+            beta = max(0.0, float(np.median((y[j] - y[i]) / (x[j] - x[i]))))
+            found[key] = max(0.0, float(np.median(y - beta * x))), beta
+    return found
+
+
+def _bound(parts: Sequence[ExposedSplit], messages: Sequence[MessageFigures]) -> Bound | None:
+    """Skew where waiting is at least half of the exposed time, latency where messages that it bounds are; else what the
+    group, operation and size with most exposed time reach of their link.
+    """
+    exposed = sum(part.exposed_ns for part in parts)
+    if not exposed:
+        return None
+    if sum(part.waiting_ns or 0 for part in parts) >= HALF * exposed:
+        return "skew"
+    if sum(one.exposed_ns for one in messages if one.is_latency_bound) >= HALF * exposed:
+        return "latency"
+    most = messages[0]
+    reached = most.transfer_bandwidth if most.transfer_bandwidth is not None else most.bus_bandwidth
+    if reached is None or most.link_bandwidth is None:
+        return "unknown"
+    return "bandwidth" if reached >= NEAR * most.link_bandwidth else "below"

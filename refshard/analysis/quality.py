@@ -1,0 +1,391 @@
+"""What makes a trace doubtful: what its recorder dropped, where its clocks and claims contradict each other, and why no
+verdict on losses can be given (a device without events, the capture of a graph).
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from refshard.analysis.cuda_graphs import LAUNCHES_KERNEL, calls, captured, find_graphs
+from refshard.analysis.figures import GraphFigures, TraceWarning
+from refshard.analysis.jobs import identity_of, rank_in_name
+from refshard.analysis.names import PEER_COPY, custom_operation
+from refshard.analysis.windows import left_out, suggestion
+from refshard.events.table import OVERHEAD, TraceFile, whole
+from refshard.events.timeline import UNKNOWN, Collective, Intervals, Kind, Spans, Timeline
+from refshard.quantities import format_ns, format_percent
+
+_USES_DEVICE = re.compile(
+    rf"{LAUNCHES_KERNEL.pattern}|Mem(?:cpy|set)\w*Async|runFunction|enqueueCommand"  # the last two are MTIA's
+)
+_NCCL = "nccl:"
+_MOSTLY = 0.5
+"""A capture that is longer than this part of the trace leaves little else to judge."""
+
+
+def missing_device(trace: TraceFile) -> str | None:
+    """Why a trace of a program that used a device tells nothing of it, and how to record that; None for others."""
+    if len(trace.device.starts):
+        return None
+    if unread := trace.skipped.get("unread_device_events"):
+        return (
+            f"The device's share is unknown: {unread:,} events of an MTIA device are not read, because their meaning "
+            "is not documented. Record with a torch whose Kineto writes MTIA's kernels in the category kernel."
+        )
+    used = len(calls(trace, _USES_DEVICE))
+    if used and used == len(captured(trace)):
+        return (
+            f"The device's share is unknown: all {used:,} launches of the trace were captured into a graph, not run. "
+            "Record a replay of the graph."
+        )
+    if used:
+        return (
+            f"The device's events are missing: the host made {used:,} launches and copies, but the trace has no "
+            "kernel. Record with ProfilerActivity.CUDA, and with no other profiler at work (Nsight, CUPTI's range "
+            "profiler)."
+        )
+    annotations = sum(trace.names[trace.host.names[row]].startswith(_NCCL) for row in trace.host_args)
+    if annotations:
+        return (
+            f"The device's events are missing: {annotations:,} collectives ran over NCCL, but the trace has no kernel. "
+            "Record with ProfilerActivity.CUDA."
+        )
+    return None
+
+
+def mostly_capture(timeline: Timeline, graphs: GraphFigures | None) -> str | None:
+    """That most of a device's trace is the capture of graphs, in which the device idles; None where it is not."""
+    if graphs is None or not graphs.captures or not timeline.on_device or not len(timeline.spans):
+        return None
+    first, last = int(timeline.spans.starts.min()), int(timeline.spans.ends.max())
+    first = min(first, *(one.start_ns for one in graphs.captures))
+    last = max(last, *(one.end_ns for one in graphs.captures))
+    length = Intervals.of((one.start_ns, one.end_ns) for one in graphs.captures).length
+    if length <= _MOSTLY * (last - first):
+        return None
+    share = format_percent(length / (last - first), 0)
+    return (
+        f"Most of this trace is the capture of graphs ({format_ns(length)}, {share}), "
+        "in which kernels are recorded and not run: its losses say nothing of a replay. Analyse a trace of replays."
+    )
+
+
+_MESSAGES = {
+    "no_rank": "a report of Nsight Systems names no rank; name the file after it, such as rank0.sqlite",
+    "no_steps": "no range ProfilerStep#: the report is taken as one window; put every step in a range: "
+    "torch.cuda.nvtx.range(f'ProfilerStep#{step}')",
+    "no_process_group_metadata": "a report of Nsight Systems names no process groups: no bus bandwidth",
+    "no_collective_sizes": "no sizes of collectives: a report of Nsight Systems keeps them in payloads that are not "
+    "read; a Kineto trace with record_shapes=True has them",
+}
+
+
+def in_words_of(trace: TraceFile, warnings: Iterable[TraceWarning]) -> Iterator[TraceWarning]:
+    """The same doubts; about a report, with what helps there."""
+    is_report = trace.metadata.get("recorder") == "Nsight Systems"
+    for warning in warnings:
+        message = _MESSAGES.get(warning.code) if is_report else None
+        if message is None:
+            yield warning
+            continue
+        _, hint, more = warning.message.partition("; or use --window")
+        yield msgspec.structs.replace(warning, message=message + hint + more)
+
+
+_NOTABLE_OVERHEAD = 0.01
+_FAKE = "fake"
+"""torch's backend for tests, ``torch.testing._internal.distributed.fake_pg``."""
+_SKIPPED = {
+    "not_numbers": "{} numbers are NaN or infinity; read as null",
+    "without_times": "{} events have no usable time or duration and are left out",
+    "negative_durations": "{} events end before they start and are left out",
+    "unusable_events": "{} events are malformed and are left out",
+    "begin_and_end_pairs": "{} begin/end events, which Kineto does not write, are left out",
+    "trailing_commas": "{} commas stand before a closing bracket, which is no JSON; read as absent",
+    "unclosed_array": "the array of events is never closed: the file may be cut off, and its last events missing",
+    "far_events": "left out as errors of the recorder's clock: {} events an hour or more away from all others",
+    "unread_device_events": "{} events of an MTIA device are not read: what they mean is not documented",
+    "unusable_metadata": "the file's metadata is malformed; read as absent",
+    "unusable_arguments": "{} event arguments are malformed; read as absent",
+    "ranges_without_end": "{} NVTX ranges were open when the report ended and are left out",
+    "graphs_as_a_whole": "{} CUDA graphs were traced as a whole, and what ran in them is unclassified; record with "
+    "nsys profile --cuda-graph-trace=node",
+}
+
+
+def _warning(code: str, message: str, count: int | None = None, ns: int | None = None) -> TraceWarning:
+    return TraceWarning(code=code, message=message, count=count, ns=ns)
+
+
+def find_warnings(trace: TraceFile, timeline: Timeline) -> tuple[TraceWarning, ...]:
+    """Every doubt about a trace, and about the figures that are made of it."""
+    found = [
+        _warning(code, _SKIPPED[code].format(f"{count:,}"), count=count if "{}" in _SKIPPED[code] else None)
+        for code, count in trace.skipped.items()
+    ]
+    found += _identity(trace, timeline)
+    host_only = missing_device(trace) is not None
+    if host_only:
+        found.append(
+            _warning(
+                "device_events_missing",
+                "the trace has no device events: compute, communication and idle time are unknown",
+            )
+        )
+    found += _collectives(trace, timeline, host_only=host_only)
+    found += _captured(find_graphs(trace, timeline))
+    if timeline.on_device:
+        found += _launches(trace, timeline.spans)
+        found += _streams(timeline.spans)
+    found += _steps(trace, timeline)
+    found += _perturbation(trace, timeline.spans)
+    return tuple(found)
+
+
+def _identity(trace: TraceFile, timeline: Timeline) -> Iterator[TraceWarning]:
+    if timeline.rank is None and _has_peers(trace, timeline):
+        named = rank_in_name(trace.path)
+        instead = "" if named is None else f"; {named} is taken from the file's name"
+        yield _warning("no_rank", f"the trace does not say which rank it is: its distributedInfo has no rank{instead}")
+    if not any(window.step is not None for window in timeline.windows):
+        yield _warning(
+            "no_steps",
+            "no ProfilerStep: the trace is taken as one window; call profiler.step() after every step"
+            + suggestion(trace),
+        )
+    devices = {trace.lanes[lane][0] for lane in np.unique(trace.device.lanes).tolist()}
+    if len(devices) > 1:
+        yield _warning(
+            "several_devices",
+            f"events of {len(devices)} devices are in one trace and are counted together, so that what one "
+            f"computes hides the others' idle time and communication; --device {min(devices)} shows one alone",
+            count=len(devices),
+        )
+
+
+def _has_peers(trace: TraceFile, timeline: Timeline) -> bool:
+    """Whether the trace speaks of other ranks: in its metadata, or by a collective of a group that is not known to be
+    of one rank.
+    """
+    info = trace.metadata.get("distributedInfo")
+    size = whole(info.get("world_size")) if isinstance(info, dict) else None
+    groups = {one.group_size for one in timeline.collectives if one.op != PEER_COPY}
+    return size != 1 and bool((size or 0) > 1 or groups - {1})
+
+
+def _collectives(trace: TraceFile, timeline: Timeline, *, host_only: bool) -> Iterator[TraceWarning]:
+    ran = [one for one in timeline.collectives if one.start is not None]
+    of_torch = [one for one in ran if not _is_custom(one, timeline.spans)]
+    if timeline.on_device and (nameless := [one for one in of_torch if one.group is None]):
+        no_bandwidth = "no bus bandwidth, and " if any(one.group_size is None for one in nameless) else ""
+        yield _warning(
+            "no_process_group_metadata",
+            f"{len(nameless)} collectives do not name their process group ({_why_no_group(trace)}): "
+            f"{no_bandwidth}ranks are matched by order alone",
+            count=len(nameless),
+        )
+    if shapeless := [one for one in ran if one.bytes is None]:
+        causes = Counter(_why_no_size(one, trace, timeline.spans) for one in shapeless)
+        found = "; ".join(cause if len(causes) == 1 else f"{count}: {cause}" for cause, count in causes.most_common())
+        yield _warning(
+            "no_collective_sizes",
+            f"{len(shapeless)} collectives have no size, so no bandwidth: {found}",
+            count=len(shapeless),
+        )
+    # NCCL launches no kernel for a group of one rank.
+    expected = [one for one in timeline.collectives if not (timeline.on_device and one.group_size == 1)]
+    if not host_only and (unseen := sum(one.start is None for one in expected)):
+        yield _without_execution(unseen, identity_of(trace).backend)
+
+
+def _without_execution(unseen: int, backend: str | None) -> TraceWarning:
+    if backend == _FAKE:
+        return _warning(
+            "fake_backend",
+            f"{unseen} collectives were issued to torch's backend '{_FAKE}', which runs nothing: communication "
+            "takes no time in this trace",
+            count=unseen,
+        )
+    return _warning(
+        "collectives_without_execution",
+        f"{unseen} collectives were issued but did not run in the trace: dropped, or after its end",
+        count=unseen,
+    )
+
+
+def _is_custom(one: Collective, spans: Spans) -> bool:
+    """Whether it ran as a kernel or copy that no process group of torch knows of."""
+    return not one.announced and one.group is None and _operation(one, spans) is not None
+
+
+def _operation(one: Collective, spans: Spans) -> str | None:
+    return custom_operation(spans.name_table[spans.names[one.rows[0]]]) if one.rows else None
+
+
+def _why_no_group(trace: TraceFile) -> str:
+    if any("Process Group Name" in args for table in (trace.host_args, trace.device_args) for args in table.values()):
+        return "others of this trace do, but theirs lacks the event that names it"
+    backend = identity_of(trace).backend
+    return "no event of this trace does" if backend in (None, "nccl") else f"backend '{backend}' does not record it"
+
+
+def _why_no_size(one: Collective, trace: TraceFile, spans: Spans) -> str:
+    """Why a collective that ran has no size, as far as the trace shows."""
+    with_shapes = any("Input Dims" in args for args in trace.host_args.values())
+    if one.announced and not with_shapes:
+        return "no operator has its shapes; record with record_shapes=True"
+    if one.announced:
+        return "the shapes of their operators do not give it"
+    if _operation(one, spans) is not None:
+        return "kernels of their own kind, outside of torch's process groups, do not record it"
+    if trace.device.starts.size and one.launched is None:
+        return "the launches of their kernels are not in the trace, and so neither are their operators"
+    return "the trace has no c10d operator of theirs; the cause is unknown"
+
+
+def _launches(trace: TraceFile, spans: Spans) -> Iterator[TraceWarning]:
+    unlaunched = spans.launches == UNKNOWN
+    if unlaunched.any():
+        yield _warning(
+            "launches_missing",
+            f"{_events(unlaunched)} have no launch: their step, and what they waited for, are unknown",
+            count=int(unlaunched.sum()),
+        )
+    early = ~unlaunched & (spans.starts < spans.launches)
+    for code, what, rows in (
+        ("collectives_before_launch", "collectives start", early & spans.of_kind(Kind.COMM)),
+        ("kernels_before_launch", "other device events start", early & ~spans.of_kind(Kind.COMM)),
+    ):
+        if rows.any():
+            by = int((spans.launches - spans.starts)[rows].max())
+            yield _warning(
+                code,
+                f"{int(rows.sum())} {what} before their launch, by up to {format_ns(by)}: "
+                "the clocks of host and device disagree",
+                count=int(rows.sum()),
+                ns=by,
+            )
+    yield from _dropped(trace)
+
+
+def _dropped(trace: TraceFile) -> Iterator[TraceWarning]:
+    """Launches of kernels whose kernel is not in the trace, by where they lie."""
+    host, launches = trace.host, calls(trace, LAUNCHES_KERNEL)
+    launches = launches[host.correlations[launches] >= 0]
+    seen = np.isin(host.correlations[launches], trace.device.correlations)
+    if seen.all() or not seen.any():
+        return
+    times, lost = host.starts[launches], ~seen & ~np.isin(launches, captured(trace))
+    first, last = times[seen].min(), times[seen].max()
+    for code, where, rows in (
+        ("kernels_dropped_at_start", "before the first kernel of the trace: the profiler started too late for them",
+         lost & (times < first)),
+        ("kernels_dropped", "in the middle of the trace: the profiler dropped them, so figures are too low",
+         lost & (times >= first) & (times <= last)),
+        ("kernels_cut_off", "after the last one of the trace: the trace ended before they ran", lost & (times > last)),
+    ):  # fmt: skip
+        if rows.any():
+            count = int(rows.sum())
+            yield _warning(code, f"{count} launches have no kernel, {where}", count=count)
+
+
+def _captured(graphs: GraphFigures | None) -> Iterator[TraceWarning]:
+    """Launches that did not run, and were not meant to."""
+    if graphs is None or not (count := sum(one.launches for one in graphs.captures)):
+        return
+    ns = sum(one.end_ns - one.start_ns for one in graphs.captures)
+    into = "a graph" if len(graphs.captures) == 1 else f"{len(graphs.captures)} graphs"
+    yield _warning(
+        "launches_captured",
+        f"{count} kernel launches were captured into {into}, not run, within {format_ns(ns)} of the host: "
+        "no kernel of theirs is missing",
+        count=count,
+        ns=ns,
+    )
+
+
+def _streams(spans: Spans) -> Iterator[TraceWarning]:
+    count = overlap = 0
+    for lane in np.unique(spans.lanes):
+        rows = spans.lanes == lane
+        starts, reach = spans.starts[rows], np.maximum.accumulate(spans.ends[rows])
+        beyond = np.minimum(reach[:-1], spans.ends[rows][1:]) - starts[1:]
+        count += int((beyond > 0).sum())
+        overlap += int(beyond[beyond > 0].sum())
+    if count:
+        yield _warning(
+            "overlap_on_stream",
+            f"{'1 event starts' if count == 1 else f'{count:,} events start'} before the previous one on the "
+            f"same stream ends, {format_ns(overlap)} in all: programmatic dependent launch, or a profiler error",
+            count=count,
+            ns=overlap,
+        )
+    if (unclassified := spans.of_kind(Kind.UNCLASSIFIED)).any():
+        yield _warning(
+            "unclassified",
+            f"{_events(unclassified)} have no name and count as unclassified",
+            count=int(unclassified.sum()),
+            ns=spans.covered(unclassified).length,
+        )
+
+
+def _steps(trace: TraceFile, timeline: Timeline) -> Iterator[TraceWarning]:
+    """Steps of which nothing ran, steps that contradict each other, and what ran outside of all steps."""
+    if any(window.name is not None for window in timeline.host_windows):
+        return  # chosen windows, which are not the steps that the trace announces
+    unused, renumbered = left_out(trace, timeline.host_windows)
+    if unused > 0:
+        yield _warning(
+            "steps_overlap",
+            f"{unused} ProfilerStep annotations lie within others or on other threads and are left out",
+            count=unused,
+        )
+    if renumbered:
+        yield _warning("steps_repeat", "step numbers repeat; steps are renumbered from 0 in order of time")
+    lived = {window.step for window in timeline.windows}
+    if empty := [window.step for window in timeline.host_windows if window.step not in lived]:
+        yield _warning(
+            "steps_cut_off",
+            f"steps {', '.join(map(str, empty))} have no device event and are left out: the trace was cut off",
+            count=len(empty),
+        )
+    if timeline.windows and timeline.windows[0].step is not None:
+        first, last = timeline.windows[0].start, timeline.windows[-1].end
+        spans = timeline.spans
+        beyond = (spans.starts < first) | (spans.ends > last)
+        if beyond.any():
+            ns = spans.covered(beyond).length - int(
+                spans.covered(beyond).within(np.array([first]), np.array([last]))[0]
+            )
+            yield _warning(
+                "outside_steps",
+                f"{format_ns(ns)} of what ran lies outside of all steps, and in no step's figures",
+                count=int(beyond.sum()),
+                ns=ns,
+            )
+
+
+def _perturbation(trace: TraceFile, spans: Spans) -> Iterator[TraceWarning]:
+    rows = trace.host.categories == OVERHEAD
+    ns = int((trace.host.ends - trace.host.starts)[rows].sum())
+    span = int(spans.ends.max() - spans.starts.min()) if len(spans) else 0
+    if span and ns > _NOTABLE_OVERHEAD * span:
+        yield _warning(
+            "profiler_overhead",
+            f"the profiler's own work takes {format_ns(ns)}, {ns / span:.1%} of the trace's span",
+            count=int(rows.sum()),
+            ns=ns,
+        )
+    if trace.metadata.get("with_stack"):
+        yield _warning(
+            "recorded_with_stacks",
+            "recorded with with_stack=True, which slows the host: launch-bound idle time is overstated",
+        )
+
+
+def _events(rows: npt.NDArray[np.bool_]) -> str:
+    return f"{int(rows.sum())} device events"

@@ -1,0 +1,378 @@
+"""The windows that figures are about: the steps, as the host announced them and as the device ran them, or what a
+user chose in their place, annotations that a pattern matches or a range of time.
+
+Inference has no ``ProfilerStep``; engines annotate batches instead, such as ``step[DECODE bs=32]``.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from decimal import Decimal
+
+import numpy as np
+import numpy.typing as npt
+
+from refshard.analysis.figures import StepFigures, TraceWarning, WindowFigures, WindowGroup
+from refshard.analysis.labels import meaning_of
+from refshard.errors import SpecError, TraceError
+from refshard.events.table import ANNOTATION, EMULATED, GLOO, HOST, TraceFile
+from refshard.events.timeline import UNKNOWN, Kind, Nanoseconds, Spans, Timeline, Window
+from refshard.quantities import format_ns, format_percent
+
+_STEP = re.compile(r"^ProfilerStep#(\d{1,9})$")
+
+
+def host_steps(trace: TraceFile) -> tuple[tuple[Window, ...], npt.NDArray[np.int64]]:
+    """The steps that the host announced, in order of time, and their rows of :attr:`TraceFile.host`.
+
+    A trace of a GPU repeats the annotation on the device's side; the host's is the step. In 2021 it was an operator. Of
+    several threads that announce steps the one with most of them counts, and a step within another does not. Where a
+    number comes twice, steps are numbered from 0.
+    """
+    host = trace.host
+    numbers = {code: int(match[1]) for code, name in enumerate(trace.names) if (match := _STEP.match(name))}
+    rows = np.flatnonzero(np.isin(host.names, list(numbers)) & np.isin(host.categories, (ANNOTATION, HOST)))
+    rows = outermost(trace, rows)
+    found = [numbers[code] for code in host.names[rows].tolist()]
+    if len(set(found)) < len(found):
+        found = list(range(len(found)))
+    windows = tuple(
+        Window(step=number, start=start, end=end)
+        for number, start, end in zip(found, host.starts[rows].tolist(), host.ends[rows].tolist())
+    )
+    return windows, rows
+
+
+def outermost(trace: TraceFile, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Those of the thread that has most of them, in order of time, without those that begin within another."""
+    host = trace.host
+    if not len(rows):
+        return rows
+    threads, counts = np.unique(host.threads[rows], return_counts=True)
+    rows = rows[host.threads[rows] == threads[np.argmax(counts)]]
+    rows = rows[np.lexsort((-host.ends[rows], host.starts[rows]))]
+    reach = np.maximum.accumulate(host.ends[rows])
+    follows = np.ones(len(rows), np.bool_)
+    follows[1:] = host.starts[rows][1:] >= reach[:-1]
+    return np.asarray(rows[follows], np.int64)
+
+
+def left_out(trace: TraceFile, windows: tuple[Window, ...]) -> tuple[int, bool]:
+    """How many annotations of steps are none of ``windows``, and whether these bear numbers of their own."""
+    host = trace.host
+    codes = [code for code, name in enumerate(trace.names) if _STEP.match(name)]
+    announced = np.isin(host.names, codes) & np.isin(host.categories, (ANNOTATION, HOST))
+    names = {f"ProfilerStep#{window.step}" for window in windows}
+    return int(announced.sum()) - len(windows), not names <= {trace.names[code] for code in codes}
+
+
+def bounds(windows: Sequence[Window]) -> tuple[Nanoseconds, Nanoseconds]:
+    """The starts and the ends of some windows."""
+    pairs = np.array([(window.start, window.end) for window in windows], np.int64).reshape(-1, 2)
+    return pairs[:, 0], pairs[:, 1]
+
+
+def step_at(points: npt.NDArray[np.int64], windows: tuple[Window, ...]) -> npt.NDArray[np.int32]:
+    """The step in whose window each point lies; windows are disjoint and in order."""
+    if not windows:
+        return np.full(len(points), UNKNOWN, np.int32)
+    starts, ends = bounds(windows)
+    index = np.searchsorted(starts, points, side="right") - 1
+    numbers = np.array([UNKNOWN if window.step is None else window.step for window in windows], np.int32)
+    return np.where((index >= 0) & (points < ends[index]), numbers[index], UNKNOWN).astype(np.int32)
+
+
+def device_windows(spans: Spans, host_windows: tuple[Window, ...]) -> tuple[Window, ...]:
+    """The steps as the device lives them: one follows the other, with the wait for its first kernel in it.
+
+    A kernel belongs to the step that launched it. The lane that computes most runs them in order, so a step ends there
+    with the last that it launched; the first step begins with its first device event, and the last ends with its last
+    one on any lane. A step that launched nothing has no window.
+    """
+    (first, last), (first_on_main, last_on_main) = extents(spans, host_windows)
+    # One that has nothing on the main lane ends before the next begins there.
+    latest = np.minimum.accumulate(first_on_main[::-1])[::-1]
+    ends = np.where(last_on_main == NEVER[0], np.minimum(last, latest), last_on_main)
+    windows: list[Window] = []
+    for number in np.flatnonzero(last != NEVER[0]).tolist():
+        start = windows[-1].end if windows else int(first[number])
+        windows.append(Window(step=host_windows[number].step, start=start, end=max(start, int(ends[number]))))
+    if windows:
+        final = windows[-1]
+        windows[-1] = Window(step=final.step, start=final.start, end=max(final.end, int(last.max())))
+    return tuple(windows)
+
+
+Extremes = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
+NEVER = (int(np.iinfo(np.int64).min), int(np.iinfo(np.int64).max))
+
+
+def extents(spans: Spans, host_windows: tuple[Window, ...]) -> tuple[Extremes, Extremes]:
+    """First start and last end of what each window launched: on all lanes, and on the lane that computes most.
+
+    The greatest and the least number where a window launched nothing there.
+    """
+    numbers = np.array([UNKNOWN if window.step is None else window.step for window in host_windows], np.int32)
+    order = np.argsort(numbers, kind="stable")
+    mine = np.isin(spans.steps, numbers) & (spans.steps != UNKNOWN)
+    place = order[np.searchsorted(numbers[order], spans.steps[mine])]
+    on_main = spans.lanes[mine] == spans.main_lane()
+    starts, ends = spans.starts[mine], spans.ends[mine]
+    return (
+        _extremes(len(numbers), place, starts, ends),
+        _extremes(len(numbers), place[on_main], starts[on_main], ends[on_main]),
+    )
+
+
+def _extremes(
+    count: int, place: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
+) -> Extremes:
+    first, last = np.full(count, NEVER[1]), np.full(count, NEVER[0])
+    np.minimum.at(first, place, starts)
+    np.maximum.at(last, place, ends)
+    return first, last
+
+
+_HEAD = re.compile(r"[^\w']*[A-Za-z_]+")
+"""What a pattern can start with: the first word, with what stands before it."""
+_SPECIAL = re.compile(r"[\\.^$*+?{}\[\]|()]")
+_NOT_SUGGESTED = re.compile(
+    rf"ProfilerStep|nccl|FSDP::|FullyShardedDataParallel|{GLOO}|{EMULATED}|## Call Compiled|Torch-Compiled"
+    r"|record_param_comms|enumerate\(DataLoader"
+)
+"""Repeated within a step, or around none."""
+_LEAST_SHARE = 0.1
+"""Annotations that take a smaller part of the host's time are no steps."""
+_MOST_NAMED = 8
+
+
+def suggestion(trace: TraceFile) -> str:
+    """A pattern for the repeated annotations that take most time, in a clause; empty where there are none."""
+    counts, lengths = Counter[str](), Counter[str]()
+    for name, count, ns in _annotations(trace):
+        if (head := _HEAD.match(name)) and not _NOT_SUGGESTED.match(name) and meaning_of(name) is None:
+            counts[head[0]] += count
+            lengths[head[0]] += ns
+    least = _LEAST_SHARE * (int(trace.host.ends.max()) - int(trace.host.starts.min())) if lengths else 0
+    repeated = [head for head, ns in lengths.most_common() if counts[head] > 1 and ns >= least]
+    if not repeated:
+        return ""
+    pattern = "^" + _SPECIAL.sub(r"\\\g<0>", repeated[0])
+    return f"; or use --window '{pattern}', which takes its {counts[repeated[0]]} annotations as windows"
+
+
+def frequent(trace: TraceFile) -> str:
+    """The most frequent annotations, numbers aside."""
+    counts, names = Counter[str](), dict[str, set[str]]()
+    for name, count, _ in _annotations(trace):
+        kind = _NUMBER.sub("#", name)
+        counts[kind] += count
+        names.setdefault(kind, set()).add(name)
+    if not counts:
+        return "the trace has no annotations; a range of time such as 1.5s..2s needs none"
+    found = [
+        f"{min(names[kind]) if len(names[kind]) == 1 else kind} ({count})"
+        for kind, count in counts.most_common(_MOST_NAMED)
+    ]
+    return f"the most frequent are: {', '.join(found)}"
+
+
+def _annotations(trace: TraceFile) -> Iterable[tuple[str, int, int]]:
+    """Name, number and total length of every annotation."""
+    host = trace.host
+    rows = host.categories == ANNOTATION
+    codes, lengths = host.names[rows], (host.ends - host.starts)[rows]
+    counts = np.bincount(codes, minlength=1)
+    sums = np.bincount(codes, weights=lengths, minlength=1)
+    for code in np.flatnonzero(counts).tolist():
+        yield trace.names[code], int(counts[code]), int(sums[code])
+
+
+_UNITS = {"s": 10**9, "ms": 10**6, "us": 10**3}
+_TIME = re.compile(r"(\d+(?:\.\d+)?|\.\d+)(s|ms|us)")
+_RANGE = re.compile(r"([\d.]*\d[a-z]*)?\.\.([\d.]*\d[a-z]*)?")
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowOptions:
+    """What a user wants to see: annotations whose names ``pattern`` matches, or else ``[start_ns, end_ns)``.
+
+    Times count from the trace's first event; None for its start or end. ``text`` is what the user wrote.
+    """
+
+    text: str
+    pattern: "re.Pattern[str] | None" = None
+    start_ns: int | None = None
+    end_ns: int | None = None
+
+
+def parse_window(text: str) -> WindowOptions:
+    """A pattern, or a range such as ``1.5s..2s``, ``800ms..`` or ``..20us``.
+
+    >>> parse_window("1.5s..2s").end_ns
+    2000000000
+
+    Raises:
+        SpecError: it is neither.
+    """
+    if match := _RANGE.fullmatch(text.strip()):
+        start, end = (None if part is None else _nanoseconds(part, text) for part in match.groups())
+        if start is not None or end is not None:
+            if end is not None and end <= (start or 0):
+                raise SpecError(f"window: a range must end after it starts, got {text}")
+            return WindowOptions(text=text, start_ns=start, end_ns=end)
+    try:
+        return WindowOptions(text=text, pattern=re.compile(text))
+    except re.error as error:
+        raise SpecError(
+            f"window: {text!r} is no regular expression ({error}); put a backslash before ( [ * + ? . to match them"
+        ) from None
+
+
+def _nanoseconds(part: str, text: str) -> int:
+    match = _TIME.fullmatch(part)
+    if match is None:
+        raise SpecError(f"window: a range needs times with unit s, ms or us, such as 1.5s..2s; got {text}")
+    return int(Decimal(match[1]) * _UNITS[match[2]])
+
+
+def chosen_windows(trace: TraceFile, options: WindowOptions) -> tuple[tuple[Window, ...], npt.NDArray[np.int64]]:
+    """The annotations that match, numbered in order of time, and their rows of :attr:`TraceFile.host`.
+
+    A match within another is left out; of several threads the one with most matches counts. Without annotations that
+    match, operators may. A range of time has no such windows: see :func:`cut_to`.
+
+    Raises:
+        TraceError: nothing matches.
+    """
+    if options.pattern is None:
+        return (), host_steps(trace)[1]
+    rows = outermost(trace, _matches(trace, options.pattern))
+    if not len(rows):
+        raise TraceError(f"{trace.path}: --window {options.text!r} matches no annotation; {frequent(trace)}")
+    host = trace.host
+    columns = (host.starts[rows].tolist(), host.ends[rows].tolist(), host.names[rows].tolist())
+    windows = tuple(
+        Window(step=number, start=start, end=end, name=trace.names[code])
+        for number, (start, end, code) in enumerate(zip(*columns))
+    )
+    return windows, rows
+
+
+def _matches(trace: TraceFile, pattern: "re.Pattern[str]") -> npt.NDArray[np.int64]:
+    host = trace.host
+    named = np.isin(host.names, [code for code, name in enumerate(trace.names) if pattern.search(name)])
+    for category in (ANNOTATION, HOST):
+        rows = np.flatnonzero(named & (host.categories == category))
+        if len(rows):
+            return rows
+    return np.empty(0, np.int64)
+
+
+def device_windows_apart(spans: Spans, host_windows: tuple[Window, ...]) -> tuple[Window, ...]:
+    """Windows as the device lives them, with what lies between two of them in none.
+
+    A kernel belongs to the window that launched it. A window begins with the wait for its first kernel: when the host
+    has announced it and the lane that computes most has ended what came before. It ends with the last that it launched,
+    on any lane, but on other lanes only until the next one's first event. One that launched nothing is left out.
+    """
+    (first, last), (_, last_on_main) = extents(spans, host_windows)
+    announced, _ = bounds(host_windows)
+    on_main = spans.lanes == spans.main_lane()
+    reach = np.concatenate(([NEVER[0]], np.maximum.accumulate(spans.ends[on_main])))
+    busy_before = reach[np.searchsorted(spans.starts[on_main], first, side="left")]
+    begins = np.minimum(first, np.maximum(announced, busy_before))
+    next_first = np.append(np.minimum.accumulate(first[::-1])[::-1][1:], NEVER[1])
+    ends = np.maximum(last_on_main, np.minimum(last, next_first))
+    windows: list[Window] = []
+    for number in np.flatnonzero(last != NEVER[0]).tolist():
+        start = max(int(begins[number]), windows[-1].end if windows else NEVER[0])
+        windows.append(replace(host_windows[number], start=start, end=max(start, int(ends[number]))))
+    return tuple(windows)
+
+
+def cut_to(timeline: Timeline, trace: TraceFile, options: WindowOptions) -> Timeline:
+    """The timeline with the range of time as its only window; a span belongs to it if it starts there.
+
+    Raises:
+        TraceError: nothing of the trace lies in the range.
+    """
+    tables = [events for events in (trace.host, trace.device) if len(events.starts)]
+    origin = min(int(events.starts.min()) for events in tables)
+    close = max(int(events.ends.max()) for events in tables)
+    start, end = origin + (options.start_ns or 0), close if options.end_ns is None else origin + options.end_ns
+    if start >= close:
+        raise TraceError(
+            f"{trace.path}: --window {options.text} lies after the trace's end; the trace is "
+            f"{format_ns(close - origin)} long, and times count from its first event"
+        )
+    windows = (Window(step=0, start=start, end=min(end, close), name=options.text),)
+    spans = replace(timeline.spans, steps=step_at(timeline.spans.starts, windows))
+    collectives = tuple(
+        replace(one, step=0 if one.start is not None and start <= one.start < end else None)
+        for one in timeline.collectives
+    )
+    return replace(timeline, windows=windows, host_windows=windows, spans=spans, collectives=collectives)
+
+
+def window_figures(options: WindowOptions, steps: Sequence[StepFigures]) -> WindowFigures:
+    """Sums over the windows of each kind."""
+    members: dict[str, list[StepFigures]] = defaultdict(list)
+    for step in steps:
+        members[_kind(options, step.name or "")].append(step)
+    return WindowFigures(window=options.text, groups=tuple(_group(kind, found) for kind, found in members.items()))
+
+
+def _kind(options: WindowOptions, name: str) -> str:
+    """What the parentheses of the pattern matched, or else the name without its numbers: batches differ in these."""
+    match = None if options.pattern is None else options.pattern.search(name)
+    if match is None:
+        return name
+    return " ".join(part for part in match.groups() if part) or _NUMBER.sub("#", name)
+
+
+def _group(kind: str, members: Sequence[StepFigures]) -> WindowGroup:
+    names = {step.name for step in members}
+    parts = [step.breakdown for step in members]
+    return WindowGroup(
+        name=(names.pop() or kind) if len(names) == 1 and "#" in kind else kind,
+        count=len(parts),
+        span_ns=sum(part.span_ns for part in parts),
+        shortest_ns=min(part.span_ns for part in parts),
+        longest_ns=max(part.span_ns for part in parts),
+        compute_ns=sum(part.compute_ns for part in parts),
+        comm_ns=sum(part.comm_ns for part in parts),
+        exposed_ns=sum(part.exposed_ns for part in parts),
+        idle_ns=sum(part.idle_ns for part in parts),
+    )
+
+
+def window_warnings(trace: TraceFile, timeline: Timeline, options: WindowOptions | None) -> Iterator[TraceWarning]:
+    """Matches that are no window, and what ran outside of all windows that a pattern chose."""
+    if options is None or options.pattern is None:
+        return
+    if unused := len(_matches(trace, options.pattern)) - len(timeline.host_windows):
+        yield TraceWarning(
+            code="windows_overlap",
+            message=f"{unused} annotations that --window matches lie within others or on other threads and are left "
+            "out; a narrower pattern chooses between them",
+            count=unused,
+        )
+    lived = {window.step for window in timeline.windows}
+    if idle := sum(window.step not in lived for window in timeline.host_windows):
+        yield TraceWarning(
+            code="windows_without_work",
+            message=f"{idle} windows launched nothing on the device and are left out",
+            count=idle,
+        )
+    busy = timeline.busy(*Kind)
+    outside = busy.length - int(busy.within(*bounds(timeline.windows)).sum())
+    if outside:
+        yield TraceWarning(
+            code="outside_windows",
+            message=f"{format_ns(outside)} of what ran ({format_percent(outside / busy.length)}) lies outside of all "
+            "windows, and in no window's figures",
+            ns=outside,
+        )

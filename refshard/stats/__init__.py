@@ -1,1 +1,0 @@
-"""Verdicts from samples."""

@@ -1,1 +1,0 @@
-"""Recording Kineto traces, and reading them."""
