@@ -281,8 +281,8 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """First 12 hexadecimal digits of the SHA-256 of the spec's canonical JSON, which has what is not given too,
         except of fields that came later.
         """
-        fields = msgspec.structs.asdict(self)
-        given = {name: value for name, value in fields.items() if name not in _ADDED or name in self._added}
+        fields, added = msgspec.structs.asdict(self), self._added
+        given = {name: value for name, value in fields.items() if name not in _ADDED or name in added}
         canonical = msgspec.json.encode(given, order="sorted")
         return hashlib.sha256(canonical).hexdigest()[:12]
 
