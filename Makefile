@@ -32,16 +32,16 @@ lint: $(VENV)/.test
 types: $(VENV)/.test
 	$(BIN)/mypy
 
-# Three tiers, by markers; CONTRIBUTING.md has the rule.
+# Three tiers; CONTRIBUTING.md has the rule.
 quick: $(VENV)/.test
-	$(PYTEST) -m "not processes and not full" tests
+	$(PYTEST) --tier quick tests
 
 test: $(VENV)/.test
-	$(PYTEST) -m "not full" --numprocesses $(shell expr $(JOBS) + 1)  # some wait now and then
+	$(PYTEST) --tier test --numprocesses $(shell expr $(JOBS) + 1)  # some wait now and then
 
-# FULL_PART=2/6 takes the second sixth of the files with tests marked full, and all other tests.
+# FULL_PART=2/16 runs what `make test` runs, and the second sixteenth of the files with tests marked full.
 everything: $(VENV)/.hta
-	$(PYTEST) $(if $(FULL_PART),--full-part $(FULL_PART))
+	$(PYTEST) $(if $(FULL_PART),--tier test --full-part $(FULL_PART),--tier full)
 
 # Operators, collectives, bytes and losses of the engine beside what was accepted: one launch of each case. And what
 # the same code does on a GPU: dry runs.

@@ -1,17 +1,16 @@
-"""Settings of all tests, the rule that keeps `make quick` quick, and the one of tests that need GPUs."""
+"""The three tiers of tests, the rule that keeps `make quick` quick, and the one of tests that need GPUs."""
 
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.gpu.needs import lacking
-from tests.parts import part_of, places
 
 # A shell that starts a job in the background has it ignore Ctrl-C, and so whatever the job starts; tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -20,14 +19,19 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # As the ranks have: sums then round alike here and there, and threads do not spin for each other on a busy machine.
 torch.set_num_threads(1)
 
-# A busy machine is no defect: tests assert values, never wall time.
-settings.register_profile("refshard", deadline=None)
-settings.load_profile("refshard")
+# How many inputs each property is tried with. No deadline: a busy machine is no defect.
+EXAMPLES = {"quick": 8, "test": 50, "full": 300}
+for _tier, _examples in EXAMPLES.items():
+    settings.register_profile(
+        _tier, max_examples=_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+settings.load_profile("test")
 
 collect_ignore_glob = ["fakecuda/devices/*.py", "gpu/quick/*"]  # they change the process that imports them
 
 STARTS_A_PROCESS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"}
-TIERS = ("full", "processes")
+TIERS = {"full": "full", "processes": "test", "slow": "test"}
+"""From which tier on a marked test runs; one without a mark runs in all."""
 
 
 class _Guard:
@@ -46,8 +50,8 @@ sys.addaudithook(_guard)
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """A test without a marker starts no process, nor do the fixtures that are made for it."""
-    _guard.test = None if any(map(item.get_closest_marker, TIERS)) else item.nodeid
+    """A test that is not marked so starts no process, nor do the fixtures that are made for it."""
+    _guard.test = None if any(map(item.get_closest_marker, ("full", "processes"))) else item.nodeid
     try:
         return (yield)
     finally:
@@ -65,25 +69,52 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--accept", action="store_true", help="Rewrite the reports in tests/goldens.")
     parser.addoption(
-        "--full-part",
-        type=places,
-        metavar="K/N",
-        help="Run the tests marked full in every N-th of the files that have some, from the K-th file on.",
+        "--tier",
+        choices=list(EXAMPLES),
+        help="quick: tests without a mark, each with its first and its last input; test: all but those marked full. "
+        f"Properties are tried with {EXAMPLES} inputs.",
     )
+    parser.addoption(
+        "--full-part",
+        metavar="K/N",
+        help="With --tier test: also run the tests marked full of every N-th file that has some, from the K-th on.",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile(config.getoption("tier") or "test")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with the longest tests come first, and of these the largest, so that none runs alone at the end."""
-    rank = {marker: place for place, marker in enumerate(TIERS)}
-    first: dict[Path, int] = {}
+    tiers = {item: _tier_of(item) for item in items}
     number: Counter[Path] = Counter(item.path for item in items)
+    first = {item.path: "quick" for item in items}
+    for item, tier in tiers.items():
+        first[item.path] = min(first[item.path], tier, key=_ORDER.index)
+    items.sort(key=lambda item: (_ORDER.index(first[item.path]), -number[item.path]))
+    tier = config.getoption("tier") or "full"
+    files = list(dict.fromkeys(item.path for item in items if tiers[item] == "full"))
+    first_file, step = map(int, (config.getoption("full_part") or f"{len(files) + 1}/1").split("/"))
+    files = files[first_file - 1 :: step]
+    kept = [item for item in items if _ORDER.index(tiers[item]) >= _ORDER.index(tier) or item.path in files]
+    kept = _ends(kept) if tier == "quick" else kept
+    config.hook.pytest_deselected(items=list(set(items) - set(kept)))
+    items[:] = kept
+
+
+_ORDER = ("full", "test", "quick")
+
+
+def _tier_of(item: pytest.Item) -> str:
+    return min(
+        (TIERS[mark.name] for mark in item.iter_markers() if mark.name in TIERS), default="quick", key=_ORDER.index
+    )
+
+
+def _ends(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Of each test its first and its last input."""
+    inputs: dict[str, list[pytest.Item]] = {}
     for item in items:
-        place = min((rank[mark.name] for mark in item.iter_markers() if mark.name in rank), default=len(rank))
-        first[item.path] = min(place, first.get(item.path, place))
-    items.sort(key=lambda item: (first[item.path], -number[item.path]))
-    if part := config.getoption("full_part"):
-        full = [item for item in items if item.get_closest_marker("full")]
-        kept = part_of(list(dict.fromkeys(item.path for item in full)), part)
-        left = {item for item in full if item.path not in kept}
-        config.hook.pytest_deselected(items=list(left))
-        items[:] = [item for item in items if item not in left]
+        inputs.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return [item for same in inputs.values() for item in dict.fromkeys((same[0], same[-1]))]

@@ -110,6 +110,7 @@ def test_what_is_imported_is_declared() -> None:
     assert not offenders
 
 
+@pytest.mark.slow
 def test_no_file_needs_refshard_to_be_installed() -> None:
     """A tree that is only on Python's path has no metadata: its version is ``refshard.__version__``."""
     asking = {"distribution", "files", "metadata", "requires", "version"}

@@ -20,6 +20,8 @@ from tests.distributed.ranks import run_script
 from tests.docs_modules import load
 from tests.printed import PAGES, Printed, printed, same
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 BLOCKS = [

@@ -17,6 +17,8 @@ from refshard.strategies.table import ROWS
 from tests.docs_modules import load
 from tests.test_docs import DOCS, ROOT
 
+pytestmark = pytest.mark.slow
+
 reference = load("_reference")
 
 

@@ -53,6 +53,7 @@ def test_convention_a_of_inference_less_the_norms_is_what_torch_counts_in_forwar
     assert counter.get_total_flops() == exact * batch * seq_len
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 def test_of_tuning_by_adapters_frozen_weights_have_no_gradients(spec: ModelSpec) -> None:
     """But for the queries, keys and values of the first block, whose input needs no gradient: torch counts less."""
@@ -126,6 +127,7 @@ FAMILIES: dict[str, tuple[ModelSpec, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_convention_a_less_what_is_no_product_is_what_torch_counts(family: str) -> None:
     """In transformers' own module of a family, whose parameters are also as many as the spec says."""

@@ -31,6 +31,8 @@ from refshard.specs.cluster import load_cluster
 from tests.report.dryruns import analysed, doubtful
 from tests.report.pages import Page
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 GOLDENS = Path(__file__).parent / "goldens"
 RECORDED = "profiles/recorded"

@@ -56,6 +56,7 @@ def without(config: dict[str, Any], *fields: str) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in fields}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -83,6 +84,7 @@ def test_what_transformers_saves_is_read_as_the_model_that_transformers_builds(
     assert (spec.rope_theta, spec.norm_eps, spec.tied) == (5e5, 1e-5, fields["tie_word_embeddings"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "published",
     [

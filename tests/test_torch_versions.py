@@ -12,6 +12,8 @@ import torch
 
 import refshard
 
+pytestmark = pytest.mark.slow
+
 PACKAGE = Path(refshard.__file__).parent
 ROOT = PACKAGE.parent
 PAGE = (ROOT / "docs" / "reference" / "torch-versions.md").read_text()

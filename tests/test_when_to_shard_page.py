@@ -4,8 +4,12 @@ from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from refshard.quantities import GIB, MIB
 from tests.printed import as_json
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "explanation" / "when-to-shard.md").read_text()

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from refshard.analysis.compare import Comparison, compare
@@ -41,7 +41,6 @@ def test_rounds_that_disagree_are_not_significant() -> None:
     assert not found.significant
 
 
-@settings(max_examples=200, deadline=None)
 @given(few, launches, st.booleans(), st.booleans())
 def test_under_three_launches_of_a_side_nothing_is_significant(
     a: Launches, b: Launches, swapped: bool, interleaved: bool
@@ -88,14 +87,12 @@ def test_significant_means_that_the_interval_excludes_one(low: float, high: floa
     assert found.significant is expected
 
 
-@settings(max_examples=60, deadline=None)
 @given(launches, launches)
 def test_the_interval_contains_the_ratio(a: Launches, b: Launches) -> None:
     found = compare(a, b)
     assert found.low <= found.ratio <= found.high
 
 
-@settings(max_examples=60, deadline=None)
 @given(pairs)
 def test_swapping_the_sides_inverts_the_ratio_and_its_interval(both: tuple[Launches, Launches]) -> None:
     a, b = both
@@ -105,7 +102,6 @@ def test_swapping_the_sides_inverts_the_ratio_and_its_interval(both: tuple[Launc
     assert forth.significant == back.significant
 
 
-@settings(max_examples=30, deadline=None)
 @given(launches)
 def test_nothing_differs_from_itself(a: Launches) -> None:
     found = compare(a, a)
@@ -120,6 +116,7 @@ def simulated(rng: np.random.Generator, rounds: int, steps: int, launch_noise: f
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [3, 5])
 def test_launch_noise_rarely_passes_for_a_difference(rounds: int) -> None:
     """The share of comparisons of the same with the same whose interval contains 1."""

@@ -107,6 +107,7 @@ def test_a_trace_that_is_mostly_capture_gets_no_verdict(tmp_path: Path) -> None:
     assert not figures.host_only
 
 
+@pytest.mark.slow
 def test_which_launches_are_captured_against_a_count_of_each(tmp_path: Path) -> None:
     """Random calls on three threads, told one by one."""
     chance = random.Random(7)

@@ -137,6 +137,7 @@ def test_a_case_without_proof_has_none() -> None:
     assert efficiencies(made)["ddp"] is None
 
 
+@pytest.mark.slow
 def test_tables_json_and_page_show_it_only_where_it_is_known() -> None:
     local = run(SLOW, failed=False)
     joined = on_hosts(local, EIGHT)

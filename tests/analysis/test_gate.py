@@ -201,6 +201,7 @@ def count(found: Rehearsal, verdict: Verdict) -> int:
     return sum(of_case.get(verdict, 0) for of_case in found.verdicts.values())
 
 
+@pytest.mark.slow
 def test_labels_that_are_permuted_fail_seldom_and_show_what_was_planted() -> None:
     recorded = {f"case {seed}": rounds(seed, 150) for seed in range(4)}
     nothing = rehearse(relabelled(recorded, LIMITS), LIMITS, gates=50)
@@ -211,6 +212,7 @@ def test_labels_that_are_permuted_fail_seldom_and_show_what_was_planted() -> Non
         relabelled({"case 0": rounds(0, 63)}, LIMITS)
 
 
+@pytest.mark.slow
 def test_the_smallest_visible_effect_is_found_as_often_as_it_says() -> None:
     """Planted at a spread of 6 %, which makes it the decisive stage's affair, in a gate of one case."""
     planted = smallest_visible(0.06, LIMITS, cases=1)
@@ -225,6 +227,7 @@ def test_the_smallest_visible_effect_is_found_as_often_as_it_says() -> None:
     assert smallest_visible(effect_of(rounds(0, 1)).spread, LIMITS, cases=1) == math.inf
 
 
+@pytest.mark.slow
 def test_noise_tells_of_alarms_and_of_a_slow_down_in_one_case_at_a_time() -> None:
     """A spread of 3 % finds 8 % always, one of 40 % seldom; the recorded effect is shown, for labels hide it."""
     recorded = {"calm": rounds(0, 100, shift=0.02), "wild": rounds(1, 100, spread=0.4)}

@@ -4,7 +4,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from hypothesis import given, settings
+import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 
 from refshard.analysis import figures as whatif
@@ -182,7 +183,7 @@ def test_a_kernel_that_begins_before_its_launch_follows_no_call(tmp_path: Path) 
 NAMES = ("cudaLaunchKernel", "cudaMemcpyAsync", "cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaStreamWaitEvent")
 
 
-@settings(max_examples=150, deadline=None)
+@pytest.mark.slow
 @given(st.lists(st.tuples(*(st.integers(0, 300) for _ in range(6))), min_size=1, max_size=25))
 def test_times_that_contradict_each_other_do_no_harm(rows: list[tuple[int, ...]]) -> None:
     """Any calls and kernels at any times: nothing becomes slower, and the critical path is as long as the step."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from refshard.analysis.analyse import analyse
@@ -274,7 +274,7 @@ happenings = st.lists(
 """Calls on two threads: after a pause, of a length; those that launch do so after a delay, for a while."""
 
 
-@settings(max_examples=300, deadline=None)
+@pytest.mark.slow
 @given(happenings=happenings)
 def test_every_gap_is_divided_as_counted_nanosecond_by_nanosecond(
     tmp_path_factory: pytest.TempPathFactory, happenings: list[tuple[int, str, int, int, int, int]]

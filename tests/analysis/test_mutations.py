@@ -146,6 +146,7 @@ def mutate(trace: Trace, chance: random.Random) -> None:
         inside[key] = copy.deepcopy(chance.choice(VALUES))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_any_change_gives_figures_or_one_clear_error(tmp_path: Path, seed: Callable[[Path], Trace]) -> None:
     """Up to eight changes at once, at random from a fixed start."""
@@ -189,6 +190,7 @@ events = st.fixed_dictionaries(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.lists(events | json_values, max_size=14), st.dictionaries(st.sampled_from(KEYS), json_values, max_size=3))
 def test_any_events_at_all(tmp_path: Path, found: list[Any], metadata: Trace) -> None:

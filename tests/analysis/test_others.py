@@ -24,6 +24,7 @@ def analyses() -> dict[str, Analysis]:
     return {one.path.name.removesuffix(".json.gz"): one for one in found}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT_US)
 def test_figures_are_exact_over_the_whole_trace(analyses: dict[str, Analysis], name: str) -> None:
     exact, one = dict(zip(FIELDS, EXACT_US[name], strict=True)), analyses[name]

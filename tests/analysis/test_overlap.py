@@ -101,6 +101,7 @@ def test_no_windows_have_no_breakdowns() -> None:
     assert breakdowns(timeline_of([]), *bounds([])) == ()
 
 
+@pytest.mark.slow
 def test_many_steps_add_up_to_the_whole() -> None:
     """To the nanosecond: where one step ends within a gap, the next goes on with it."""
     plan = Training(layers=4, steps=1000)

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from refshard.analysis.sample import MIN_LAUNCHES, Samples, standard_error, step_samples, summarize
@@ -39,7 +39,6 @@ def test_two_launches_have_a_median_and_no_interval() -> None:
     assert found.warnings == ("n = 2: no interval",)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(times, min_size=1, max_size=MIN_LAUNCHES - 1))
 def test_steps_alone_never_make_an_interval(found: list[Samples]) -> None:
     summary = summarize(dict(enumerate(found)))
@@ -63,20 +62,19 @@ def test_a_launch_without_samples_is_refused() -> None:
         summarize({0: np.array([1.0]), 1: np.array([])})
 
 
+@pytest.mark.slow
 def test_standard_error_of_the_median_agrees_with_theory() -> None:
     """For n normal samples it tends to sqrt(pi / 2n); n = 4,000 puts the bootstrap within a tenth of it."""
     normal: Samples = np.random.default_rng(3).normal(size=4000)
     assert standard_error(normal) == pytest.approx(math.sqrt(math.pi / 2 / 4000), rel=0.1)
 
 
-@settings(max_examples=60, deadline=None)
 @given(launches)
 def test_the_interval_contains_the_median(found: dict[int, Samples]) -> None:
     summary = summarize(found)
     assert summary.low <= summary.median <= summary.high
 
 
-@settings(max_examples=30, deadline=None)
 @given(launches, st.floats(1e-3, 1e3))
 def test_the_unit_of_time_does_not_matter(found: dict[int, Samples], scale: float) -> None:
     plain = summarize(found)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from refshard.analysis.snapshot import DeviceFigures, Fragmentation, Site, is_snapshot, read_snapshot, snapshot_figures
@@ -171,7 +171,6 @@ def played(moves: list[Call]) -> Allocator:
     return allocator
 
 
-@settings(max_examples=200)
 @given(calls, st.integers(0, 40))
 def test_figures_equal_the_allocators_own_account(
     tmp_path_factory: pytest.TempPathFactory, moves: list[Call], recorded: int

@@ -5,7 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from refshard.analysis import figures as whatif
@@ -73,7 +73,7 @@ ops = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@pytest.mark.slow
 @given(st.lists(ops, min_size=1, max_size=25))
 def test_each_answer_is_what_the_program_takes_under_other_rules(program: list[Launch | Cpu | Wait | Sync]) -> None:
     """The trace records what waits for what, so that the replay must be exact."""
@@ -88,7 +88,6 @@ def test_each_answer_is_what_the_program_takes_under_other_rules(program: list[L
         assert one.step_ns == run_again(whole, done)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(ops, min_size=1, max_size=40), st.booleans())
 def test_nothing_is_slower_than_the_base_and_the_critical_path_is_as_long(
     program: list[Launch | Cpu | Wait | Sync], recorded: bool

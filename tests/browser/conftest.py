@@ -23,6 +23,19 @@ if TYPE_CHECKING:
 CHROMIUM = Path("/usr/bin/chromium")
 RECORDED = resources.root() / "profiles" / "recorded" / "xeon-2-cores" / "engine_network"
 TRACED = ("ddp", "fsdp2-tuned", "refshard-yafsdp")
+SMOKE = {
+    "test_a_filter_hides_exactly_the_rows_of_its_strategy_in_every_table", "test_charts_are_drawn_as_they_come_near",
+    "test_times_and_sizes_sort_by_what_they_are_worth", "test_pointing_at_a_block_tells_of_it",
+    "test_pointing_at_a_stream_says_what_runs_there", "test_published_pages_are_three_and_small",
+}  # fmt: skip
+"""``make test`` opens each kind of page, and uses its filter, its charts and its tables once; the rest is full."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent == Path(__file__).parent and getattr(item, "originalname", "") not in SMOKE:
+            item.add_marker("full")
 
 
 # Not of the session: playwright leaves an event loop running, which other tests must not meet.

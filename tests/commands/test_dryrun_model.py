@@ -56,7 +56,7 @@ def test_a_model_and_a_script_exclude_each_other() -> None:
 
 @pytest.mark.processes
 @needs_device
-@pytest.mark.parametrize("model", [OWN, "config.json"])
+@pytest.mark.parametrize("model", [OWN, pytest.param("config.json", marks=pytest.mark.full)])
 def test_a_factory_and_a_config_are_dry_run_without_a_script(model: str, tmp_path: Path) -> None:
     if model == "config.json":
         model = str(tmp_path / "config.json")

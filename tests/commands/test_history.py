@@ -15,6 +15,8 @@ from refshard.specs.case import CaseSpec
 from tests.measure.fakes import ENVIRONMENT, FakeLauncher, Silent, make_suite, rank_result, write_rank
 from tests.report.printed import as_csv, as_json, rows, tables
 
+pytestmark = pytest.mark.slow
+
 
 def write_run(folder: Path, day: int, factor: float) -> None:
     """A run that started on a day of its own, every step of which took ``factor`` times as long."""

@@ -16,6 +16,8 @@ from refshard.errors import SpecError
 from refshard.specs.suite import SuiteSpec, find_suite, load_suite, parse_suite
 from refshard.specs.writing import to_toml
 
+pytestmark = pytest.mark.slow
+
 TWO_TABLES = """
 name = "two"
 rounds = 2

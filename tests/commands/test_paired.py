@@ -15,6 +15,8 @@ from refshard.specs.gate import GateSpec
 from refshard.specs.reading import convert
 from tests.measure.fakes import CENSUS, ENVIRONMENT, FakeLauncher, Silent, good, make_suite, rank_result, write_rank
 
+pytestmark = pytest.mark.slow
+
 SUITE = make_suite(matrix={"strategy": ["ddp", "refshard-yafsdp"], "world_size": [2], "model": ["llama-tiny"]})
 QUICK = convert({"times": {"screen_rounds": 6, "confirm_rounds": 6}}, GateSpec, where="gate")
 YAFSDP = "refshard-yafsdp-w2-llama-tiny-b4x256"

@@ -1,9 +1,9 @@
 """What people do to models: every mode trains like one unsharded process, or says in one sentence why it cannot.
 
-``make test`` runs the cases that stand for rows of the table that the corpus was written for, in every mode, with the
-variants (an evaluation first, blocks checkpointed) spread over modes. ``make full`` runs these on three ranks too, in
-another variant, and all other cases in two modes each. ``python -m tests.distributed.cases`` runs every case in every
-mode and variant, and prints how each ends.
+``make test`` runs the cases that stand for rows of the table that the corpus was written for, each in one mode and
+variant (an evaluation first, blocks checkpointed), so that each mode meets each variant. ``make full`` runs these in
+every mode, on three ranks too, and all other cases in two modes each. ``python -m tests.distributed.cases`` runs every
+case in every mode and variant, and prints how each ends.
 """
 
 import functools
@@ -34,7 +34,7 @@ def _spread(cases: Sequence[Case], world_size: int) -> list[Run]:
 
 
 def _every(world_size: int) -> list[Run]:
-    """The table's cases as in the cover; on two ranks the others too, in two modes each, by turns."""
+    """The table's cases in every mode; on two ranks the others too, in two modes each, by turns."""
     table = _spread(TABLE, world_size)
     if world_size > 2:
         return table
@@ -42,7 +42,13 @@ def _every(world_size: int) -> list[Run]:
     return table + [run for place, run in enumerate(others) if place % 5 in (place // 5 % 5, (place // 5 + 2) % 5)]
 
 
-COVER = _spread(TABLE, 2)
+def _cover() -> list[Run]:
+    """Of the table's runs on two ranks one for each case, in another mode than the case before."""
+    runs = {(run.case, run.way): run for run in _spread(TABLE, 2)}
+    return [runs[case.name, case.modes[(row + row // 5) % len(case.modes)]] for row, case in enumerate(TABLE)]
+
+
+COVER = _cover()
 Launch = Callable[[str, int], dict[Run, Outcome]]
 
 
@@ -97,19 +103,22 @@ def test_fsdp2_ends_as_the_case_says(case: Case, launch: Launch) -> None:
     assert outcome.kind == fsdp2.expected(case.name), outcome.message
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 def test_every_case_runs_unsharded_and_reports_something(tmp_path: Path) -> None:
     for case in CASES.values():
         assert run_bare(case, case.variants[0], tmp_path / case.name), case.name
 
 
-def test_the_cover_holds_each_case_in_each_mode() -> None:
+def test_the_cover_holds_each_case_and_each_variant_in_each_mode() -> None:
     assert set(COVER) < set(_every(2))
-    met = {(run.case, run.way) for run in COVER}
-    assert met == {(case.name, mode) for case in TABLE for mode in case.modes}
+    assert [run.case for run in COVER] == [case.name for case in TABLE]
     assert {(run.way, run.variant) for run in COVER} == {(mode, variant) for mode in MODES for variant in ALL}
+    met = {(run.case, run.way) for run in _every(2)}
+    assert met >= {(case.name, mode) for case in TABLE for mode in case.modes}
 
 
+@pytest.mark.full
 def test_bad_ends_are_told_apart_and_cost_no_other_case_its_result() -> None:
     names = [name for name in deliberate.CASES if name not in ("never_ends", "races")]
     runs = [Run(name, mode, PLAIN[0]) for name in [*names, "is_right"] for mode in ("fsdp", "zero1")]
@@ -130,6 +139,7 @@ def test_bad_ends_are_told_apart_and_cost_no_other_case_its_result() -> None:
     assert messages["is_wrong_on_one_rank"].startswith("rank: off by")
 
 
+@pytest.mark.full
 def test_a_run_that_never_ends_is_given_up() -> None:
     runs = [Run(name, "fsdp", PLAIN[0]) for name in ("never_ends", "is_right")]
     outcomes = run_all(2, runs, run_s=30)

@@ -2,7 +2,7 @@
 
 from itertools import product
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.distributed.cover import pairs_of, pairwise_cover
@@ -11,7 +11,6 @@ cells = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3), st.integers(0, 
 
 
 @given(cells)
-@settings(max_examples=50, deadline=None)
 def test_every_pair_that_a_cell_holds_is_covered(given_cells: list[tuple[int, int, int]]) -> None:
     chosen = pairwise_cover(given_cells)
     assert set(chosen) <= set(given_cells)

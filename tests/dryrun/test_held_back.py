@@ -10,7 +10,6 @@ import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from refshard.dryrun.device import Rates
@@ -294,7 +293,6 @@ _CALLS = st.lists(
 )
 
 
-@examples(max_examples=200)
 @given(_CALLS)
 def test_random_programs_agree_with_a_naive_model(calls: list[tuple[str, int, int, int, float]]) -> None:
     made, seconds, held, events = Made(), {}, [], []

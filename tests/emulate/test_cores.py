@@ -101,6 +101,7 @@ def test_waking_ends_a_sleep_that_would_last() -> None:
     clock.hold_until(3_600_000 * MS, waking)
 
 
+@pytest.mark.slow
 def test_real_cores_tell_a_librarys_thread_from_compute() -> None:
     cores = HostCores()
     stop, ran = threading.Event(), list[int]()

@@ -449,7 +449,11 @@ def test_optimizers_step_as_for_the_whole(ranks: Ranks, name: str) -> None:
     torch.testing.assert_close(ranks.gathered([p.detach() for p in parameters]), whole.detach(), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("way", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize(
+    "way",
+    [{"fused": True}, *(pytest.param({"foreach": each}, marks=pytest.mark.full) for each in (False, True))],
+    ids=str,
+)
 @pytest.mark.processes
 def test_a_step_can_be_compiled(ranks: Ranks, way: dict[str, Any]) -> None:
     parameters, others = ([nn.Parameter(p) for p in ranks.parts(values(1))] for _ in range(2))

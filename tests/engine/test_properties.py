@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -119,13 +119,11 @@ def check_every(condition: Callable[[FlatParameter], bool], model: nn.Module) ->
     assert all(condition(flat) for flat in flats_of(model))
 
 
-relaxed = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 modes = st.sampled_from(list(MODES))
 sharding_modes = st.sampled_from([name for name, mode in MODES.items() if mode.optimizer == "shard"])
 
 
 @given(trees, modes)
-@relaxed
 def test_names_and_identities_stay_and_values_come_back_to_the_bit(tree: object, mode: str) -> None:
     """Whoever held a parameter, an optimizer say, holds this rank's part of it afterwards."""
     model = grow(tree)
@@ -146,7 +144,6 @@ def test_names_and_identities_stay_and_values_come_back_to_the_bit(tree: object,
 
 
 @given(trees, st.integers(1, 5), sharding_modes)
-@relaxed
 @pytest.mark.processes
 def test_every_element_is_on_exactly_one_rank_in_its_place(tree: object, world_size: int, mode: str) -> None:
     whole = {name: p.detach().clone().flatten() for name, p in grow(tree).named_parameters()}
@@ -166,7 +163,6 @@ def test_every_element_is_on_exactly_one_rank_in_its_place(tree: object, world_s
 
 
 @given(trees, st.integers(1, 5), sharding_modes)
-@relaxed
 def test_alignment_holds_and_flats_are_of_one_kind(tree: object, world_size: int, mode: str) -> None:
     model = grow(tree)
     kinds = {name: (p.dtype, p.requires_grad) for name, p in model.named_parameters()}
@@ -179,7 +175,6 @@ def test_alignment_holds_and_flats_are_of_one_kind(tree: object, world_size: int
 
 
 @given(trees, modes)
-@relaxed
 def test_a_tree_trains_as_it_does_unsharded(tree: object, mode: str) -> None:
     bare, model = grow(tree), grow(tree)
     refshard.shard(model, mode=mode, collectives=LateCollectives(), debug=True)

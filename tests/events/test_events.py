@@ -281,7 +281,7 @@ def test_a_gzip_bomb_is_refused(tmp_path: Path) -> None:
     ("opening", "message"),
     [(b'{"a": "', "no events in its first"), (b'{"traceEvents": [{"name": "', "an event at byte 17 is longer than")],
 )
-@pytest.mark.processes
+@pytest.mark.full
 def test_what_never_ends_is_given_up(tmp_path: Path, opening: bytes, message: str) -> None:
     path = tmp_path / "t.json"
     path.write_bytes(opening + b"a" * 80 * 2**20)
@@ -298,6 +298,7 @@ def peak_of_reading(path: Path) -> int:
     return peak
 
 
+@pytest.mark.slow
 def test_memory_grows_far_less_than_the_file(tmp_path: Path) -> None:
     one = kernel("a", 1, 1, padding="x" * 2000)
     small, large = (written(tmp_path / f"{count}.json", [one] * count) for count in (10_000, 30_000))
@@ -306,6 +307,7 @@ def test_memory_grows_far_less_than_the_file(tmp_path: Path) -> None:
     assert peak_of_reading(large) - peak_of_reading(small) < 0.1 * more
 
 
+@pytest.mark.slow
 def test_many_events_on_one_thread(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     one = '{"ph":"X","cat":"cpu_op","name":"aten::mm","pid":1,"tid":1,"ts":%d,"dur":1}'
@@ -345,6 +347,7 @@ def event_of(thread: int) -> dict[str, Any]:
     return {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": thread, "ts": 0, "dur": 1}
 
 
+@pytest.mark.slow
 def test_braces_without_end_cost_no_time(tmp_path: Path) -> None:
     path = tmp_path / "t.json.gz"
     path.write_bytes(gzip.compress(b'{"traceEvents":[' + b"{" * 20_000_000))
@@ -402,6 +405,7 @@ def outcome(path: Path) -> str:
     return "figures"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_whatever_is_damaged_ends_in_one_line_or_in_figures(tmp_path: Path, seed: str) -> None:
     """Bytes put in, taken out, doubled and cut off, at random from a fixed start; a cut file gives no figures."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from tests.fakecuda import allocator_programs as programs
 from tests.fakecuda.allocator_device import BASE, Clock, Device
@@ -93,7 +93,6 @@ class Pair:
             assert self.device.allocator.find(address) == expected
 
 
-@settings(max_examples=100)
 @given(settings=programs.settings, capacity=programs.capacities, program=programs.programs)
 def test_every_decision_and_statistic_is_the_models(
     settings: ModelSettings, capacity: int, program: list[Step]

@@ -7,7 +7,7 @@ import pytest
 from tests.fakecuda.fresh import Seen, see
 from tests.fakecuda.host_compute_cases import CASES
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import pytest
 from tests.fakecuda.fresh import Seen, see
 from tests.fakecuda.integer_programs import LARGE
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.full
 
 UNKNOWN_WITHIN = [True, False, True]
 """Whether elements before, in and after those that were written to are known."""

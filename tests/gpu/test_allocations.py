@@ -104,6 +104,7 @@ def misplaced(history: list[Any], *, oldest: bool) -> int:
     return count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["1b-ddp", "1b-plain", "1b-fsdp2-full"])
 def test_torch_2_11_takes_the_lowest_of_equal_blocks(histories: dict[str, list[Any]], case: str) -> None:
     assert misplaced(histories[case], oldest=False) == 0

@@ -20,7 +20,7 @@ VALUES, OF_RANKS, MEMORY = (
 @pytest.mark.parametrize(
     ("mode", "files", "least"),
     [
-        ("host", VALUES, 45),
+        pytest.param("host", VALUES, 45, marks=pytest.mark.full),
         pytest.param("host", OF_RANKS, 15, marks=pytest.mark.full),
         pytest.param("dry", MEMORY, 23, marks=pytest.mark.full),
     ],

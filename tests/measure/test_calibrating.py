@@ -42,6 +42,7 @@ def has_measured(folder: Path, piece: str) -> bool:
     return all((path := samples_file(folder, rank)).exists() and piece in path.read_text() for rank in range(2))
 
 
+@pytest.mark.full
 def test_what_has_no_room_on_a_gpu_is_named_and_all_else_is_measured(tmp_path: Path) -> None:
     """44 MiB hold what products in bf16 rotate over, not those in fp32; and attention of short sequences."""
     needs_device()
@@ -92,6 +93,7 @@ def test_a_rank_that_fails_in_a_collective_says_why_before_it_ends(tmp_path: Pat
     assert len(sweep["operations"].samples) == 1, "what came before the failure"
 
 
+@pytest.mark.full
 def test_a_rank_that_is_killed_leaves_what_was_measured(tmp_path: Path) -> None:
     def kill_in_fp32(phase: str) -> None:
         if "fp32 products" in phase:

@@ -2,6 +2,8 @@
 
 import os
 import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +41,25 @@ TABLES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+FEW = ("sequence", "all")
+"""``make test`` runs these: one axis, and all of them."""
+NAMES = [pytest.param(name, marks=() if name in FEW else pytest.mark.full) for name in TABLES]
+Ran = Callable[[str], LaunchRecord]
+
+
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LaunchRecord]:
-    """A record by case."""
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """The record of a case, dry-run with the few or with the others."""
     shared = {"fidelity": "dryrun", "cluster": "dgx-h100x32", "model": "llama-tiny", "seq_len": 64, "global_batch": 16}
-    suite = make_suite(matrix=list(TABLES.values()), case=shared)
-    folder = tmp_path_factory.mktemp("dry") / "run"
-    launches = run_suite(suite, folder, LocalLauncher(), Silent(), ENVIRONMENT).launches
-    asked = {name: CaseSpec(**{**shared, **table}) for name, table in TABLES.items()}
-    return {name: next(one for one in launches if one.case == case) for name, case in asked.items()}
+
+    @cache
+    def launched(few: bool) -> dict[CaseSpec, LaunchRecord]:
+        suite = make_suite(matrix=[table for name, table in TABLES.items() if (name in FEW) is few], case=shared)
+        folder = tmp_path_factory.mktemp("dry") / "run"
+        launches = run_suite(suite, folder, LocalLauncher(), Silent(), ENVIRONMENT).launches
+        return {record.case: record for record in launches}
+
+    return lambda name: launched(name in FEW)[CaseSpec(**{**shared, **TABLES[name]})]
 
 
 @pytest.mark.processes
@@ -56,24 +68,24 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LaunchRecord]:
 class TestRun:
     """Real processes on the fake device."""
 
-    @pytest.mark.parametrize("name", TABLES)
-    def test_every_rank_issues_what_it_announces(self, ran: dict[str, LaunchRecord], name: str) -> None:
-        record = ran[name]
+    @pytest.mark.parametrize("name", NAMES)
+    def test_every_rank_issues_what_it_announces(self, ran: Ran, name: str) -> None:
+        record = ran(name)
         assert (record.state, record.error) == ("ok", None)
         assert record.proof is not None
         assert record.proof.failures == ()
         assert record.proof.traced == record.proof.announced != ()
 
-    @pytest.mark.parametrize("name", TABLES)
-    def test_one_rank_of_each_stage_is_followed(self, ran: dict[str, LaunchRecord], name: str) -> None:
-        record = ran[name]
+    @pytest.mark.parametrize("name", NAMES)
+    def test_one_rank_of_each_stage_is_followed(self, ran: Ran, name: str) -> None:
+        record = ran(name)
         each = record.case.world_size // record.case.pipeline_parallel
         assert [step.rank for step in record.steps] == list(range(0, record.case.world_size, each))
         assert len(record.traces) == len(record.step_times_s) == record.case.pipeline_parallel
         assert record.metrics["step_time_s"] == max(step for (step,) in record.step_times_s)
 
-    def test_what_is_split_by_sequence_is_not_summed(self, ran: dict[str, LaunchRecord]) -> None:
-        proof = ran["sequence"].proof
+    def test_what_is_split_by_sequence_is_not_summed(self, ran: Ran) -> None:
+        proof = ran("sequence").proof
         assert proof is not None
         sums = [count.count for count in proof.announced if count.op == "all_reduce"]
         assert sums == [13 + 3], "the gradients of norms, and the loss"

@@ -49,6 +49,7 @@ def test_a_skipped_case_is_a_record_with_the_reason_and_no_launch(tmp_path: Path
     assert done.well
 
 
+@pytest.mark.slow
 def test_what_was_skipped_is_launched_once_a_resumed_run_no_longer_skips_it(tmp_path: Path) -> None:
     skipped = {case_of("ddp"): REASON}
     measure(SUITE, tmp_path / "run", skipped)
@@ -60,7 +61,7 @@ def test_what_was_skipped_is_launched_once_a_resumed_run_no_longer_skips_it(tmp_
     assert {record.state for record in done.launches} == {"ok"}
 
 
-@pytest.mark.processes
+@pytest.mark.full
 def test_dry_runs_say_what_will_not_fit_and_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On GPUs on which tensors may fill 300 MiB: DDP's 30M parameters take 480, and an eighth of that fits.
 

@@ -156,7 +156,10 @@ sys.exit(run_rank(Path(sys.argv[1])))
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("limit_gib", "state"), [(0.04, "oom"), (1.0, "ok"), (1000.0, "ok"), (None, "ok")])
+@pytest.mark.parametrize(
+    ("limit_gib", "state"),
+    [(0.04, "oom"), (1.0, "ok"), *(pytest.param(limit, "ok", marks=pytest.mark.full) for limit in (1000.0, None))],
+)
 def test_a_limit_of_a_gpu_is_one_of_its_allocator(tmp_path: Path, limit_gib: float | None, state: str) -> None:
     """The GPU has 80 GB; parameters, gradients and AdamW's state of llama-tiny alone are 76 MiB."""
     needs_device()
@@ -175,7 +178,9 @@ def test_a_limit_of_a_gpu_is_one_of_its_allocator(tmp_path: Path, limit_gib: flo
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("memory", "policy"), [("symmetric", "2"), ("group", "None")])
+@pytest.mark.parametrize(
+    ("memory", "policy"), [("symmetric", "2"), pytest.param("group", "None", marks=pytest.mark.full)]
+)
 def test_memory_that_is_not_there_ends_unsupported_and_symmetric_memory_has_nccls_copy_engines(
     tmp_path: Path, memory: CommMemory, policy: str
 ) -> None:

@@ -151,7 +151,7 @@ def test_a_reference_that_the_suite_asks_for_is_launched_whatever_it_needs(tmp_p
     assert (proof.loss_parity, proof.parity_of) == (0.0, ""), "the case's own losses are held"
 
 
-@pytest.mark.processes
+@pytest.mark.full
 def test_ranks_train_the_reduced_case_beside_one_unsharded_rank(tmp_path: Path) -> None:
     suite = _suite("fsdp2", "refshard-yafsdp", precision="bf16", microbatches=2, global_batch=4, checkpointing="full")
     found = by_strategy(suite, tmp_path, LocalLauncher())

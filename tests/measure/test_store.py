@@ -9,7 +9,7 @@ from typing import get_args
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from refshard.errors import StoreError
@@ -119,7 +119,6 @@ def is_part_of(found: Run | None, data: bytes) -> bool:
 
 
 @given(st.data())
-@settings(max_examples=300)
 def test_with_any_piece_replaced_it_is_a_prefix_or_an_error(resumed: Path, draw: st.DataObject) -> None:
     """Lost, repeated or overwritten: bytes of any length, or whole lines.
 

@@ -82,6 +82,7 @@ def test_synthetic_tokens_form_a_sparse_chain_with_skewed_frequencies() -> None:
     assert sum(count for _, count in followers.most_common(4)) / total > 0.7
 
 
+@pytest.mark.slow
 def test_a_tiny_model_learns_the_synthetic_tokens() -> None:
     torch.set_num_threads(1)
     spec = small_spec(n_layers=2, n_kv_heads=2)

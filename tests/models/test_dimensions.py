@@ -143,6 +143,7 @@ def families() -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(families()))
 def test_models_of_transformers_are_read_off_their_configurations(family: str) -> None:
     transformers = pytest.importorskip("transformers")
@@ -229,6 +230,7 @@ def test_what_is_no_decoder_that_can_be_recognised_is_refused(factory: Any, mess
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "config", "message"),
     [
@@ -245,6 +247,7 @@ def test_what_a_spec_cannot_express_is_refused(family: str, config: dict[str, An
     assert str(refused.value).endswith(REMEDY)
 
 
+@pytest.mark.slow
 def test_a_backbone_without_a_head_is_not_taken_for_a_tied_model() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)

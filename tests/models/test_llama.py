@@ -44,6 +44,7 @@ def test_a_preset_has_the_parameters_of_its_closed_form(name: str) -> None:
     assert sum(p.numel() for p in model.parameters()) == spec.params == parameter_count(spec)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", PARITY.values(), ids=PARITY.keys())
 @pytest.mark.processes
 def test_logits_and_gradients_equal_hugging_face(spec: ModelSpec) -> None:
@@ -159,6 +160,7 @@ def test_initialise_refuses_the_meta_device() -> None:
         initialise(model, seed=0)
 
 
+@pytest.mark.slow
 def test_transformers_llama_has_no_norms_of_queries_and_keys() -> None:
     pytest.importorskip("transformers", reason="the parity tests need refshard[test]")
     from refshard.models.transformers_llama import llama_for_causal_lm

@@ -1,7 +1,7 @@
 """Configurations as columns, and back."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from refshard.plan.cost_models import COST_MODELS
@@ -78,7 +78,6 @@ def test_each_distinct_row_is_computed_once(numbers: list[tuple[int, int]]) -> N
 
 
 @given(rows=st.lists(configurations(), min_size=2, max_size=4))
-@settings(max_examples=20)
 def test_a_rows_estimate_does_not_depend_on_the_others(rows: list[Configuration]) -> None:
     model, on = load_model("llama3.2-1b"), load_cluster("dgx-h100x128")
     together = estimate(model, on, 4096, Candidates.of(rows))

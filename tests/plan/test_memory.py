@@ -22,6 +22,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.slow
 def test_recorded_dry_runs_are_met() -> None:
     """But for cuBLAS's workspaces, 32 MiB for forward and as much for backward, which closed forms leave out."""
     found = {}

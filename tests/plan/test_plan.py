@@ -62,6 +62,7 @@ def every(*, fits: bool, usable: int = 40 * GIB) -> list[Row]:
     return [READER.row(result, int(place)) for place in np.flatnonzero(result.fits == fits)]
 
 
+@pytest.mark.slow
 def test_rows_are_the_best_of_each_family_best_first() -> None:
     result = found()
     size, rows = READER.size(result, most=1000), every(fits=True)
@@ -75,6 +76,7 @@ def test_rows_are_the_best_of_each_family_best_first() -> None:
     assert READER.size(result, most=3).rows == size.rows[:3]
 
 
+@pytest.mark.slow
 def test_strategies_of_which_nothing_fits_are_listed_with_the_least_that_they_need() -> None:
     little = 12 * GIB
     size = READER.size(found(little), most=1000)
@@ -90,6 +92,7 @@ def test_strategies_of_which_nothing_fits_are_listed_with_the_least_that_they_ne
     assert all(row.fits for row in size.rows)
 
 
+@pytest.mark.slow
 def test_no_configuration_is_faster_and_relevantly_smaller_than_one_of_the_front() -> None:
     result = found()
     front, rows = READER.size(result, most=8).front, every(fits=True)

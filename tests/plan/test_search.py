@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from refshard.plan.search import AUTO, MODEL_PARALLEL_PART, Found, search
@@ -55,7 +55,6 @@ ROWS: list[dict[str, Any]] = [
 @pytest.mark.processes
 @given(usable_gib=st.floats(1, 200), chosen=st.lists(st.sampled_from(ROWS), min_size=1, max_size=4))
 @pytest.mark.parametrize("model", ["llama3-8b", "llama3-70b"])
-@settings(max_examples=40)
 def test_as_few_layers_are_checkpointed_as_fit(model: str, usable_gib: float, chosen: list[dict[str, Any]]) -> None:
     rows, usable = [configuration(**fields) for fields in chosen], usable_gib * GIB
     resolved = found(automatic(*rows), usable, model).estimates.candidates

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from refshard.plan.cost_models import COST_MODELS
@@ -40,7 +40,6 @@ def listed(rows: Candidates) -> list[Configuration]:
     seq_len=st.sampled_from([2048, 8192, 6144, 32768]),
     strategies=st.lists(st.sampled_from(sorted(COST_MODELS)), min_size=1, max_size=3, unique=True),
 )  # fmt: skip
-@settings(max_examples=40)
 def test_every_configuration_divides_the_ranks_the_batch_and_the_model(
     model: str, ranks: int, batch: int, seq_len: int, strategies: list[str]
 ) -> None:

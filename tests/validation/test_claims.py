@@ -18,6 +18,8 @@ from validation.closed_form import PredictedClaim, load_runs, predicted, predict
 from validation.report import claim_as_object, claims_table, setting
 from validation.schema import Source
 
+pytestmark = pytest.mark.slow
+
 FAST: dict[str, Any] = {
     "model": "llama3-8b", "gpus": 16, "hardware": "h100-sxm-80gb", "precision": "bf16", "seq_len": 4096, "shard": 16,
     "microbatch": 2, "checkpointing": "none", "strategy": "fsdp2", "tokens_per_s_gpu": 5000.0, "reserved_gib": 60.0,

@@ -64,6 +64,7 @@ def test_the_spread_that_ships_is_that_of_the_profiles_as_they_are() -> None:
     assert {kind_of(run.configuration) for run, _ in errors("held out")} | {"all"} == shipped.keys()
 
 
+@pytest.mark.slow
 def test_a_setting_is_in_one_half_as_a_whole_and_halves_are_about_as_large() -> None:
     halves: dict[tuple[object, ...], set[str]] = defaultdict(set)
     for run in runs():
@@ -89,6 +90,7 @@ def test_runs_that_differ_only_in_gpus_release_or_file_are_one_setting() -> None
         assert made(table, {**run, **change}).setting != one.setting  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_every_run_is_predicted_or_counted_with_a_reason() -> None:
     found, counts = load_runs()
     for name, table in load_sources().items():
@@ -233,6 +235,7 @@ def test_a_table_of_ones_own_is_read_alike() -> None:
     assert [one.half for one in found] == ["held out"], "no constant was fitted on it"
 
 
+@pytest.mark.slow
 def test_published_allocated_memory_is_met() -> None:
     """SimuMax's runs on 8 B200."""
     found = [one for one in predicted(runs()) if one.memory_error is not None]

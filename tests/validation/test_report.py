@@ -17,6 +17,8 @@ from tests.report.printed import as_csv, as_json, notes, rows, tables, text, ver
 from validation.closed_form import Predicted, load_runs, predicted
 from validation.schema import load_sources
 
+pytestmark = pytest.mark.slow
+
 TITLES = [
     "Predicted step times against published ones", "Scaling loss per GPU",
     "Compared with the sources' own predictions", "Headline claims", "Every curve", "Every run",

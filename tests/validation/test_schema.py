@@ -23,6 +23,7 @@ def runs() -> Iterator[tuple[Source, Run]]:
     return ((table, run) for table in TABLES.values() for run in table.runs if run.script is None)
 
 
+@pytest.mark.slow
 def test_every_runs_model_has_dimensions() -> None:
     for table, run in runs():
         model = model_of(table, run)

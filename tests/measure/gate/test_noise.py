@@ -36,6 +36,7 @@ def recorded(folder: Path, rounds: int, seed: int) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_what_was_recorded_apart_is_read_together(tmp_path: Path) -> None:
     first, second = recorded(tmp_path / "1", 3, seed=1), recorded(tmp_path / "2", 5, seed=2)
     header, rounds, launches = read_rounds([first, second])

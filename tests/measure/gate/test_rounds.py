@@ -44,6 +44,7 @@ def split(suite: SuiteSpec) -> tuple[list[CaseSpec], list[CaseSpec]]:
     return references, [case for case in suite.cases() if case not in references]
 
 
+@pytest.mark.slow
 def test_each_round_launches_both_sides_in_random_order_and_cases_in_the_same(tmp_path: Path) -> None:
     order: list[str] = []
 

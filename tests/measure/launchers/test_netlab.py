@@ -256,7 +256,7 @@ with Network(NetworkSpec(hosts=2, rate="100mbit")):
 """
 
 
-@pytest.mark.processes
+@pytest.mark.full
 @real
 def test_what_a_killed_run_left_is_removed_and_a_living_runs_network_is_not() -> None:
     held = subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True)
@@ -361,7 +361,7 @@ def test_a_run_that_is_killed_takes_its_ranks_along(tmp_path: Path) -> None:
     assert not namespaces_of(process.pid)
 
 
-@pytest.mark.processes
+@pytest.mark.full
 @real
 def test_an_exception_while_ranks_run_leaves_neither_namespace_nor_process(tmp_path: Path) -> None:
     def fail(text: str) -> None:

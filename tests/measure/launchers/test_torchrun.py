@@ -263,7 +263,7 @@ def test_a_process_that_torchrun_did_not_start_is_told_how() -> None:
         place_of({"RANK": "0"})
 
 
-@pytest.mark.processes
+@pytest.mark.full
 def test_torchrun_must_not_start_several_harnesses(tmp_path: Path) -> None:
     environment = {**os.environ, "TORCHELASTIC_RUN_ID": "x"}
     with running("run", write_suite(tmp_path, "single"), "--out", tmp_path / "run", env=environment) as process:

@@ -149,6 +149,7 @@ def test_the_timeline_is_that_of_the_last_step(found: Analysis, seen: Page) -> N
     assert any(text.startswith("aten::mm") for text in figure["layout"]["meta"]["texts"])
 
 
+@pytest.mark.slow
 def test_hostile_names_stay_text() -> None:
     made = trained(module=HOSTILE, operator=HOSTILE)
     made.synchronise(stream=0, why=HOSTILE, site=HOSTILE)
@@ -224,6 +225,7 @@ def test_a_script_that_fails_before_it_asks_for_anything_has_a_page() -> None:
     assert len(seen.having("canvas")) == 0
 
 
+@pytest.mark.slow
 def test_races_are_told_where_they_were_looked_for(found: Analysis) -> None:
     def told(made: Touching | None) -> tuple[str, str]:
         looked = found if made is None else replace(found, races=find_races(made.recording()))

@@ -252,6 +252,7 @@ def many(settings: int) -> Run:
     return msgspec.structs.replace(made, launches=tuple(records))
 
 
+@pytest.mark.slow
 def test_of_many_comparisons_the_first_is_shown_and_the_others_wait_in_templates() -> None:
     whole = "".join(page(gather(many(12))))
     seen = Page(whole)
@@ -297,6 +298,7 @@ def test_hostile_names_cannot_end_a_template() -> None:
     assert not any("alert(1)" in text for kind, text in found.scripts if kind is None)
 
 
+@pytest.mark.slow
 def test_power_and_clocks_are_shown_where_they_were_recorded() -> None:
     use = GpuUse(gpu=0, samples=10, power_w=650.4, max_power_w=700.0, sm_clock_mhz=1700.0, min_sm_clock_mhz=1200,
                  throttled={"power cap": 5})  # fmt: skip

@@ -203,6 +203,7 @@ def test_validate_prints_those_of_which_both_ended_ok() -> None:
     assert verdict(found)[0].startswith("Dry run: median error of the step time 10.0 %")
 
 
+@pytest.mark.slow
 def test_the_chart_has_those_of_which_both_ended_ok() -> None:
     found = dry_runs_of(evidence())
     assert [case.strategy for case in found] == ["fsdp2", "refshard-fsdp", "refshard-yafsdp"]
@@ -218,6 +219,7 @@ def test_a_run_without_dry_runs_says_nothing() -> None:
     assert dry_runs(gather(measured())) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shown", [True, False])
 def test_the_page_shows_them_where_there_are_any(shown: bool) -> None:
     html = "".join(page(evidence() if shown else gather(measured())))

@@ -87,6 +87,7 @@ def test_a_failed_case_keeps_its_error_and_the_figures_of_the_round_that_ended_o
     assert tuned["proof"] == "incomplete"
 
 
+@pytest.mark.slow
 def test_rows_are_the_json_as_a_table() -> None:
     table = flat.rows(gather(run()))
     assert table.shape == (6, len(KEYS))

@@ -45,6 +45,7 @@ def drawings(blocks: Sequence[Block]) -> list[Chart]:
     return [chart for block in section.blocks if isinstance(block, Charts) for chart in block.draw()]
 
 
+@pytest.mark.slow
 def test_the_cases_whose_traces_are_there_lead_to_them(traced: list[Traced]) -> None:
     assert sorted(one.case.strategy for one in traced) == ["fsdp2-tuned", "refshard-yafsdp"]
     for one in traced:

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from refshard.analysis.figures import Cause
@@ -47,7 +47,6 @@ def busy_by_lane_and_kind(rows: list[LaneRow]) -> dict[tuple[str, str], int]:
 
 
 @given(rows)
-@settings(max_examples=100, deadline=None)
 def test_each_lane_and_kind_is_covered_for_as_long_as_its_spans(
     made: list[tuple[Kind, str, int, int]],
 ) -> None:

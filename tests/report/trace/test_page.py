@@ -58,6 +58,7 @@ def hostile(folder: Path) -> Analysis:
     return traces.analysis(bad, timeline, path)
 
 
+@pytest.mark.slow
 def test_the_page_asks_the_network_for_nothing_and_leads_to_perfetto_alone(seen: Page) -> None:
     for tag, attributes in seen.tags:
         for name in ("src", "srcset", "action", "poster", "xlink:href", "data"):
@@ -125,6 +126,7 @@ def test_a_trace_without_steps_is_called_a_trace(tmp_path: Path) -> None:
         assert word not in text
 
 
+@pytest.mark.slow
 def test_a_page_of_cpus_calls_no_idle_time_launch_bound(tmp_path: Path) -> None:
     ranks = [traces.trace(tmp_path, traces.cpu(rank=rank), file=f"rank{rank}.json") for rank in (0, 1)]
     written = traces.page(ranks)
@@ -169,6 +171,7 @@ def test_small_traces_travel_in_the_page_as_gzip(whole: str, shown: list[Analysi
     assert gzip.decompress(plain) == shown[2].path.read_bytes()
 
 
+@pytest.mark.slow
 def test_large_and_lost_traces_are_asked_for(tmp_path: Path) -> None:
     timeline = traces.gpu(layers=2)
     noise = np.random.default_rng(0).bytes(embed.MOST_EMBEDDED + 1)
@@ -180,6 +183,7 @@ def test_large_and_lost_traces_are_asked_for(tmp_path: Path) -> None:
     assert "gone.json.gz" in text
 
 
+@pytest.mark.slow
 def test_all_traces_together_keep_to_their_limit(tmp_path: Path) -> None:
     content = b"\x1f\x8b" + bytes(embed.MOST_EMBEDDED - 2)
     many = [
@@ -189,6 +193,7 @@ def test_all_traces_together_keep_to_their_limit(tmp_path: Path) -> None:
     assert len(contents(traces.page(many))) == len(many) - 2
 
 
+@pytest.mark.slow
 def test_the_same_traces_give_the_same_page(whole: str, shown: list[Analysis]) -> None:
     assert traces.page(shown) == whole
 

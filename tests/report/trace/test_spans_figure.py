@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from refshard.events.timeline import Kind, Meaning, Timeline, Window
@@ -115,7 +115,6 @@ def test_hostile_names_stay_text() -> None:
 
 
 @given(pieces, st.sampled_from([256, 1024, 10**6]))
-@settings(max_examples=150, deadline=None)
 def test_merging_keeps_longer_blocks_and_leaves_at_most_two_that_begin_in_a_cell(
     parts: list[tuple[int, int]], cell: int
 ) -> None:
