@@ -11,7 +11,9 @@ from refshard.commands import listing
 from refshard.errors import SpecError
 from refshard.report.blocks import Answer
 from refshard.strategies.table import ROWS, Row
-from tests.report.printed import as_csv, as_json, notes, rows, tables, text
+from tests.report.printed import as_json, notes, rows, tables, text
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,17 +39,6 @@ def test_every_strategy_has_a_row_with_whether_it_can_run_and_what_it_supports()
     assert marked["ddp"] == ["x"] * 8 + ["-"] * 4 + ["x"] * 3 + ["-", "x"]
     assert f"  {heads}\n" in text(found, verbose=True), "marks stand under their heads"
     assert "infer" not in text(found)
-
-
-def test_programs_get_the_options_of_each_strategy() -> None:
-    found = {row["strategy"]: row for row in as_json(listed(cuda=False))["strategies"]}
-    assert found.keys() == ROWS.keys()
-    for name, row in found.items():
-        assert (row["axes"], row["unavailable"]) == (
-            sorted(ROWS[name].axes),
-            ROWS[name].unavailable(cuda=False) or None,
-        )
-    assert as_csv(listed(cuda=False))[0]["axes"].split(" | ") == sorted(ROWS["single"].axes)
 
 
 def test_a_row_that_cannot_run_says_why_and_what_to_do() -> None:

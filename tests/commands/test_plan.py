@@ -2,7 +2,6 @@
 
 import ast
 import json
-import re
 import resource
 import subprocess
 import sys
@@ -26,6 +25,8 @@ from tests.emit.megatron_flags import FLAGS
 from tests.emit.test_structure import megatron_words
 from tests.report.pages import Page
 from tests.report.printed import as_csv, as_json, notes, rows, tables, text, verdict
+
+pytestmark = pytest.mark.slow
 
 SHORT = ["plan", "--model", "llama3-8b", "--cluster", "dgx-h100x2", "--seq-len", "4096"]
 
@@ -143,29 +144,6 @@ def test_precisions_and_compilation_are_lists_and_a_search_takes_neither_unless_
     assert variants(dtype="fp8", compiled="yes") == {("fp8", True)}
     assert variants() == variants(search=True, tokens_per_step="1M") == {("bf16", False)}
     assert variants(dtype="fp8,bf16,fp8", search=True, tokens_per_step="1M") == {("bf16", False), ("fp8", False)}
-
-
-def test_the_best_of_each_precision_is_listed_and_the_answer_says_which_is_which() -> None:
-    found = plan(options(strategies="fsdp2,refshard-yafsdp", dtype="bf16,fp8", compiled="no,yes", top=1))
-    listed_rows = [(row["precision"], row["compiled"]) for row in as_csv(found)]
-    slower = [("fp8", "true")]
-    assert listed_rows == [("fp8", "true"), *slower, ("fp8", "false"), ("bf16", "true"), ("bf16", "false")]
-    told = verdict(found)
-    assert re.match(r"Use (fsdp2|refshard-yafsdp) in fp8, compiled, with FSDP 16, ", told[0])
-    assert [sentence.partition(":")[0] for sentence in told[1:] if "Best" in sentence] == [
-        "Best in fp8, eager", "Best in bf16, compiled", "Best in bf16, eager",
-    ]  # fmt: skip
-    (summary, *_) = tables(found, detail=False)
-    shown = [(row["precision"], row["compiled"]) for row in rows(summary)]
-    assert list(dict.fromkeys(shown)) == [("fp8", "yes"), ("fp8", "no"), ("bf16", "yes"), ("bf16", "no")]
-    assert "MFU is of each precision's own peak." in notes(found)
-
-
-def test_one_precision_is_not_told() -> None:
-    for changes in ({}, {"dtype": "fp8"}, {"compiled": "yes"}):
-        found = plan(options(**changes))
-        assert not {"precision", "compiled"} & {*rows(tables(found, detail=False)[0])[0]}
-        assert verdict(found)[0].startswith("Use refshard-yafsdp with FSDP 16")
 
 
 def test_a_tool_without_fp8_gets_the_best_row_in_bf16(tmp_path: Path) -> None:
@@ -510,10 +488,3 @@ def test_a_tool_that_does_not_exist_is_refused_before_the_search() -> None:
 def test_notes_say_what_offload_leaves_out() -> None:
     assert any("With --offload the host runs AdamW" in sentence for sentence in notes(plan(options(offload=True))))
     assert not any("With --offload" in sentence for sentence in notes(plan(options())))
-
-
-def test_notes_name_the_error_and_what_was_considered() -> None:
-    told = notes(plan(options()))
-    assert any(sentence.endswith("configurations considered for 16 ranks; 4 fit.") for sentence in told)
-    assert any("median error" in sentence and "were held out of the fit" in sentence for sentence in told)
-    assert any(sentence.startswith("Closed form only: nothing was run.") for sentence in told)

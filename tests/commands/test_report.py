@@ -1,8 +1,6 @@
 """``refshard report``: what it writes where, for one run and for several."""
 
-import os
 import zipfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -14,16 +12,10 @@ from refshard.errors import SpecError, StoreError
 from tests.analysis.test_evidence import later, quicker
 from tests.report.runs import CASES, over_network, run, write
 
+pytestmark = pytest.mark.slow
+
 RECORDED = resources.root() / "profiles" / "recorded" / "xeon-2-cores" / "engine_network"
 (NOISE,) = (resources.root() / resources.BASELINES).glob("*/gate.noise.json")
-
-
-@pytest.fixture
-def chdir() -> Iterator[Callable[[Path], None]]:
-    """Changes this process's folder, for one test."""
-    before = Path.cwd()
-    yield os.chdir
-    os.chdir(before)
 
 
 @pytest.fixture
@@ -129,11 +121,10 @@ def test_a_network_is_named(tmp_path: Path) -> None:
     assert f"quiet-oak ({words})" in report([joined], None).read_text()
 
 
-@pytest.mark.processes
 def test_the_noise_of_the_machine_is_told_where_it_was_measured(
-    folder: Path, tmp_path: Path, chdir: Callable[[Path], None]
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chdir(tmp_path)
+    monkeypatch.chdir(tmp_path)
     assert "not measured" in report([folder], tmp_path / "page.html").read_text()
     kept = tmp_path / resources.BASELINES / run().header.environment.id
     kept.mkdir(parents=True)

@@ -1,8 +1,6 @@
 """``refshard trace`` as a user meets it: what it prints, what it refuses, and how it ends."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,14 +10,12 @@ from refshard.errors import SpecError, TraceError
 from tests.analysis import snapshots
 from tests.analysis.handmade import event, shaped, step, write
 from tests.analysis.inference import inference
+from tests.commands.conftest import Command
 from tests.events.nsys_export import Export
 from tests.report.pages import Page
 from tests.report.printed import as_csv, as_json, notes, rows, tables, text, verdict
 
-
-def refshard(*arguments: str, folder: Path) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "refshard", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+pytestmark = pytest.mark.slow
 
 
 def rank_of_a_job(path: Path, rank: int, *, late: float, compute: float = 30) -> Path:
@@ -40,8 +36,9 @@ def rank_of_a_job(path: Path, rank: int, *, late: float, compute: float = 30) ->
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Two ranks of one job, a file that is no trace, and one that is none's business."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two ranks of one job, a file that is no trace, and one that is none's business: the current folder."""
+    monkeypatch.chdir(tmp_path)
     for rank, late in ((0, 0), (1, 20)):
         rank_of_a_job(tmp_path / f"rank{rank}.json", rank, late=late)
     (tmp_path / "case.json").write_text('{"a": 1}')
@@ -49,9 +46,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.processes
-def test_json_has_one_object_per_trace(folder: Path) -> None:
-    done = refshard("trace", str(folder), "--json", folder=folder)
+def test_json_has_one_object_per_trace(refshard: Command, folder: Path) -> None:
+    done = refshard("trace", str(folder), "--json")
     first, second = json.loads(done.stdout)["traces"]
     assert done.returncode == 0
     assert done.stderr == f"refshard: skipped {folder}/case.json: not a Kineto trace (it has no traceEvents)\n"
@@ -182,7 +178,6 @@ def test_what_one_side_does_not_record_is_named(folder: Path) -> None:
     )
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -203,9 +198,9 @@ def test_what_one_side_does_not_record_is_named(folder: Path) -> None:
         (["rank0.json", "--calibration", "notes.txt"], "not a Kineto trace (it is no JSON object)"),
     ],
 )
-def test_a_mistake_is_one_line(folder: Path, arguments: list[str], message: str) -> None:
+def test_a_mistake_is_one_line(refshard: Command, folder: Path, arguments: list[str], message: str) -> None:
     (folder / "empty").mkdir()
-    done = refshard("trace", *arguments, folder=folder)
+    done = refshard("trace", *arguments)
     assert done.returncode == 2
     assert done.stdout == ""
     assert message in done.stderr
@@ -258,36 +253,33 @@ def test_a_folder_of_exports_is_read_and_hta_is_not_asked(tmp_path: Path) -> Non
         trace([path], cross_check="hta")
 
 
-@pytest.mark.processes
-def test_a_run_keeps_its_traces_apart_and_a_file_named_twice_is_one(folder: Path) -> None:
+def test_a_run_keeps_its_traces_apart_and_a_file_named_twice_is_one(refshard: Command, folder: Path) -> None:
     (folder / "traces").mkdir()
     (folder / "rank1.json").rename(folder / "traces" / "rank1.json")
     assert [one["rank"] for one in as_json(trace([folder / "rank0.json", folder, folder]))["traces"]] == [0, 1]
     (folder / "records.jsonl").touch()
-    done = refshard("trace", str(folder), "--json", folder=folder)
+    done = refshard("trace", str(folder), "--json")
     assert [one["rank"] for one in json.loads(done.stdout)["traces"]] == [1]
     assert done.stderr == ""
 
 
-@pytest.mark.processes
-def test_a_damaged_file_in_a_folder_is_skipped_and_named(folder: Path) -> None:
+def test_a_damaged_file_in_a_folder_is_skipped_and_named(refshard: Command, folder: Path) -> None:
     whole = (folder / "rank1.json").read_bytes()
     (folder / "rank1.json").write_bytes(whole[: len(whole) // 2])
-    done = refshard("trace", str(folder), "--json", folder=folder)
+    done = refshard("trace", str(folder), "--json")
     assert [one["rank"] for one in json.loads(done.stdout)["traces"]] == [0]
     assert "rank1.json: truncated: it ends within its events" in done.stderr
 
 
-@pytest.mark.processes
-def test_one_bad_file_does_not_end_the_others(folder: Path) -> None:
+def test_one_bad_file_does_not_end_the_others(refshard: Command, folder: Path) -> None:
     """Of files named and of folders alike; status 2 only where nothing could be analysed."""
     (folder / "empty").mkdir()
     bad = ["case.json", "missing.json", "empty"]
-    done = refshard("trace", "case.json", "rank0.json", "missing.json", "empty", "rank1.json", "--json", folder=folder)
+    done = refshard("trace", "case.json", "rank0.json", "missing.json", "empty", "rank1.json", "--json")
     assert done.returncode == 0
     assert [one["rank"] for one in json.loads(done.stdout)["traces"]] == [0, 1]
     assert sorted(line.split()[2].rstrip(":") for line in done.stderr.splitlines()) == sorted(bad)
-    nothing = refshard("trace", *bad, folder=folder)
+    nothing = refshard("trace", *bad)
     assert nothing.returncode == 2
     assert nothing.stdout == ""
     *reasons, last = nothing.stderr.splitlines()
@@ -304,14 +296,12 @@ def test_a_trace_without_host_events_does_not_end_the_others(folder: Path) -> No
     assert [one["code"] for one in found[0]["warnings"]] == ["no_steps", "launches_missing"]
 
 
-@pytest.mark.processes
-def test_kernels_of_ones_own_communicate(folder: Path) -> None:
+def test_kernels_of_ones_own_communicate(refshard: Command, folder: Path) -> None:
     ring = event("my_ring(float*)", 5, 10, cat="kernel", tid=7, stream=7, device=0, correlation=3)
     write(folder / "own.json", [ring])
-    done = refshard("trace", "own.json", "--communication", "no such", "--communication", "RING", "--json",
-                    folder=folder)  # fmt: skip
+    done = refshard("trace", "own.json", "--communication", "no such", "--communication", "RING", "--json")
     assert json.loads(done.stdout)["traces"][0]["comm_ns"] == 10_000
-    wrong = refshard("trace", "own.json", "--communication", "ring(", folder=folder)
+    wrong = refshard("trace", "own.json", "--communication", "ring(")
     assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
     assert "communication: 'ring(' is no regular expression" in wrong.stderr
 

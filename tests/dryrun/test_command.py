@@ -12,16 +12,16 @@ import pytest
 
 from tests.dryrun import scripts
 from tests.fakecuda.needs import needs_device
+from tests.measure.commandline import status_of
 
 pytestmark = [needs_device, pytest.mark.processes]
 MIB = 2**20
 
 
-def run(folder: Path, script: str, *options: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, script: str, *options: str) -> subprocess.CompletedProcess[str]:
     path = folder / "train.py"
     path.write_text(script)
-    command = [sys.executable, "-m", "refshard", "dryrun", "--cluster", "dgx-h100", *options]
-    command += ["--", *launcher, str(path)]
+    command = [sys.executable, "-m", "refshard", "dryrun", "--cluster", "dgx-h100", *options, "--", str(path)]
     return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=1800)
 
 
@@ -74,16 +74,6 @@ def test_the_trace_shows_every_unit_gathered_and_reduced(trained: tuple[dict[str
     collectives = [e["args"]["Collective name"] for e in kernels if "Collective name" in e["args"]]
     # The two steps after the first. FSDP2 reshards each unit after its forward, and gathers it again for its backward.
     assert Counter(collectives) == {"reduce_scatter": 2 * 4, "all_gather": 2 * 8}
-
-
-@pytest.mark.full
-def test_torchrun_says_how_many_ranks_there_are(tmp_path: Path) -> None:
-    launcher = ("torchrun", "--nnodes=2", "--nproc_per_node", "8")
-    done = run(tmp_path, scripts.TRAIN, "--json", "--steps", "1", launcher=launcher)
-    found = json.loads(done.stdout)
-    assert found["request"]["world_size"] == 16
-    assert found["request"]["local_ranks"] == 8
-    assert found["peak_by_category"]["parameters"] == 4 * 1024 * 1024 * 4 // 16
 
 
 @pytest.mark.full
@@ -178,13 +168,14 @@ def test_two_dry_runs_of_a_script_are_the_same_to_the_bit(tmp_path: Path) -> Non
         (["--", "-m"], "-m must be followed by a module"),
     ],
 )
-def test_a_mistake_is_one_line_that_names_the_remedy(tmp_path: Path, words: list[str], says: str) -> None:
+def test_a_mistake_is_one_line_that_names_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
     (tmp_path / "train.py").write_text("")
-    command = [sys.executable, "-m", "refshard", "dryrun", "--cluster", "dgx-h100", *words]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 2
-    assert says in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    monkeypatch.chdir(tmp_path)
+    status, err = status_of(["dryrun", "--cluster", "dgx-h100", *words], capsys)
+    assert (status, err.count("\n")) == (2, 1)
+    assert says in err
 
 
 def test_races_and_the_page_are_made_of_one_run(tmp_path: Path) -> None:
