@@ -3,7 +3,7 @@
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -32,6 +32,7 @@ collect_ignore_glob = ["fakecuda/devices/*.py", "gpu/quick/*"]  # they change th
 STARTS_A_PROCESS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"}
 TIERS = {"full": "full", "processes": "test", "slow": "test"}
 """From which tier on a marked test runs; one without a mark runs in all."""
+ORDER = list(EXAMPLES)
 
 
 class _Guard:
@@ -89,32 +90,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Files with the longest tests come first, and of these the largest, so that none runs alone at the end."""
     tiers = {item: _tier_of(item) for item in items}
     number: Counter[Path] = Counter(item.path for item in items)
-    first = {item.path: "quick" for item in items}
+    slowest = {item.path: "quick" for item in items}
     for item, tier in tiers.items():
-        first[item.path] = min(first[item.path], tier, key=_ORDER.index)
-    items.sort(key=lambda item: (_ORDER.index(first[item.path]), -number[item.path]))
-    tier = config.getoption("tier") or "full"
-    files = list(dict.fromkeys(item.path for item in items if tiers[item] == "full"))
-    first_file, step = map(int, (config.getoption("full_part") or f"{len(files) + 1}/1").split("/"))
-    files = files[first_file - 1 :: step]
-    kept = [item for item in items if _ORDER.index(tiers[item]) >= _ORDER.index(tier) or item.path in files]
-    kept = _ends(kept) if tier == "quick" else kept
-    config.hook.pytest_deselected(items=list(set(items) - set(kept)))
+        slowest[item.path] = max(slowest[item.path], tier, key=ORDER.index)
+    items.sort(key=lambda item: (-ORDER.index(slowest[item.path]), -number[item.path]))
+    ordered = {item: tiers[item] for item in items}
+    kept = chosen(ordered, config.getoption("tier") or "full", config.getoption("full_part") or "")
+    config.hook.pytest_deselected(items=list(ordered.keys() - set(kept)))
     items[:] = kept
 
 
-_ORDER = ("full", "test", "quick")
-
-
 def _tier_of(item: pytest.Item) -> str:
-    return min(
-        (TIERS[mark.name] for mark in item.iter_markers() if mark.name in TIERS), default="quick", key=_ORDER.index
-    )
+    return max((TIERS.get(mark.name, "quick") for mark in item.iter_markers()), default="quick", key=ORDER.index)
 
 
-def _ends(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Of each test its first and its last input."""
+def chosen(tiers: Mapping[pytest.Item, str], tier: str, part: str = "") -> list[pytest.Item]:
+    """Of tests by tier those of ``tier`` and below, and for the part ``K/N`` every N-th file that has full ones."""
+    files = list(dict.fromkeys(test.path for test, of in tiers.items() if of == "full"))
+    place, step = map(int, (part or f"{len(files) + 1}/1").split("/"))
+    files = files[place - 1 :: step]
+    kept = [test for test, of in tiers.items() if ORDER.index(of) <= ORDER.index(tier) or test.path in files]
+    if tier != "quick":
+        return kept
     inputs: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        inputs.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    return [item for same in inputs.values() for item in dict.fromkeys((same[0], same[-1]))]
+    for test in kept:
+        inputs.setdefault(test.nodeid.partition("[")[0], []).append(test)
+    return [test for same in inputs.values() for test in dict.fromkeys((same[0], same[-1]))]

@@ -11,7 +11,7 @@ from refshard.commands import listing
 from refshard.errors import SpecError
 from refshard.report.blocks import Answer
 from refshard.strategies.table import ROWS, Row
-from tests.report.printed import as_json, notes, rows, tables, text
+from tests.report.printed import notes, rows, tables, text
 
 pytestmark = pytest.mark.slow
 
@@ -85,17 +85,6 @@ def test_an_axis_whose_package_is_not_installed_is_told_and_unsupported() -> Non
     assert both == f"unsupported: adamw-8bit {TORCHAO}; qlora {PEFT}"
     assert lora == f"unsupported: lora {PEFT}"
     assert not plain.startswith("unsupported")
-
-
-@pytest.mark.parametrize("kind", list(listing.KINDS))
-def test_each_kind_is_a_table_that_says_more_than_names(kind: str) -> None:
-    found = listing.listing(kind)
-    (first, *_) = tables(found)
-    assert len(first.columns) > 2
-    assert len(first.rows) == len(found.rows) == len(as_json(found)[kind])
-    assert all(row.keys() == found.rows[0].keys() for row in found.rows)
-    for width in (60, 80, 120):
-        assert max(map(len, text(found, width).splitlines())) <= width
 
 
 def test_suites_have_a_line_each_and_how_long_they_take() -> None:

@@ -107,10 +107,6 @@ def test_without_strategies_torchs_and_the_engines_are_planned_and_a_search_take
     assert {*PLANNED, *SEARCHED} <= COST_MODELS.keys()
 
 
-def test_each_strategy_comes_once() -> None:
-    assert [one["strategy"] for one in configurations(strategies="ddp, fsdp2,ddp")].count("ddp") == 1
-
-
 def test_axes_take_one_several_or_all_sizes() -> None:
     def of(axis: str, **changes: Any) -> set[int]:
         return {one.get(axis, 1) for one in configurations(strategies="fsdp2", accumulate=16, top=99, **changes)}

@@ -14,7 +14,7 @@ from refshard.commands.show import show
 from refshard.records import Run
 from refshard.report import forms
 from refshard.specs.case import Fidelity
-from tests.report.printed import as_csv, as_json, tables, text, verdict, words
+from tests.report.printed import as_csv, as_json, tables, text, verdict
 from tests.report.printed import rows as printed_rows
 from tests.report.runs import CASES, HOSTILE, run, unfinished, with_record, write
 
@@ -43,18 +43,6 @@ def as_cell(value: Any) -> str:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return write(run(), tmp_path / "run")
-
-
-def test_show_prints_the_table_and_the_verdict_last(folder: Path) -> None:
-    found = text(show(folder))
-    assert found.startswith("llama-mini, global batch")
-    assert (
-        found.index("refshard-yafsdp")
-        < found.index("failed in 1 of 3 rounds")
-        < found.index("refshard-yafsdp is fastest at")
-    )
-    assert verdict(show(folder))[0].startswith("refshard-yafsdp is fastest at 40.0 ms per step.")
-    assert words(show(folder)).endswith(verdict(show(folder))[-1])
 
 
 def test_csv_is_the_json_with_a_row_per_case(folder: Path) -> None:

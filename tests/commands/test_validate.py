@@ -37,11 +37,6 @@ def test_options_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     assert "llama3-8b-h100x8-2025-10" in told
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="there is no such run; `refshard run` makes one"):
-        validate(tmp_path / "none")
-
-
 def test_a_refshard_without_a_checkout_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a wheel, beside which another package may be called validation."""
     monkeypatch.setattr(resources, "root", lambda: tmp_path)

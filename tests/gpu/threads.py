@@ -40,7 +40,7 @@ class Table:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.barrier = threading.Barrier(size, timeout=60)
+        self.barrier = threading.Barrier(size, timeout=600)
         self.brought: list[Any] = [None] * size
 
 

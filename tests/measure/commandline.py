@@ -71,7 +71,7 @@ def processes_of(folder: Path, module: str | None = None) -> list[psutil.Process
     return found
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 600) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
