@@ -24,5 +24,5 @@ def test_each_file_with_full_tests_lies_in_one_part() -> None:
     assert [test.nodeid for test in chosen(tests, "test")] == [f"{name}::test" for name in "abcdefgh"]
     assert chosen(tests, "full") == list(tests)
     parts = [chosen(tests, "test", f"{place}/3") for place in (1, 2, 3)]
-    full = [test for part in parts for test in part if tests[test] == "full"]
-    assert sorted(full) == [test for test, of in tests.items() if of == "full"]
+    full = [test.nodeid for part in parts for test in part if tests[test] == "full"]
+    assert sorted(full) == [test.nodeid for test, of in tests.items() if of == "full"]

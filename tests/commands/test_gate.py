@@ -188,7 +188,7 @@ def test_strategies_are_two(given: str) -> None:
         two_strategies(given)
 
 
-@pytest.mark.processes
+@pytest.mark.full
 def test_without_a_baseline_nothing_is_launched_and_the_status_is_4(tmp_path: Path) -> None:
     suite = write_suite(tmp_path, "ddp", ranks=2)
     found, status = held(suite, tmp_path / "none", tmp_path)

@@ -199,7 +199,6 @@ class TestEveryCommand:
             ["plan", "--model", "llama3-8b", "--cluster", "dgx-h100", "--strategy", "ddp,refshard-fsdp"],
             ["history", "RUNS"],
             pytest.param(["gate", "--baselines", "RUNS"], marks=pytest.mark.processes),
-            pytest.param(["validate"], marks=pytest.mark.processes),
             *(["list", kind] for kind in ("strategies", "models", "modes", "suites", "clusters", "hardware")),
         ],
         ids=lambda words: "-".join(words[:2]).replace("/", "_")[-40:],

@@ -60,8 +60,10 @@ def launch(request: pytest.FixtureRequest) -> Launch:
     @functools.cache
     def launched(selection: str, world_size: int) -> dict[Run, Outcome]:
         if selection == FSDP2:
-            return run_all(world_size, [Run(case.name, FSDP2, PLAIN[0]) for case in TABLE])
-        return run_all(world_size, COVER if selection == "cover" else _every(world_size))
+            runs = [Run(case.name, FSDP2, PLAIN[0]) for case in TABLE]
+        else:
+            runs = COVER if selection == "cover" else _every(world_size)
+        return run_all(world_size, runs, collective_s=300, run_s=900)  # on a busy machine, ranks meet late
 
     def found(selection: str, world_size: int) -> dict[Run, Outcome]:
         outcomes = launched("every" if every and selection == "cover" else selection, world_size)

@@ -55,6 +55,13 @@ class Failing(Net):
             raise ValueError("told to")
 
 
+IN_ONE_MODE = pytest.mark.parametrize(
+    "mode",
+    [pytest.param(m, marks=pytest.mark.slow if m == "yafsdp" else pytest.mark.full) for m in MODES],
+    indirect=True,
+)
+
+
 @pytest.fixture(params=list(MODES))
 def mode(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -254,7 +261,8 @@ def test_copies_and_parts_are_refused(mode: str) -> None:
         refshard.shard(whole, mode=mode, collectives=LateCollectives())
 
 
-@pytest.mark.processes
+@pytest.mark.slow
+@IN_ONE_MODE
 def test_a_model_that_is_let_go_is_collected(mode: str) -> None:
     _, model = pair(mode)
     train(model, 3)
@@ -264,7 +272,8 @@ def test_a_model_that_is_let_go_is_collected(mode: str) -> None:
     assert not any(ref() for ref in alive)
 
 
-@pytest.mark.processes
+@pytest.mark.slow
+@IN_ONE_MODE
 def test_compiled_blocks_call_the_hooks(mode: str) -> None:
     bare, model = pair(mode)
     for layer in model.layers:

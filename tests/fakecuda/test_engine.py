@@ -10,7 +10,7 @@ from refshard.specs.case import CaseSpec
 from tests.fakecuda.engine_checks import BACKENDS, CASES
 from tests.fakecuda.fresh import Seen, see
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")

@@ -93,7 +93,6 @@ def test_a_rank_that_fails_in_a_collective_says_why_before_it_ends(tmp_path: Pat
     assert len(sweep["operations"].samples) == 1, "what came before the failure"
 
 
-@pytest.mark.full
 def test_a_rank_that_is_killed_leaves_what_was_measured(tmp_path: Path) -> None:
     def kill_in_fp32(phase: str) -> None:
         if "fp32 products" in phase:
@@ -111,6 +110,7 @@ def test_a_rank_that_is_killed_leaves_what_was_measured(tmp_path: Path) -> None:
     assert not processes_of(tmp_path)
 
 
+@pytest.mark.full
 def test_calibrate_measures_this_machine_and_writes_a_profile(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "mine.toml"
     done = refshard("calibrate", "--quick", "--ranks", "2", "--device", "cpu", "--out", path)

@@ -57,7 +57,7 @@ def test_folders_that_do_not_belong_together_are_refused(tmp_path: Path) -> None
         read_rounds([tmp_path / "none"])
 
 
-@pytest.mark.processes
+@pytest.mark.full
 def test_noise_is_kept_for_machine_and_suite_with_its_limits(tmp_path: Path) -> None:
     _, rounds, launches = read_rounds([recorded(tmp_path / "1", 66, seed=3)])
     noise = noise_of(rounds, TimeLimits(), launches=launches, gates=10)
