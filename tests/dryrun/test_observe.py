@@ -9,7 +9,7 @@ import pytest
 
 from tests.fakecuda.needs import needs_device
 
-pytestmark = [needs_device, pytest.mark.processes]
+pytestmark = [needs_device, pytest.mark.full]
 GIB = 2**30
 
 SCRIPT = """
