@@ -15,9 +15,8 @@ from refshard.commands.progress import observer as make_observer
 from refshard.errors import SpecError
 from refshard.folders import replace_file
 from refshard.measure.environment import capture_environment
-from refshard.measure.gate.baseline import Baseline, baseline_file, machine_of, read_baseline, read_others
-from refshard.measure.gate.baseline import accept as accept_run
-from refshard.measure.gate.checkout import checked_out
+from refshard.measure.gate import Baseline, baseline_file, checked_out, machine_of, read_baseline, read_others
+from refshard.measure.gate import accept as accept_run
 from refshard.measure.launchers.local import LocalLauncher
 from refshard.measure.run import run_suite
 from refshard.measure.store import read_run

@@ -10,9 +10,9 @@ from refshard.commands.printing import tell
 from refshard.commands.progress import observer as make_observer
 from refshard.errors import SpecError
 from refshard.measure.environment import capture_environment
-from refshard.measure.gate.baseline import keep_noise, read_rounds, record_rounds
-from refshard.measure.gate.rounds import kind, serial
+from refshard.measure.gate import keep_noise, read_rounds, record_rounds
 from refshard.measure.launchers.local import LocalLauncher
+from refshard.measure.run import kind, serial
 from refshard.report.blocks import Answer
 from refshard.report.gate.formats import noise_answer
 from refshard.specs.suite import find_suite, load_suite

@@ -13,10 +13,9 @@ from refshard.commands.printing import tell
 from refshard.commands.progress import observer as make_observer
 from refshard.errors import RefshardError, SpecError, StoreError
 from refshard.measure.environment import capture_environment
-from refshard.measure.gate.baseline import noise_file, read_noise
-from refshard.measure.gate.checkout import checked_out
-from refshard.measure.gate.rounds import PairedRounds, Side, of_strategy, serial
+from refshard.measure.gate import PairedRounds, Side, checked_out, noise_file, of_strategy, read_noise
 from refshard.measure.launchers.local import LocalLauncher
+from refshard.measure.run import serial
 from refshard.records import LaunchRecord
 from refshard.report.gate.formats import GateCase, GateReport
 from refshard.specs.case import CaseSpec

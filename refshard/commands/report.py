@@ -21,7 +21,7 @@ from refshard.commands.printing import write_page
 from refshard.errors import SpecError, StoreError
 from refshard.folders import STDOUT, replace_file
 from refshard.measure.dry.first import folder_of_dry_runs
-from refshard.measure.gate.baseline import newest_noise
+from refshard.measure.gate import newest_noise
 from refshard.measure.store import holds_run, read_run
 from refshard.records import Run
 from refshard.report.run.page import Extras, card, index_page, write_dashboard

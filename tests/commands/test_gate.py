@@ -14,8 +14,8 @@ import pytest
 from refshard.analysis.exact import OPERATORS, PEAK, exact_metrics
 from refshard.commands.gate import Options, beside, find_accepted, peak_alone, two_strategies
 from refshard.errors import SpecError
-from refshard.measure.gate.baseline import Baseline
-from refshard.measure.gate.baseline import accept as accept_run
+from refshard.measure.gate import Baseline
+from refshard.measure.gate import accept as accept_run
 from refshard.measure.run import run_suite
 from refshard.records import LaunchRecord
 from refshard.specs.gate import RULES

@@ -7,7 +7,7 @@ import pytest
 
 from refshard.commands.paired import Comparison, gone_and_come, shared, suite_in
 from refshard.errors import SpecError
-from refshard.measure.gate.rounds import PairedRounds, Side
+from refshard.measure.gate import PairedRounds, Side
 from refshard.measure.launchers.base import LaunchOutcome
 from refshard.report.gate.formats import GateCase
 from refshard.specs.case import CaseSpec

@@ -5,7 +5,7 @@ import pytest
 from refshard.engine.placement import MODES
 from refshard.measure.assemble import failure_of
 from refshard.measure.launchers.base import LaunchOutcome
-from refshard.measure.timing import RankResult
+from refshard.measure.rank import RankResult
 from refshard.specs.case import CaseSpec
 from tests.fakecuda.engine_checks import BACKENDS, CASES
 from tests.fakecuda.fresh import Seen, see

@@ -1,17 +1,19 @@
 """A launcher that starts nothing: it leaves what ranks would have left, so that scheduling is tested without time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 import msgspec
 
 from refshard.flops import flops_per_token
-from refshard.measure.launchers.base import Job, Launcher, LaunchOutcome, check_fits_machine
-from refshard.measure.rank import CASE_FILE, SERIES_FILE, rank_file, series_folder, trace_file
+from refshard.measure.launchers.base import Launcher, LaunchOutcome, Program, RankEnd, Ranks, check_fits_machine
+from refshard.measure.rank import RankResult, rank_file, series_folder, trace_file
 from refshard.measure.run import Observer
-from refshard.measure.timing import RankResult
 from refshard.measure.trainer import CONVENTION
+from refshard.measure.worker import request_file
 from refshard.quantities import GIB
 from refshard.records import Census, CollectiveCount, Environment, LaunchRecord
 from refshard.specs.case import CaseSpec
@@ -60,34 +62,69 @@ def write_rank(case: CaseSpec, folder: Path, rank: int, **changes: Any) -> None:
     write(trace_file(folder, rank), events, rank=rank)
 
 
-class FakeLauncher(Launcher):
-    """Calls ``outcome(case, folder)`` for each launch; by default every rank leaves a good result."""
+class Ended(Ranks):
+    """Ranks that end after they have been looked at once, as the ``outcome`` says."""
 
-    def __init__(self, outcome: Callable[[CaseSpec, Path], LaunchOutcome] | None = None) -> None:
-        self.launched: list[CaseSpec] = []
-        self.series: list[list[CaseSpec]] = []
-        self._outcome = outcome or good
+    pause_s = 0.0
+    ran_s = 0.0
 
-    def launch(self, job: Job, folder: Path, on_progress: Callable[[str], None]) -> LaunchOutcome:
-        on_progress("measure 1/1")
-        if job.program == "series":
-            return self._series(job, folder)
-        case = msgspec.json.decode((folder / CASE_FILE).read_bytes(), type=CaseSpec)
-        assert job == Job(program="case", processes=case.processes, time_limit_s=case.time_limit_s)
-        self.launched.append(case)
-        return self._outcome(case, folder)
+    def __init__(self, outcome: LaunchOutcome, progress: str) -> None:
+        self._outcome, self._progress, self._polled = outcome, progress, False
 
-    def _series(self, job: Job, folder: Path) -> LaunchOutcome:
-        cases = msgspec.json.decode((folder / SERIES_FILE).read_bytes(), type=list[CaseSpec])
-        assert job.time_limit_s == sum(case.time_limit_s for case in cases)
-        self.series.append(cases)
-        return [self._outcome(case, series_folder(folder, index)) for index, case in enumerate(cases)][-1]
+    def poll(self) -> tuple[RankEnd, ...] | None:
+        before, self._polled = self._polled, True
+        return () if before else None
+
+    def outcome(self, ends: tuple[RankEnd, ...]) -> LaunchOutcome:
+        return self._outcome
+
+    def ask(self) -> None:
+        raise NotImplementedError
+
+    def end(self, number: Signals) -> tuple[RankEnd, ...]:
+        return ()
+
+    def progress(self) -> str:
+        return self._progress
+
+
+class StandIn(Launcher):
+    """Calls ``ranks(program, folder)``, which leaves what ranks would leave and returns how they ended."""
+
+    def __init__(self, ranks: Callable[[Program, Path], LaunchOutcome], progress: str = "measure 1/1") -> None:
+        self._ranks, self._shown = ranks, progress
+
+    @contextmanager
+    def start(self, program: Program, folder: Path) -> Iterator[Ranks]:
+        yield Ended(self._ranks(program, folder), self._shown)
 
     def check(self, case: CaseSpec, *, oversubscribe: bool) -> None:
         check_fits_machine(case, case.processes, oversubscribe=oversubscribe)
 
-    def environment(self, threads: int, beside: Path, on_progress: Callable[[str], None]) -> Environment:
+    def environment(self, threads: int, run: Path, on_progress: Callable[[str], None]) -> Environment:
         return ENVIRONMENT
+
+
+class FakeLauncher(StandIn):
+    """Calls ``outcome(case, folder)`` for each launch; by default every rank leaves a good result."""
+
+    def __init__(self, outcome: Callable[[CaseSpec, Path], LaunchOutcome] | None = None) -> None:
+        super().__init__(self._launched)
+        self.launched: list[CaseSpec] = []
+        self.series: list[list[CaseSpec]] = []
+        self._outcome = outcome or good
+
+    def _launched(self, program: Program, folder: Path) -> LaunchOutcome:
+        data = request_file(folder, program.name).read_bytes()
+        if program.name == "series":
+            cases = msgspec.json.decode(data, type=list[CaseSpec])
+            assert program.time_limit_s == sum(case.time_limit_s for case in cases)
+            self.series.append(cases)
+            return [self._outcome(case, series_folder(folder, index)) for index, case in enumerate(cases)][-1]
+        case = msgspec.json.decode(data, type=CaseSpec)
+        assert program == Program(name="case", processes=case.processes, time_limit_s=case.time_limit_s)
+        self.launched.append(case)
+        return self._outcome(case, folder)
 
 
 def good(case: CaseSpec, folder: Path) -> LaunchOutcome:

@@ -23,7 +23,6 @@ from refshard.measure.calibration.kernels import Call, CpuStopwatch, Stopwatch, 
 from refshard.measure.calibration.plan import measure, plan_calibration, read_profile
 from refshard.measure.calibration.profile import TooLittleError, build_profile
 from refshard.measure.calibration.samples import (
-    CALIBRATION_FILE,
     DTYPES,
     ELSEWHERE,
     Beside,
@@ -45,17 +44,18 @@ from refshard.measure.calibration.samples import (
     piece_names,
     samples_file,
 )
-from refshard.measure.launchers.base import Job, Launcher, LaunchOutcome
+from refshard.measure.launchers.base import LaunchOutcome, Program
 from refshard.measure.launchers.torchrun import Place
 from refshard.measure.load import available_cores
-from refshard.records import Environment, GpuUse
+from refshard.measure.worker import request_file
+from refshard.records import GpuUse
 from refshard.report.calibration import profile_answer
-from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import ClusterSpec, load_cluster
 from refshard.specs.hardware import Dtype
 from refshard.specs.suite import NetworkSpec
 from tests.measure.calibrations import calibration
 from tests.measure.commandline import status_of
+from tests.measure.fakes import StandIn
 from tests.report.printed import as_json, notes, rows, tables, text
 
 KERNEL_S, RATE, BYTES_PER_S, OVERHEAD_S = 5e-6, 9e10, 2e10, 3e-5
@@ -404,26 +404,20 @@ def test_a_single_rank_measures_no_collective() -> None:
     assert "fp32 matrix products" in [row["TFLOPS"] for row in rates(profile)]
 
 
-class Scripted(Launcher):
+class Scripted(StandIn):
     """Starts nothing, and leaves what ranks would have left."""
 
     def __init__(self, launch: LaunchOutcome | LaunchError, left: Sequence[RankSamples]) -> None:
-        self._launch, self._left = launch, left
+        def ranks(program: Program, folder: Path) -> LaunchOutcome:
+            asked = msgspec.json.decode(request_file(folder, "calibration").read_bytes(), type=Calibration)
+            assert (program.name, program.processes) == ("calibration", asked.ranks)
+            for samples in left:
+                samples_file(folder, samples.rank).write_bytes(msgspec.json.encode(samples))
+            if isinstance(launch, LaunchError):
+                raise launch
+            return launch
 
-    def launch(self, job: Job, folder: Path, on_progress: Any) -> LaunchOutcome:
-        asked = msgspec.json.decode((folder / CALIBRATION_FILE).read_bytes(), type=Calibration)
-        assert (job.program, job.processes) == ("calibration", asked.ranks)
-        for samples in self._left:
-            samples_file(folder, samples.rank).write_bytes(msgspec.json.encode(samples))
-        if isinstance(self._launch, LaunchError):
-            raise self._launch
-        return self._launch
-
-    def check(self, case: CaseSpec, *, oversubscribe: bool) -> None:
-        raise AssertionError("a calibration has no case")
-
-    def environment(self, threads: int, beside: Path, on_progress: Any) -> Environment:
-        raise AssertionError("a calibration is of what it runs on")
+        super().__init__(ranks)
 
 
 def profile_of(folder: Path, launch: LaunchOutcome | LaunchError, left: Sequence[RankSamples]) -> ClusterSpec:
@@ -640,7 +634,7 @@ def test_wrong_arguments_are_refused_before_anything_is_measured(changes: dict[s
 def left(folder: Path) -> Path:
     """A folder that a calibration left when it was cut short after bf16."""
     folder.mkdir()
-    (folder / CALIBRATION_FILE).write_bytes(msgspec.json.encode(calibration()))
+    request_file(folder, "calibration").write_bytes(msgspec.json.encode(calibration()))
     for rank in range(2):
         samples_file(folder, rank).write_bytes(msgspec.json.encode(rank_samples(rank, BF16_ONLY)))
     return folder

@@ -14,20 +14,21 @@ from refshard.commands.show import show
 from refshard.dryrun.overheads import overheads
 from refshard.dryrun.request import Pool
 from refshard.errors import SpecError
-from refshard.measure.dry.rank import ASKED_FILE, DryCase, DryResult, StepResult, rank_folder, ranks_of, result_file
+from refshard.measure.dry.rank import DryCase, DryResult, StepResult, rank_folder, ranks_of, result_file
 from refshard.measure.dry.record import NOT_CLAIMED, launch_dry, prove_dry, record_dry
-from refshard.measure.launchers.base import Job, Launcher, LaunchOutcome
+from refshard.measure.launchers.base import LaunchOutcome, Program
 from refshard.measure.launchers.local import LocalLauncher
 from refshard.measure.rank import trace_file
 from refshard.measure.run import blank_record, check_suite, run_suite
+from refshard.measure.worker import request_file
 from refshard.quantities import GIB, MIB, format_bytes
-from refshard.records import DERIVED, METRICS, Census, CollectiveCount, Environment, LaunchRecord, RunRecord, StepTrace
+from refshard.records import DERIVED, METRICS, Census, CollectiveCount, LaunchRecord, RunRecord, StepTrace
 from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import load_cluster
 from refshard.specs.suite import SuiteSpec
 from refshard.specs.writing import to_toml
 from tests.fakecuda.needs import needs_device
-from tests.measure.fakes import ENVIRONMENT, Silent, make_suite
+from tests.measure.fakes import ENVIRONMENT, Silent, StandIn, make_suite
 from tests.report.printed import words
 
 DRY: dict[str, Any] = {
@@ -293,17 +294,17 @@ OUT = DryResult(
 )  # fmt: skip
 
 
-class Leaves(Launcher):
+class Leaves(StandIn):
     """Leaves what ``answer`` says for each rank up to one that is not ok, and ends as ``launch`` says."""
 
     def __init__(self, answer: Callable[[DryCase], DryResult | None], launch: LaunchOutcome | None = None) -> None:
+        super().__init__(self._leave, "build")
         self.asked: list[DryCase] = []
         self._answer, self._launch = answer, launch or LaunchOutcome()
 
-    def launch(self, job: Job, folder: Path, on_progress: Callable[[str], None]) -> LaunchOutcome:
-        assert (job.program, job.processes) == ("dryrun", 1)
-        asked = msgspec.json.decode((folder / ASKED_FILE).read_bytes(), type=DryCase)
-        on_progress("build")
+    def _leave(self, program: Program, folder: Path) -> LaunchOutcome:
+        assert (program.name, program.processes) == ("dryrun", 1)
+        asked = msgspec.json.decode(request_file(folder, "dryrun").read_bytes(), type=DryCase)
         for rank in ranks_of(asked.case):
             self.asked.append(msgspec.structs.replace(asked, rank=rank))
             if (result := self._answer(self.asked[-1])) is None:
@@ -314,12 +315,6 @@ class Leaves(Launcher):
             if result.state != "ok":
                 break
         return self._launch
-
-    def check(self, case: CaseSpec, *, oversubscribe: bool) -> None:
-        raise AssertionError("a dry run needs no cores")
-
-    def environment(self, threads: int, beside: Path, on_progress: Callable[[str], None]) -> Environment:
-        return ENVIRONMENT
 
 
 def record_of(launcher: Leaves, folder: Path, case: CaseSpec = CASE) -> LaunchRecord:

@@ -11,11 +11,13 @@ from refshard import resources
 from refshard.measure.environment import (
     capture_environment,
     changes,
+    describe_sensors,
     differences,
     id_of,
     measure_gemm,
+    tf32_allowed,
+    variables,
 )
-from refshard.measure.gpus import describe_sensors, setting_changes, tf32_allowed, variables
 from refshard.measure.load import available_cores
 from refshard.measure.nvml import GpuReading
 from refshard.measure.store import read_run
@@ -138,7 +140,10 @@ def test_the_moment_and_the_place_are_no_part_of_it(now: dict[str, object]) -> N
 def test_a_change_of_one_gpus_settings_names_the_gpu_and_the_setting() -> None:
     slower = replace(WITH_GPUS, gpu_settings=(H100, replace(H100, power_limit_w=500.0)))
     assert differences(WITH_GPUS, slower) == ["power_limit_w of GPU 1 was 700.0 and is 500.0"]
-    assert setting_changes((H100,), ()) == ["gpu_settings were known of 1 GPUs and are of 0"]
+    unknown = replace(WITH_GPUS, gpu_settings=())
+    assert differences(WITH_GPUS, unknown) == [
+        f"gpu_settings were known of {len(WITH_GPUS.gpu_settings)} GPUs and are of 0"
+    ]
 
 
 def test_a_change_of_a_variable_names_it() -> None:
@@ -176,4 +181,3 @@ def test_sensors_fill_settings_and_throttling_of_each_gpu() -> None:
         "gpu_settings": (H100, H100),
         "gpu_throttled": ((), ("temperature",)),
     }
-    assert describe_sensors(None) == {}

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from refshard.measure.gpus import retry_warnings
+from refshard.measure.assemble import retry_warnings
 from refshard.records import GpuMemory
 
 NOTHING = dict.fromkeys(GpuMemory.__struct_fields__, 0)

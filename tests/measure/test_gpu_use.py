@@ -5,7 +5,8 @@ from threading import Event
 import pytest
 import torch
 
-from refshard.measure.gpus import of_all_hosts, sampled, throttle_warnings, use_of, watched_gpus
+from refshard.measure.assemble import of_all_hosts, throttle_warnings
+from refshard.measure.load import sampled, use_of, watched_gpus
 from refshard.measure.nvml import GpuReading
 from refshard.records import GpuUse
 from tests.measure.sensors import FakeSensors

@@ -20,7 +20,7 @@ from refshard.specs.case import CaseSpec
 from tests.measure.fakes import ENVIRONMENT, FakeLauncher, Silent, good, make_suite
 
 WATCHED = {
-    (run.__file__, name) for name in ("run_suite", "_run_missing", "launch_case", "_keep_traces")
+    (run.__file__, name) for name in ("run_suite", "_launch_all", "open_run", "launch", "_launched", "_keep")
 } | {
     (store.__file__, name) for name in ("__init__", "append", "close", "_write", "_lock", "__exit__")
 } | {

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from refshard.measure.load import RankLoad, load_of, probe, watched_load
-from refshard.measure.timing import RankResult, measure
+from refshard.measure.rank import RankResult, measure
 from refshard.specs.case import CaseSpec
 from tests.distributed.ranks import run_ranks
 from tests.fakecuda.fresh import see

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from refshard.measure.timing import RankResult, measure
+from refshard.measure.rank import RankResult, measure
 from refshard.measure.trainer import Trainer
 from refshard.models.llama import Llama
 from refshard.records import CollectiveCount

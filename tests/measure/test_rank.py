@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from refshard.errors import UnsupportedError
-from refshard.measure.rank import CASE_FILE, rank_file, state_of
-from refshard.measure.timing import RankResult
+from refshard.measure.rank import RankResult, rank_file, state_of
+from refshard.measure.worker import request_file
 from refshard.quantities import GIB
 from refshard.specs.case import CaseSpec, CommMemory
 from tests.fakecuda.fresh import needs_device
@@ -58,7 +58,7 @@ sys.exit(run_rank(Path(sys.argv[1])))
 
 def run_rank_of(script: str, folder: Path, case: CaseSpec) -> RankResult:
     """What the only rank of ``case`` leaves, which runs in ``script`` and ends with status 1."""
-    (folder / CASE_FILE).write_bytes(msgspec.json.encode(case))
+    request_file(folder, "case").write_bytes(msgspec.json.encode(case))
     done = subprocess.run(
         [sys.executable, "-c", script, folder], env={**os.environ, **ALONE}, check=False, timeout=1800
     )
@@ -130,7 +130,7 @@ def test_a_ranks_limit_holds_for_its_training_and_not_for_the_trace(tmp_path: Pa
         strategy="single", world_size=1, model="llama-tiny", global_batch=1, seq_len=8, device="cpu",
         measured_steps=2, traced_steps=1, memory_limit_gib=2.0,
     )  # fmt: skip
-    (tmp_path / CASE_FILE).write_bytes(msgspec.json.encode(case))
+    request_file(tmp_path, "case").write_bytes(msgspec.json.encode(case))
     done = subprocess.run(
         [sys.executable, "-c", LIMIT_AT_EACH_FORWARD, tmp_path],
         env={**os.environ, **ALONE}, check=True, timeout=1800, stdout=subprocess.PIPE, text=True,
@@ -164,7 +164,7 @@ def test_a_limit_of_a_gpu_is_one_of_its_allocator(tmp_path: Path, limit_gib: flo
         strategy="single", world_size=1, model="llama-tiny", global_batch=1, seq_len=8, device="cuda",
         measured_steps=1, traced_steps=1, memory_limit_gib=limit_gib,
     )  # fmt: skip
-    (tmp_path / CASE_FILE).write_bytes(msgspec.json.encode(case))
+    request_file(tmp_path, "case").write_bytes(msgspec.json.encode(case))
     command = [sys.executable, "-c", ON_A_FAKE_GPU, str(tmp_path)]
     done = subprocess.run(command, env={**os.environ, **ALONE}, check=False, timeout=1800)
     result = msgspec.json.decode(rank_file(tmp_path, 0).read_bytes(), type=RankResult)
@@ -182,7 +182,7 @@ def test_memory_that_is_not_there_ends_unsupported_and_symmetric_memory_has_nccl
     case = CaseSpec(
         strategy="fsdp2", world_size=1, model="llama-tiny", global_batch=1, seq_len=8, device="cpu", comm_memory=memory
     )
-    (tmp_path / CASE_FILE).write_bytes(msgspec.json.encode(case))
+    request_file(tmp_path, "case").write_bytes(msgspec.json.encode(case))
     variables = {name: value for name, value in os.environ.items() if name != "NCCL_CTA_POLICY"}
     done = subprocess.run(
         [sys.executable, "-c", PRINTS_NCCLS_POLICY, tmp_path], env={**variables, **ALONE}, check=False, timeout=1800,

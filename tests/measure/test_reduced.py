@@ -9,7 +9,7 @@ import torch
 
 from refshard.measure.launchers.base import LaunchOutcome
 from refshard.measure.launchers.local import LocalLauncher
-from refshard.measure.reduced import REDUCED_FILE, Reduced, ReducedLosses, reduced_for
+from refshard.measure.reduced import Reduced, ReducedLosses, reduced_file, reduced_for
 from refshard.measure.run import run_suite
 from refshard.models.llama import Llama
 from refshard.quantities import GIB, MIB
@@ -52,7 +52,7 @@ def test_a_reference_that_does_not_fit_is_reduced_in_fp32_on_the_same_ranks() ->
     assert reduced.case == case
     assert reduced.model == load_model("llama3-8b").reduced(2)
     assert reduced.why == "one unsharded rank would need about 3,196 GiB, and has 80.0 GiB"
-    assert reduced.words.startswith("the same case reduced to 2 layers of width 512, a vocabulary of 2,048, 128 tokens")
+    assert reduced.text.startswith("the same case reduced to 2 layers of width 512, a vocabulary of 2,048, 128 tokens")
 
 
 @pytest.mark.parametrize("model", ["llama3.2-1b", "qwen3-4b"])
@@ -103,7 +103,7 @@ def leaving(reference: tuple[float, ...], error: str = "") -> FakeLauncher:
     """A launcher whose ranks leave losses of 3 and 5 of the reduced case, and rank 0 those of its reference."""
 
     def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
-        reduced = msgspec.json.decode((folder / REDUCED_FILE).read_bytes(), type=Reduced)
+        reduced = msgspec.json.decode(reduced_file(folder).read_bytes(), type=Reduced)
         assert reduced.case.strategy == case.strategy
         for rank in range(case.processes):
             alone = {"reference": reference, "error": error} if rank == 0 else {}

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from refshard.errors import RefshardError, UnsupportedError
-from refshard.measure.launchers.ranks import rank_environment
+from refshard.measure.launchers.base import rank_environment
 from refshard.measure.trainer import Trainer
 from refshard.models.llama import Llama, initialise
 from refshard.records import parity_tolerance

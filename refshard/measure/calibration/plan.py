@@ -14,10 +14,11 @@ from refshard.errors import LaunchError, SpecError
 from refshard.measure.calibration.collectives import traffic
 from refshard.measure.calibration.kernels import pace, shapes
 from refshard.measure.calibration.profile import TooLittleError, build_profile
-from refshard.measure.calibration.samples import CALIBRATION_FILE, Calibration, RankSamples, samples_file
-from refshard.measure.launchers.base import Job, Launcher
+from refshard.measure.calibration.samples import Calibration, RankSamples, samples_file
+from refshard.measure.launchers.base import Launcher, Program
 from refshard.measure.launchers.torchrun import Place
 from refshard.measure.load import available_cores
+from refshard.measure.worker import request_file
 from refshard.specs.case import Device
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.suite import NetworkSpec
@@ -91,11 +92,11 @@ def measure(
     Raises:
         KeyboardInterrupt: it was cut short; the samples until then are there.
     """
-    (folder / CALIBRATION_FILE).write_bytes(msgspec.json.encode(calibration))
+    request_file(folder, "calibration").write_bytes(msgspec.json.encode(calibration))
     limit_s = _SWEEP_LIMIT_S * (1 + calibration.sweeps)
-    job = Job(program="calibration", processes=calibration.ranks, time_limit_s=limit_s)
+    program = Program(name="calibration", processes=calibration.ranks, time_limit_s=limit_s)
     try:
-        launch = launcher.launch(job, folder, on_progress)
+        launch = launcher.launch(program, folder, on_progress)
     except LaunchError as error:
         return str(error)
     if launch.timed_out:
@@ -118,7 +119,7 @@ def read_profile(folder: Path, ended: str | None = None) -> ClusterSpec:
         LaunchError: what was measured is too little for a profile.
     """
     try:
-        calibration = msgspec.json.decode((folder / CALIBRATION_FILE).read_bytes(), type=Calibration)
+        calibration = msgspec.json.decode(request_file(folder, "calibration").read_bytes(), type=Calibration)
     except (OSError, msgspec.DecodeError) as error:
         raise SpecError(f"from: {folder} has no calibration ({error}); name a NAME.toml.samples folder") from None
     paths = [samples_file(folder, rank) for rank in range(calibration.ranks)]

@@ -32,7 +32,6 @@ from refshard.measure.calibration.collectives import (
 from refshard.measure.calibration.kernels import CpuStopwatch, CudaStopwatch
 from refshard.measure.calibration.samples import (
     BESIDE,
-    CALIBRATION_FILE,
     DTYPES,
     ELEMENTWISE,
     IN_BURSTS,
@@ -49,9 +48,9 @@ from refshard.measure.calibration.samples import (
     piece_names,
     samples_file,
 )
-from refshard.measure.gpus import watched_gpus
-from refshard.measure.load import cpu_name
-from refshard.measure.rank import PROGRESS_FILE, describe, end_now, make_room
+from refshard.measure.load import cpu_name, watched_gpus
+from refshard.measure.rank import describe, end_now, make_room
+from refshard.measure.worker import PROGRESS_FILE, request_file
 
 _REASON_LENGTH = 160
 
@@ -59,7 +58,7 @@ _REASON_LENGTH = 160
 def calibrate_rank(folder: Path) -> int:
     """Run this rank and return the process's exit status."""
     rank = int(os.environ["RANK"])
-    calibration = msgspec.json.decode((folder / CALIBRATION_FILE).read_bytes(), type=Calibration)
+    calibration = msgspec.json.decode(request_file(folder, "calibration").read_bytes(), type=Calibration)
     torch.set_num_threads(calibration.threads)
     device = torch.device("cpu")
     if calibration.device == "cuda":

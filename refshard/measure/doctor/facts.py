@@ -20,7 +20,7 @@ import torch
 
 from refshard.errors import RefshardError
 from refshard.fakecuda import build
-from refshard.measure.gpus import tf32_allowed, variables
+from refshard.measure.environment import tf32_allowed, variables
 from refshard.measure.load import available_cores, cpu_name
 from refshard.measure.nvml import GpuCondition, GpuReading, GpuSensors
 from refshard.records import GpuSettings

@@ -18,7 +18,7 @@ from refshard.dryrun.request import UNLIMITED_BYTES, Pool
 from refshard.errors import RefshardError
 from refshard.fakecuda import activate
 from refshard.folders import replace_file
-from refshard.measure.worker import end_with_parent
+from refshard.measure.worker import end_with_parent, request_file
 from refshard.records import Census, CollectiveCount, State, StepTrace
 from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import load_cluster
@@ -113,7 +113,7 @@ def run_dry_ranks(folder: Path) -> NoReturn:
     Each but the last has a process of its own, forked once the device and torch are there. The last, which reads what
     all recorded, runs here, if they ended ok.
     """
-    asked = msgspec.json.decode((folder / ASKED_FILE).read_bytes(), type=DryCase)
+    asked = msgspec.json.decode(request_file(folder, "dryrun").read_bytes(), type=DryCase)
     try:
         device = prepare([asked])
     except BaseException as error:

@@ -11,18 +11,22 @@ from refshard.fakecuda.build import extension
 from refshard.flops import flops_per_token
 from refshard.measure.assemble import (
     complete,
-    flops_words,
+    counts,
+    failed_announcement,
+    failed_units,
+    flops_text,
     rates,
-    recompute_words,
+    recompute_text,
     timeout_text,
     traced_parts,
+    units_of_all,
     without_home,
 )
-from refshard.measure.dry.rank import ASKED_FILE, DryCase, DryResult, rank_folder, ranks_of, result_file
-from refshard.measure.launchers.base import Job, Launcher, LaunchOutcome
-from refshard.measure.proof import counts, failed_announcement, failed_units, units_of_all
+from refshard.measure.dry.rank import DryCase, DryResult, rank_folder, ranks_of, result_file
+from refshard.measure.launchers.base import Launcher, LaunchOutcome, Program
 from refshard.measure.rank import trace_file
 from refshard.measure.trainer import CONVENTION
+from refshard.measure.worker import request_file
 from refshard.quantities import format_bytes
 from refshard.records import DERIVED, METRICS, LaunchRecord, Proof
 from refshard.specs.case import CaseSpec
@@ -87,10 +91,10 @@ def _launch(
 ) -> DryOutcome:
     """Run the ranks, and read the results that there are up to the first that is not ok."""
     work.mkdir(parents=True, exist_ok=True)
-    (work / ASKED_FILE).write_bytes(msgspec.json.encode(DryCase(case=case, limited=limited)))
-    job = Job(program="dryrun", processes=case.processes, time_limit_s=case.time_limit_s)
+    request_file(work, "dryrun").write_bytes(msgspec.json.encode(DryCase(case=case, limited=limited)))
+    program = Program(name="dryrun", processes=case.processes, time_limit_s=case.time_limit_s)
     words = "" if limited else "without a memory limit, "
-    launch = launcher.launch(job, work, lambda text: on_progress(words + text))
+    launch = launcher.launch(program, work, lambda text: on_progress(words + text))
     results: list[DryResult] = []
     for path in (result_file(rank_folder(work, rank)) for rank in ranks_of(case)):
         if not path.exists() or (results and results[-1].state != "ok"):
@@ -183,9 +187,9 @@ def _named(blank: LaunchRecord, results: Sequence[DryResult]) -> LaunchRecord:
         blank,
         device=hardware.device_name,
         backend="nccl",
-        flops_convention=flops_words(case),
+        flops_convention=flops_text(case),
         flops_per_token=flops,
-        recompute=recompute_words(case, n_layers) if n_layers else "",
+        recompute=recompute_text(case, n_layers) if n_layers else "",
         peak_flops_per_s=hardware.matmul[_dtype(case)].peak,
         peak_source=hardware.sources["matmul"],
         warnings=tuple(dict.fromkeys(warning for result in results for warning in result.warnings)),

@@ -33,8 +33,9 @@ from refshard.dryrun.steps import Step, steps_of
 from refshard.errors import UnsupportedError
 from refshard.events.writer import as_kineto
 from refshard.measure.dry.rank import RECORDING_FILE, DryCase, DryResult, StepResult, rank_folder, ranks_of
-from refshard.measure.rank import PROGRESS_FILE, describe, trace_file
+from refshard.measure.rank import describe, trace_file
 from refshard.measure.trainer import Trainer
+from refshard.measure.worker import PROGRESS_FILE
 from refshard.quantities import format_times
 from refshard.records import Census, CollectiveCount, State, StepTrace
 from refshard.specs.case import CaseSpec

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from refshard.errors import SpecError, StoreError
-from refshard.measure.gate.baseline import accept, baseline_file, read_baseline
+from refshard.measure.gate import accept, baseline_file, read_baseline
 from refshard.measure.launchers.base import LaunchOutcome
 from refshard.measure.run import run_suite
 from refshard.records import Run

@@ -7,7 +7,7 @@ import pytest
 
 from refshard.analysis.rehearsal import noise_of
 from refshard.errors import SpecError, StoreError
-from refshard.measure.gate.baseline import keep_noise, noise_file, read_noise, read_rounds, record_rounds
+from refshard.measure.gate import keep_noise, noise_file, read_noise, read_rounds, record_rounds
 from refshard.measure.launchers.base import LaunchOutcome
 from refshard.specs.case import CaseSpec
 from refshard.specs.gate import TimeLimits

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from refshard.measure.gate.rounds import PairedRounds, Side
+from refshard.measure.gate import PairedRounds, Side
 from refshard.measure.launchers.base import LaunchOutcome
 from refshard.measure.store import read_run
 from refshard.records import LaunchRecord

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from refshard.analysis.kineto import read_timeline
+from refshard.measure.launchers.base import log_tail, started
 from refshard.measure.launchers.local import worker_of
-from refshard.measure.launchers.ranks import log_tail, started
 from refshard.measure.store import read_run
 from refshard.records import METRICS, Run
 from tests.measure.commandline import SUITE, interrupted, processes_of, refshard, status_of, wait_for, write_suite
@@ -54,12 +54,12 @@ def test_a_suite_runs_and_shows(tmp_path: Path, peers: tuple[str, ...]) -> None:
 
 
 def test_ranks_alone_hold_their_logs_open(tmp_path: Path) -> None:
-    with started(sys.executable, [("-c", "print('here')")], [{}], tmp_path, tmp_path / "logs") as ranks:
+    with started(sys.executable, [(("-c", "print('here')"), {})], tmp_path) as ranks:
         opened = [file.path for file in psutil.Process().open_files()]
         while ranks.poll() is None:
             time.sleep(0.01)
     assert not [path for path in opened if path.startswith(str(tmp_path))]
-    assert log_tail(tmp_path / "logs", 0) == ("here",)
+    assert log_tail(tmp_path, 0) == ("here",)
 
 
 @pytest.mark.full

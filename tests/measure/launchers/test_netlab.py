@@ -11,22 +11,20 @@ import pytest
 
 from refshard.errors import LaunchError
 from refshard.measure.interruption import Interruption
-from refshard.measure.launchers.base import Job
+from refshard.measure.launchers.base import Program
 from refshard.measure.launchers.netlab import (
     BURST_BYTES,
-    Names,
     NetlabLauncher,
     Network,
     born_at,
     check,
-    commands,
     namespaces,
     obstacle,
     placed,
     remove_leftovers,
 )
-from refshard.measure.rank import CASE_FILE
 from refshard.measure.store import read_run
+from refshard.measure.worker import request_file
 from refshard.specs.case import CaseSpec
 from refshard.specs.suite import NetworkSpec
 from tests.measure.commandline import processes_of, wait_for, write_suite
@@ -35,8 +33,8 @@ from tests.measure.faults import running
 TWO = NetworkSpec(hosts=2, rate="100mbit")
 
 
-def job(processes: int, time_limit_s: float = 120.0) -> Job:
-    return Job(program="case", processes=processes, time_limit_s=time_limit_s)
+def job(processes: int, time_limit_s: float = 120.0) -> Program:
+    return Program(name="case", processes=processes, time_limit_s=time_limit_s)
 
 
 def netlab_suite(folder: Path, *strategies: str, rate: str, steps: int = 3) -> Path:
@@ -59,10 +57,11 @@ def hosts_can_be_made() -> None:
 real = pytest.mark.usefixtures("hosts_can_be_made")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="a network is named after a Linux process")
 def test_the_commands_that_make_a_network() -> None:
-    names = Names(pid=7, born=99, serial=1)
-    made = [" ".join(command) for command in commands(TWO, names, lambda host: f"10.0.0.{host + 1}")]
-    switch, first, second = "refshard-7-99-1-switch", "refshard-7-99-1-host0", "refshard-7-99-1-host1"
+    network = Network(TWO)
+    made = [" ".join(command) for command in network.commands()]
+    switch, first, second = f"{network.name}-switch", f"{network.name}-host0", f"{network.name}-host1"
     assert made == [
         f"ip netns add {switch}",
         f"ip netns add {first}",
@@ -87,10 +86,9 @@ def test_the_commands_that_make_a_network() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="a network is named after a Linux process")
 def test_ranks_fill_one_host_after_the_other(tmp_path: Path) -> None:
     network = Network(TWO)
-    program, arguments, environments = placed(job(processes=4), tmp_path, network, TWO.ranks_per_host(4))
+    arguments, environments = zip(*placed(job(processes=4), tmp_path, network, TWO.ranks_per_host(4)))
     worker = (sys.executable, "-m", "refshard.measure.worker", "case", str(tmp_path), str(os.getpid()))
-    assert program == "ip"
-    assert arguments == [(*network.inside(host), *worker) for host in (0, 0, 1, 1)]
+    assert list(arguments) == [(*network.inside(host), *worker) for host in (0, 0, 1, 1)]
     assert [name.rpartition("-")[2] for _, _, name, *_ in arguments] == ["host0", "host0", "host1", "host1"]
     assert [(e["RANK"], e["LOCAL_RANK"]) for e in environments] == [("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")]
     for environment in environments:
@@ -101,14 +99,12 @@ def test_ranks_fill_one_host_after_the_other(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="a network is named after a Linux process")
 def test_a_single_rank_runs_on_the_first_host(tmp_path: Path) -> None:
     network = Network(TWO)
-    _, (arguments,), _ = placed(job(processes=1), tmp_path, network, TWO.ranks_per_host(1))
+    ((arguments, _),) = placed(job(processes=1), tmp_path, network, TWO.ranks_per_host(1))
     assert arguments[:3] == network.inside(0)
 
 
 def test_no_two_networks_share_a_name() -> None:
-    ours = [Names(pid=7, born=99, serial=serial).all(hosts=2) for serial in (1, 2)]
-    theirs = Names(pid=7, born=100, serial=1).all(hosts=2)
-    assert len({*ours[0], *ours[1], *theirs}) == 9
+    assert len({name for _ in range(2) for name in Network(TWO).hosts}) == 4
 
 
 @pytest.mark.parametrize(
@@ -296,7 +292,7 @@ def test_a_suite_runs_over_the_network(tmp_path: Path) -> None:
     assert not processes_of(tmp_path / "run")
 
 
-def endless(folder: Path, strategy: str, world_size: int, time_limit_s: float = 120.0) -> Job:
+def endless(folder: Path, strategy: str, world_size: int, time_limit_s: float = 120.0) -> Program:
     """A case that does not end by itself, laid down for its ranks."""
     case = CaseSpec(
         strategy=strategy,
@@ -308,7 +304,7 @@ def endless(folder: Path, strategy: str, world_size: int, time_limit_s: float = 
         measured_steps=100_000,
         time_limit_s=time_limit_s,
     )
-    (folder / CASE_FILE).write_bytes(msgspec.json.encode(case))
+    request_file(folder, "case").write_bytes(msgspec.json.encode(case))
     return job(world_size, time_limit_s)
 
 

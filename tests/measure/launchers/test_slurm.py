@@ -12,8 +12,7 @@ import pytest
 from psutil import Process
 
 from refshard.errors import LaunchError, SpecError
-from refshard.measure.launchers.base import Job, LaunchOutcome
-from refshard.measure.launchers.ranks import launch_of
+from refshard.measure.launchers.base import LaunchOutcome, Program, launch_of
 from refshard.measure.launchers.slurm import SlurmLauncher, Status, ask, ends_of, job_name, launch_of_job, scripts
 from refshard.measure.run import run_suite
 from refshard.measure.store import RunWriter, read_run
@@ -21,7 +20,7 @@ from tests.measure.commandline import interrupted, only_case, processes_of, star
 from tests.measure.fakes import ENVIRONMENT, FakeLauncher, Silent, make_suite
 from tests.measure.launchers.slurm import Slurm, obstacle, running_slurm
 
-JOB = Job(program="case", processes=2, time_limit_s=600.0)
+JOB = Program(name="case", processes=2, time_limit_s=600.0)
 
 
 def leave_end(folder: Path, rank: int, when: float, status: int) -> None:
@@ -62,7 +61,7 @@ def test_a_rank_that_a_signal_ended_failed_before_those_that_lost_it(tmp_path: P
 
 
 def status(state: str) -> Status:
-    return Status(state=state, reason="None", restarts=0)
+    return Status(state=state)
 
 
 def test_slurms_state_tells_where_no_rank_does(tmp_path: Path) -> None:
@@ -144,7 +143,7 @@ class FakeSlurm:
 def launched(
     slurm: FakeSlurm, on_progress: Callable[[str], None] = lambda _: None, time_limit_s: float = 600.0
 ) -> LaunchOutcome:
-    job = Job(program="case", processes=2, time_limit_s=time_limit_s)
+    job = Program(name="case", processes=2, time_limit_s=time_limit_s)
     return SlurmLauncher("", slurm).launch(job, slurm.folder, on_progress)
 
 

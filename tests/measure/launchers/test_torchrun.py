@@ -18,8 +18,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from refshard.cli import main
 from refshard.errors import SpecError
 from refshard.measure.interruption import Interruption
-from refshard.measure.launchers.base import Job
-from refshard.measure.launchers.ranks import RankEnd, children, timed_out
+from refshard.measure.launchers.base import Program, RankEnd, timed_out
 from refshard.measure.launchers.torchrun import Announced, Place, Report, Server, TorchrunLauncher, place_of
 from refshard.measure.store import read_run
 from refshard.specs.case import CaseSpec
@@ -206,8 +205,8 @@ def test_a_time_limit_asks_all_ranks_before_it_ends_one(tmp_path: Path) -> None:
 
 def served(store: HashStore, folder: Path) -> Report:
     """The report of rank 1's server on the first job, which is to work in ``folder``, and on no more."""
-    job = Job(program="case", processes=2, time_limit_s=60.0)
-    announced = Announced(job=job, folder=str(folder), port=1)
+    program = Program(name="case", processes=2, time_limit_s=60.0)
+    announced = Announced(program=program, folder=str(folder), port=1)
     store.set("job/0", msgspec.json.encode(announced).decode())
     store.set("job/1", "true")
     place = replace(PLACE, rank=1)
@@ -228,16 +227,6 @@ def test_a_server_that_cannot_start_its_rank_says_why(tmp_path: Path) -> None:
     trouble = served(HashStore(), tmp_path).trouble
     assert trouble.startswith(f"rank 1 on {socket.gethostname()} cannot be started ([Errno ")
     assert trouble.endswith("); correct that and --resume the run")
-
-
-@pytest.mark.processes
-def test_only_own_processes_are_asked_where_they_stand() -> None:
-    with subprocess.Popen(["sleep", "100"]) as child:
-        try:
-            assert children({0: os.getppid(), 1: child.pid}) == {1: child.pid}
-        finally:
-            child.kill()
-    assert children({1: child.pid}) == {}
 
 
 def test_a_rank_that_ended_well_is_not_said_to_stand_anywhere() -> None:
