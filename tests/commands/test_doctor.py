@@ -8,8 +8,7 @@ from typer.testing import CliRunner
 
 from refshard.cli import app
 from refshard.commands.doctor import report
-from refshard.measure.doctor.facts import Facts
-from refshard.measure.doctor.findings import abilities, findings
+from refshard.measure.doctor import Facts, abilities, findings
 from tests.measure.doctor.machines import CPU_ONLY, DGX, with_gpu
 from tests.report.printed import as_csv, as_json, rows, tables, text, verdict
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from refshard.measure.calibration.collectives import Agreement
-from refshard.measure.calibration.plan import measure, read_profile
+from refshard.measure.calibration.profile import measure, read_profile
 from refshard.measure.calibration.rank import Measurement, Ordered, OutOfStepError
 from refshard.measure.calibration.samples import Operations, RankSamples, Sample, samples_file
 from refshard.measure.launchers.local import LocalLauncher

@@ -20,8 +20,8 @@ from refshard.measure.calibration import kernels
 from refshard.measure.calibration import profile as fit
 from refshard.measure.calibration.collectives import Agreement, FailedOnSomeRankError, divisible, traffic
 from refshard.measure.calibration.kernels import Call, CpuStopwatch, Stopwatch, settled
-from refshard.measure.calibration.plan import measure, plan_calibration, read_profile
-from refshard.measure.calibration.profile import TooLittleError, build_profile
+from refshard.measure.calibration.profile import TooLittleError, build_profile, measure, plan_calibration, read_profile
+from refshard.measure.calibration.rank import pieces_of
 from refshard.measure.calibration.samples import (
     DTYPES,
     ELSEWHERE,
@@ -41,7 +41,6 @@ from refshard.measure.calibration.samples import (
     of_ranks,
     of_sweeps,
     ops_of,
-    piece_names,
     samples_file,
 )
 from refshard.measure.launchers.base import LaunchOutcome, Program
@@ -160,7 +159,7 @@ def pieces(ranks: int = 2, nodes: int = 1) -> Pieces:
             )
     if ranks == 1:
         del found["products beside collectives"]
-    assert set(found) == set(piece_names(calibration(ranks=ranks), nodes))
+    assert set(found) == set(pieces_of(calibration(ranks=ranks), nodes))
     return {name: Piece(samples=samples) for name, samples in found.items()}
 
 
@@ -293,7 +292,7 @@ def test_a_collective_that_failed_elsewhere_has_that_ranks_reason() -> None:
 
 
 def test_a_rank_that_failed_in_a_collective_is_the_reason_and_not_those_that_were_ended_for_it() -> None:
-    names = list(piece_names(calibration(), 1))
+    names = list(pieces_of(calibration(), 1))
     reached = {name: pieces()[name] for name in names[: names.index("all_gather of 2 ranks on 1 node")]}
     failed = {**reached, "all_gather of 2 ranks on 1 node": Piece(failure="RuntimeError: NCCL")}
     profile = build_profile(calibration(), [rank_samples(0, reached), rank_samples(1, failed)], "rank 1 ended")
@@ -302,7 +301,7 @@ def test_a_rank_that_failed_in_a_collective_is_the_reason_and_not_those_that_wer
 
 
 def test_what_was_not_reached_is_missing_for_the_reason_that_all_ended() -> None:
-    names = list(piece_names(calibration(), 1))
+    names = list(pieces_of(calibration(), 1))
     reached = {name: pieces()[name] for name in names[:8]}
     profile = build_profile(calibration(), [rank_samples(0), rank_samples(1, reached)], "rank 1 was killed")
     assert profile.not_measured == dict.fromkeys(names[8:], "rank 1 was killed")
@@ -321,7 +320,7 @@ def test_a_rank_that_measured_almost_nothing_leaves_no_profile() -> None:
 
 
 def test_bf16_comes_first_and_fp32_attention_last_of_what_computes() -> None:
-    names = piece_names(calibration(), 1)
+    names = list(pieces_of(calibration(), 1))
     compute = [name for name in names if "products" in name or "attention" in name]
     assert compute[:4] == ["bf16 products in bursts", "bf16 products", "bf16 attention in bursts", "bf16 attention"]
     assert compute[-2:] == ["fp32 attention", "products beside collectives"]
@@ -431,7 +430,7 @@ def test_the_driver_builds_a_profile_of_what_ranks_left(tmp_path: Path) -> None:
     assert read_profile(tmp_path) == profile, "as often as one likes"
 
 
-BF16_ONLY = {name: piece for name, piece in pieces().items() if name in piece_names(calibration(), 1)[:8]}
+BF16_ONLY = {name: piece for name, piece in pieces().items() if name in list(pieces_of(calibration(), 1))[:8]}
 KILLED = LaunchOutcome(failed_rank=1, error="rank 1 ended with exit status 1", log_tail=("Traceback", "ValueError: no"))
 
 

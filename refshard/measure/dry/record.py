@@ -22,7 +22,7 @@ from refshard.measure.assemble import (
     units_of_all,
     without_home,
 )
-from refshard.measure.dry.rank import DryCase, DryResult, rank_folder, ranks_of, result_file
+from refshard.measure.dry.rank import DryCase, DryResult, ranks_of, read_results
 from refshard.measure.launchers.base import Launcher, LaunchOutcome, Program
 from refshard.measure.rank import trace_file
 from refshard.measure.trainer import CONVENTION
@@ -95,12 +95,7 @@ def _launch(
     program = Program(name="dryrun", processes=case.processes, time_limit_s=case.time_limit_s)
     words = "" if limited else "without a memory limit, "
     launch = launcher.launch(program, work, lambda text: on_progress(words + text))
-    results: list[DryResult] = []
-    for path in (result_file(rank_folder(work, rank)) for rank in ranks_of(case)):
-        if not path.exists() or (results and results[-1].state != "ok"):
-            break
-        results.append(msgspec.json.decode(path.read_bytes(), type=DryResult))
-    return DryOutcome(launch=launch, results=tuple(results))
+    return DryOutcome(launch=launch, results=read_results(work, case))
 
 
 def record_dry(blank: LaunchRecord, launched: DryOutcome) -> LaunchRecord:

@@ -4,7 +4,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from refshard.measure.doctor.facts import Facts, GpuFacts, TorchFacts, TorchGpu
+from refshard.measure.doctor import Facts, GpuFacts, TorchFacts, TorchGpu
 from refshard.measure.nvml import GpuCondition, GpuReading
 from refshard.records import GpuSettings
 

@@ -3,8 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from refshard.measure.doctor.facts import Facts, TorchGpu
-from refshard.measure.doctor.findings import findings
+from refshard.measure.doctor import Facts, TorchGpu, findings
 from refshard.measure.nvml import GpuReading
 from tests.measure.doctor.machines import CPU_ONLY, CUDA, DGX, GIB, GPU, H100, with_all, with_gpu, with_readings
 
