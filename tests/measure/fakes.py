@@ -127,6 +127,20 @@ class FakeLauncher(StandIn):
         return self._outcome(case, folder)
 
 
+def leaving(strategy: str, *ranks: dict[str, Any], launch: LaunchOutcome | None = None) -> FakeLauncher:
+    """Every rank leaves a good result, with the changes of ``ranks`` (of the last one, if there are more ranks) in
+    cases of ``strategy`` or, if that is empty, in all but references; launches of these end as ``launch`` says.
+    """
+
+    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
+        mine = case.strategy == strategy if strategy else case != case.reference()
+        for rank in range(case.processes):
+            write_rank(case, folder, rank, **(ranks[min(rank, len(ranks) - 1)] if mine and ranks else {}))
+        return (launch if mine else None) or LaunchOutcome()
+
+    return FakeLauncher(outcome)
+
+
 def good(case: CaseSpec, folder: Path) -> LaunchOutcome:
     """Every rank ends well."""
     for rank in range(case.processes):

@@ -170,23 +170,29 @@ def run_case(request: DryCase, device: Prepared, folder: Path) -> NoReturn:
         result = run_steps(own, cluster, device.ext, rank_folder(folder, rank))
         return msgspec.structs.replace(result, usable_bytes=device.usable_bytes)
 
+    ranks = ranks_of(request.case)
+    for rank in ranks:
+        rank_folder(folder, rank).mkdir(parents=True, exist_ok=True)
+    if _run_in_processes(ranks[:-1], run, folder):
+        _leave(ranks[-1], run, folder)
+    _end()
+
+
+def _run_in_processes(ranks: Sequence[int], run: Run, folder: Path) -> bool:
+    """Run each rank in a process; whether all ended ok. After one that did not, no more are started."""
+
     def child(rank: int) -> None:
         if end_with_parent(parent, signal.SIGKILL):
             _leave(rank, run, folder)
         _end()
 
-    parent, ranks = os.getpid(), ranks_of(request.case)
-    for rank in ranks:
-        rank_folder(folder, rank).mkdir(parents=True, exist_ok=True)
-    waiting, well = list(ranks[:-1]), True
-    for ended in forked(waiting, child):
-        path = result_file(rank_folder(folder, ended))
+    parent, waiting, well = os.getpid(), list(ranks), True
+    for rank in forked(waiting, child):
+        path = result_file(rank_folder(folder, rank))
         well = well and path.exists() and msgspec.json.decode(path.read_bytes(), type=DryResult).state == "ok"
         if not well:
             waiting.clear()
-    if well:
-        _leave(ranks[-1], run, folder)
-    _end()
+    return well
 
 
 def forked(waiting: list[T], child: Callable[[T], None]) -> Iterator[T]:
