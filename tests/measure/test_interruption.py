@@ -98,17 +98,18 @@ def test_whatever_line_is_interrupted_the_run_is_whole_and_can_be_resumed(tmp_pa
     assert states >= {(0, True), (1, True), (2, True)}, "each number of records was what an interruption left"
 
 
-def test_an_interruption_within_another_is_passed_on() -> None:
+def test_the_first_signal_within_nested_interruptions_is_passed_on() -> None:
     done: list[object] = []
 
     def work() -> None:
         with Interruption() as outer:
             with Interruption():
+                signal.raise_signal(signal.SIGTERM)
                 signal.raise_signal(signal.SIGINT)
                 done.append("inner")
             done.append(outer.received)
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match="SIGTERM"), interruptible():
         work()
     assert done == ["inner", True]
 
