@@ -294,7 +294,8 @@ def test_a_missing_piece_is_named_with_its_reason_and_the_others_make_the_profil
     if GATHER in missing:
         assert (profile.ranks_per_node, profile.nodes) == (1, 1), "no link is known"
         assert profile.sources["within"] == "a placeholder: no all-gather was measured"
-    assert all(f"* {name}: " in text(profile_answer(profile, "")) for name in list(missing)[:2])
+    if not ended:  # else many are listed together
+        assert all(f"* {name}: {why}" in text(profile_answer(profile, "")) for name, why in missing.items())
 
 
 def test_a_rank_that_measured_almost_nothing_leaves_no_profile() -> None:
