@@ -71,7 +71,7 @@ def test_what_has_no_room_on_a_gpu_is_named_and_all_else_is_measured(tmp_path: P
 def test_a_rank_that_fails_in_a_collective_says_why_before_it_ends(tmp_path: Path) -> None:
     """Else it goes on: the others do not wait for it in a kernel."""
 
-    def fails() -> Iterator[Sample]:
+    def fails(_: Measurement) -> Iterator[Sample]:
         yield Operations(kernel_s=1e-6, host_s=1e-6)
         raise torch.OutOfMemoryError("CUDA out of memory")
 
