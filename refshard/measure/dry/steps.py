@@ -32,12 +32,13 @@ from refshard.dryrun.request import UNLIMITED_BYTES
 from refshard.dryrun.steps import Step, steps_of
 from refshard.errors import UnsupportedError
 from refshard.events.writer import as_kineto
+from refshard.measure.assemble import step_trace
 from refshard.measure.dry.rank import RECORDING_FILE, DryCase, DryResult, StepResult, rank_folder, ranks_of
 from refshard.measure.rank import describe, trace_file
 from refshard.measure.trainer import Trainer
 from refshard.measure.worker import PROGRESS_FILE
 from refshard.quantities import format_times
-from refshard.records import Census, CollectiveCount, State, StepTrace
+from refshard.records import Census, CollectiveCount, State
 from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.model import known_dimensions
@@ -56,15 +57,7 @@ def read_step(recording: Recording, replayed: Replayed, steps: Sequence[Step]) -
     issued = collectives_per_step(timeline)[last.number]
     return StepResult(
         step_s=found.span_ns / NS,
-        trace=StepTrace(
-            rank=recording.rank,
-            step=last.number,
-            span_ns=found.span_ns,
-            compute_ns=found.compute_ns,
-            comm_ns=found.comm_ns,
-            exposed_ns=found.exposed_ns,
-            idle_ns=found.span_ns - found.compute_ns - found.exposed_ns,
-        ),
+        trace=step_trace(recording.rank, last.number, found),
         issued=tuple(CollectiveCount(op=op, count=count, bytes=size) for op, count, size in issued),
         census=census_of(recording, last),
         memory_course_bytes=highest_of(account_memory(recording).allocated[last.first : last.end].tolist()),
@@ -156,22 +149,19 @@ def _settled(
     found = settle(recordings, cluster, ext, GPU, as_run_bytes=as_run, total_bytes=memory_bytes, reset=BUILT)
     refused = next((one for one in found if one.allocator.refused), None)
     if refused is not None:
-        result = msgspec.structs.replace(result, limited=_refused(refused))
+        failed = refused.allocator.refused
+        assert failed is not None
+        limited = DryResult(
+            state="oom", error=failed.message, peak=refused.allocator.peak, refused=asked_for(failed.message)
+        )
+        result = msgspec.structs.replace(result, limited=limited)
         found = settle(recordings, cluster, ext, GPU, as_run_bytes=as_run, total_bytes=UNLIMITED, reset=BUILT)
     warnings = dict.fromkeys((*result.warnings, *(told for one in found for told in retried(one.allocator.retries))))
     return msgspec.structs.replace(result, fits=refused is None, warnings=tuple(warnings)), found
 
 
-def _refused(one: Settled) -> DryResult:
-    refused = one.allocator.refused
-    assert refused is not None
-    return DryResult(
-        state="oom", error=refused.message, peak=one.allocator.peak, refused=asked_for(refused.message)
-    )  # fmt: skip
-
-
 def asked_for(error: str) -> str:
-    """How much was asked for, in the words of torch's error."""
+    """The size of the allocation that failed, from torch's message."""
     return error.partition("Tried to allocate ")[2].partition(". ")[0]
 
 
