@@ -32,7 +32,7 @@ TORCH_MODULES = (
     "torch.distributed.fsdp",
     "torch.nn.parallel",
 )
-_IMPORTED_ONCE = (*TORCH_MODULES, "refshard.engine.checkpoint", "refshard.measure.launchers.ranks")
+_IMPORTED_ONCE = (*TORCH_MODULES, "refshard.engine.checkpoint", "refshard.measure.launchers.base")
 
 
 def rank_processes() -> ForkServerContext:

@@ -21,6 +21,7 @@ from tests.measure.fakes import ENVIRONMENT, FakeLauncher, Silent, make_suite, w
 
 SMALL = msgspec.structs.replace(ENVIRONMENT, memory_bytes=100 * MIB)
 H100S = msgspec.structs.replace(ENVIRONMENT, gpus=("H100",) * 8, gpu_memory_bytes=(80 * GIB,) * 8)
+H200_BYTES = 150_109_106_176
 LARGE = CaseSpec(
     strategy="fsdp2", world_size=8, model="llama3-8b", global_batch=8, seq_len=8192, precision="bf16", data="mine.bin",
     checkpointing=(0, 31),
@@ -40,11 +41,6 @@ def test_a_reduced_model_is_small_and_counts_its_parameters(name: str, layers: i
     assert (spec.n_heads, spec.n_kv_heads, spec.head_dim) == (whole.n_heads, whole.n_kv_heads, 16)
 
 
-def test_a_reference_that_fits_needs_no_reduction() -> None:
-    case = msgspec.structs.replace(LARGE, model="llama3.2-1b", global_batch=8, seq_len=128, checkpointing="none")
-    assert reduced_for(case, H100S) is None
-
-
 def test_a_reference_that_does_not_fit_is_reduced_in_fp32_on_the_same_ranks() -> None:
     reduced = reduced_for(LARGE, H100S)
     assert reduced is not None
@@ -55,36 +51,35 @@ def test_a_reference_that_does_not_fit_is_reduced_in_fp32_on_the_same_ranks() ->
     assert reduced.text.startswith("the same case reduced to 2 layers of width 512, a vocabulary of 2,048, 128 tokens")
 
 
-@pytest.mark.parametrize("model", ["llama3.2-1b", "qwen3-4b"])
-def test_a_reference_whose_scores_do_not_fit_is_reduced(model: str) -> None:
-    """In fp32, Llama 3.2 1B's scores of 8,192 tokens took 128 GiB: it ran out of an H200's memory."""
-    h200 = msgspec.structs.replace(ENVIRONMENT, gpus=("H200",), gpu_memory_bytes=(150_109_106_176,))
-    case = msgspec.structs.replace(LARGE, model=model, world_size=1, global_batch=1, checkpointing="selective")
-    assert reduced_for(case, h200) is not None
-    assert reduced_for(msgspec.structs.replace(case, seq_len=2048), h200) is None
-    served = msgspec.structs.replace(case, workload="inference", checkpointing="none")
-    assert reduced_for(served, h200) is None
-    assert reduced_for(served, msgspec.structs.replace(h200, gpu_memory_bytes=(30 * GIB,))) is not None
+SCORES = {"world_size": 1, "global_batch": 1, "checkpointing": "selective"}
+SERVED = {**SCORES, "model": "llama3.2-1b", "workload": "inference", "checkpointing": "none"}
+QWEN = {"model": "qwen3-8b", "seq_len": 1024, "checkpointing": "none"}
 
 
-def test_a_reference_whose_optimizer_does_not_fit_is_reduced() -> None:
-    """Qwen 3 8B, whose AdamW alone takes 122 GiB; the smallest fits an H100."""
-    qwen = msgspec.structs.replace(LARGE, model="qwen3-8b", seq_len=1024, checkpointing="none")
-    reduced = reduced_for(qwen, H100S)
-    assert reduced is not None
-    assert reduced.model == load_model("qwen3-8b").reduced(2)
-    assert reduced_for(msgspec.structs.replace(qwen, model="qwen3-0.6b"), H100S) is None
-
-
-def test_a_pipeline_keeps_a_layer_for_each_rank() -> None:
-    case = msgspec.structs.replace(LARGE, strategy="pipeline", checkpointing="none", precision="fp32")
-    reduced = reduced_for(case, H100S)
-    assert reduced is not None
-    assert reduced.model.n_layers == 8
-
-
-def test_where_nothing_is_known_of_memory_the_reference_is_tried() -> None:
-    assert reduced_for(LARGE, msgspec.structs.replace(H100S, gpu_memory_bytes=())) is None
+@pytest.mark.parametrize(
+    ("changes", "memory_bytes", "layers"),
+    [
+        ({"model": "llama3.2-1b", "seq_len": 128, "checkpointing": "none"}, 80 * GIB, None),
+        # In fp32, Llama 3.2 1B's scores of 8,192 tokens took 128 GiB: it ran out of an H200's memory.
+        ({**SCORES, "model": "llama3.2-1b"}, H200_BYTES, 2),
+        ({**SCORES, "model": "qwen3-4b"}, H200_BYTES, 2),
+        ({**SCORES, "model": "llama3.2-1b", "seq_len": 2048}, H200_BYTES, None),
+        ({**SCORES, "model": "qwen3-4b", "seq_len": 2048}, H200_BYTES, None),
+        (SERVED, H200_BYTES, None),
+        (SERVED, 30 * GIB, 2),
+        (QWEN, 80 * GIB, 2),  # its AdamW alone takes 122 GiB
+        ({**QWEN, "model": "qwen3-0.6b"}, 80 * GIB, None),
+        ({"strategy": "pipeline", "checkpointing": "none", "precision": "fp32"}, 80 * GIB, 8),  # a layer a rank
+        ({}, None, None),  # where nothing is known of memory the reference is tried
+    ],
+)
+def test_a_reference_is_reduced_if_its_scores_optimizer_or_parameters_do_not_fit(
+    changes: dict[str, Any], memory_bytes: int | None, layers: int | None
+) -> None:
+    gpus = msgspec.structs.replace(H100S, gpu_memory_bytes=() if memory_bytes is None else (memory_bytes,) * 8)
+    case = msgspec.structs.replace(LARGE, **changes)
+    reduced = reduced_for(case, gpus)
+    assert (reduced and reduced.model) == (layers and load_model(case.model).reduced(layers))
 
 
 def by_strategy(suite: SuiteSpec, tmp_path: Path, launcher: Any) -> dict[str, LaunchRecord]:
