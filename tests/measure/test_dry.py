@@ -328,10 +328,8 @@ def test_what_a_rank_leaves_becomes_the_record(tmp_path: Path) -> None:
     assert record.metrics["overlap_ratio"] == pytest.approx(0.75)
     assert record.metrics["tokens_per_s_gpu"] == pytest.approx(640)
     assert [record.metrics[f"peak_{name}_bytes"] for name in ("memory", "active", "reserved")] == [
-        3 * GIB,
-        4 * GIB,
-        5 * GIB,
-    ]
+        3 * GIB, 4 * GIB, 5 * GIB,
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -361,18 +359,32 @@ def test_a_rank_that_holds_more_padding_steps_all_that_it_holds() -> None:
     assert prove_dry(CASE, [msgspec.structs.replace(GOOD, stepped=11, held=12)]).failures
 
 
-def test_out_of_memory_is_run_again_without_a_limit(tmp_path: Path) -> None:
-    launcher = Leaves(lambda asked: OUT if asked.limited else GOOD)
+WITHIN = DryResult(state="oom", peak=msgspec.structs.replace(GOOD.peak, allocated=GIB // 2), refused="1.70 GiB")
+REPLAYED = msgspec.structs.replace(GOOD, limited=WITHIN)
+"""Memory that comes free earlier may also leave less room than the run met, if it is in pieces."""
+NEEDS = "out of memory: needs at least 3.00 GiB (5.00 GiB reserved), "
+PEAKS = {"peak_memory_bytes": 3 * GIB, "peak_active_bytes": 4 * GIB, "peak_reserved_bytes": 5 * GIB}
+
+
+@pytest.mark.parametrize(
+    ("limited", "unlimited", "error", "peaks"),
+    [
+        (OUT, GOOD, f"{NEEDS}2.00 GiB usable; 1.00 GiB were in use when it asked for 1.96 GiB", PEAKS),
+        (OUT, REPLAYED, f"{NEEDS}2.00 GiB usable; 512 MiB were in use when it asked for 1.70 GiB", PEAKS),
+        (REPLAYED, None, f"{NEEDS}8.00 GiB usable; 512 MiB were in use when it asked for 1.70 GiB", PEAKS),
+        (OUT, DryResult(state="failed", error="no"),
+         "out of memory: 1.00 GiB were in use when it asked for 1.96 GiB (2.00 GiB usable)", {}),
+    ],
+)  # fmt: skip
+def test_out_of_memory_is_run_again_without_a_limit_to_learn_what_is_needed(
+    limited: DryResult, unlimited: DryResult | None, error: str, peaks: dict[str, int], tmp_path: Path
+) -> None:
+    launcher = Leaves(lambda asked: limited if asked.limited else unlimited)
     record = record_of(launcher, tmp_path)
-    assert [asked.limited for asked in launcher.asked] == [True, False]
-    assert record.error == (
-        "out of memory: needs at least 3.00 GiB (5.00 GiB reserved), 2.00 GiB usable; 1.00 GiB were in use when it "
-        "asked for 1.96 GiB"
-    )
-    assert {name: value for name, value in record.metrics.items() if value is not None} == {
-        "peak_memory_bytes": 3 * GIB, "peak_active_bytes": 4 * GIB, "peak_reserved_bytes": 5 * GIB,
-    }  # fmt: skip
-    assert record.metrics.keys() == METRICS.keys() - DERIVED
+    assert [asked.limited for asked in launcher.asked] == [True] + [False] * (unlimited is not None)
+    assert (record.state, record.error) == ("oom", error)
+    assert {name: value for name, value in record.metrics.items() if value is not None} == peaks
+    assert not peaks or record.metrics.keys() == METRICS.keys() - DERIVED
 
 
 def test_what_fits_by_the_replay_counts_as_it_does_without_a_limit(tmp_path: Path) -> None:
@@ -391,57 +403,20 @@ def test_what_fits_by_the_replay_counts_as_it_does_without_a_limit(tmp_path: Pat
     assert trace_file(tmp_path, 0).read_text() == "trace"
 
 
-@pytest.mark.parametrize("limited", [True, False])
-def test_out_of_memory_is_told_as_the_replay_has_it(limited: bool, tmp_path: Path) -> None:
-    """Memory that comes free earlier may also leave less room than the run met, where it is in pieces."""
-    within = DryResult(state="oom", peak=msgspec.structs.replace(GOOD.peak, allocated=GIB // 2), refused="1.70 GiB")
-    needs = msgspec.structs.replace(GOOD, limited=within)
-    launcher = Leaves(lambda asked: needs if limited or not asked.limited else OUT)
-    record = record_of(launcher, tmp_path)
-    assert len(launcher.asked) == (1 if limited else 2)
-    assert record.state == "oom"
-    assert record.error == (
-        "out of memory: needs at least 3.00 GiB (5.00 GiB reserved), "
-        f"{'8.00' if limited else '2.00'} GiB usable; 512 MiB were in use when it asked for 1.70 GiB"
-    )
-
-
-def test_what_would_be_needed_may_stay_unknown(tmp_path: Path) -> None:
-    failed = DryResult(state="failed", error="no")
-    record = record_of(Leaves(lambda asked: OUT if asked.limited else failed), tmp_path)
-    assert record.error == "out of memory: 1.00 GiB were in use when it asked for 1.96 GiB (2.00 GiB usable)"
-    assert (record.state, record.metrics) == ("oom", {})
-
-
 @pytest.mark.parametrize(
     ("launch", "result", "state", "error"),
     [
-        (LaunchOutcome(), None, "failed", "the process ended without a result"),
-        (
-            LaunchOutcome(failed_rank=0, error="rank 0 ended with signal 11"),
-            None,
-            "failed",
-            "rank 0 ended with signal 11",
-        ),
-        (
-            LaunchOutcome(timed_out=True),
-            None,
-            "timeout",
-            "did not finish within time_limit_s = 600; the ranks were killed",
-        ),
-        (
-            LaunchOutcome(),
-            DryResult(state="failed", error="aten::odd: no meta kernel"),
-            "failed",
-            "aten::odd: no meta kernel",
-        ),
-        (LaunchOutcome(), DryResult(state="unsupported", error="no"), "unsupported", "no"),
+        ({}, None, "failed", "the process ended without a result"),
+        ({"failed_rank": 0, "error": "rank 0 ended with signal 11"}, None, "failed", "rank 0 ended with signal 11"),
+        ({"timed_out": True}, None, "timeout", "did not finish within time_limit_s = 600; the ranks were killed"),
+        ({}, DryResult(state="failed", error="no meta kernel"), "failed", "no meta kernel"),
+        ({}, DryResult(state="unsupported", error="no"), "unsupported", "no"),
     ],
 )
 def test_a_process_that_does_not_end_well_is_the_case_s_end(
-    launch: LaunchOutcome, result: DryResult | None, state: str, error: str, tmp_path: Path
+    launch: dict[str, Any], result: DryResult | None, state: str, error: str, tmp_path: Path
 ) -> None:
-    record = record_of(Leaves(lambda _: result, launch), tmp_path)
+    record = record_of(Leaves(lambda _: result, LaunchOutcome(**launch)), tmp_path)
     assert (record.state, record.error) == (state, error)
 
 
