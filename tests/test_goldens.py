@@ -21,6 +21,7 @@ from refshard.analysis.exact import Change
 from refshard.analysis.gate import Effect, TimeVerdict
 from refshard.analysis.rehearsal import CaseNoise, Noise
 from refshard.cli import app
+from refshard.commands.doctor import report
 from refshard.dryrun.price import Doubt
 from refshard.report import forms
 from refshard.report.blocks import Answer
@@ -28,6 +29,7 @@ from refshard.report.calibration import profile_answer
 from refshard.report.dryrun.answer import dryrun_answer
 from refshard.report.gate.formats import GateCase, GateReport, gate_answer, noise_answer
 from refshard.specs.cluster import load_cluster
+from tests.measure.doctor.machines import SHARED
 from tests.report.dryruns import analysed, doubtful
 from tests.report.pages import Page
 
@@ -94,7 +96,7 @@ def _dry(name: str) -> Answer:
 
 
 def _gate(name: str) -> Answer:
-    """A gate made by hand, its machine's noise, and a profile as ``refshard calibrate`` prints it."""
+    """A gate made by hand, its machine's noise, a calibrated profile, and a doctor's answer."""
     case = CaseNoise(
         ratio=1.002, low=0.99, high=1.01, spread=0.021, smallest_visible=0.035, found=3, tried=4, planted=0.05,
         false_alarms=2, inconclusive=10, rounds=16,
@@ -102,6 +104,8 @@ def _gate(name: str) -> Answer:
     noise = Noise(gates=2000, launches=160, failing_gates=30, cases={"ddp-w2": case})
     if name == "gate-noise":
         return noise_answer(noise, Path("noise.json"))
+    if name == "doctor":
+        return report(SHARED)
     if name == "calibrate":
         return profile_answer(load_cluster(str(ROOT / RECORDED / "h200/calibration.toml")), "kept: x.toml")
     effect = Effect(ratio=1.04, low=1.03, high=1.05, p_slower=0.001, p_faster=0.9, spread=0.02, rounds=16)
@@ -116,7 +120,7 @@ def _gate(name: str) -> Answer:
     return gate_answer(GateReport(baseline="v1", candidate=".", cases=cases, notes=("paired",), noise=noise))
 
 
-GATES = ("gate", "gate-noise", "calibrate")
+GATES = ("gate", "gate-noise", "calibrate", "doctor")
 DRY_RUNS = ("dryrun", "dryrun-uncertain", "dryrun-does-not-fit", "dryrun-failed")
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from refshard.analysis.kineto import read_timeline
 from refshard.analysis.overlap import collectives_per_step
-from refshard.commands.show import show
 from refshard.dryrun.overheads import overheads
 from refshard.dryrun.request import Pool
 from refshard.errors import SpecError
@@ -29,7 +28,6 @@ from refshard.specs.suite import SuiteSpec
 from refshard.specs.writing import to_toml
 from tests.fakecuda.needs import needs_device
 from tests.measure.fakes import ENVIRONMENT, Silent, StandIn, make_suite
-from tests.report.printed import words
 
 DRY: dict[str, Any] = {
     "fidelity": "dryrun", "cluster": "dgx-h100x32", "model": "llama-tiny", "seq_len": 64, "batch_per_rank": 1,
@@ -166,14 +164,6 @@ class TestRun:
         assert record.state == "unsupported"
         assert str(record.error).startswith("compiled cases are not dry-run")
         assert record.metrics == {}
-
-    def test_the_table_says_that_these_are_dry_runs(self, ran: dict[str, LaunchRecord], folder: Path) -> None:
-        del ran
-        told = words(show(folder))
-        assert "llama-tiny, global batch of 8 sequences of 64 tokens, dry run on dgx-h100x32" in told
-        assert "Not measured, but dry-run on dgx-h100x32" in told
-        assert "reserved" in told
-        assert "interval" not in told.replace("there is no interval", "")
 
     @pytest.mark.full
     def test_too_small_a_gpu_is_told_with_what_the_case_needs(self, tmp_path: Path) -> None:

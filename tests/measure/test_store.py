@@ -183,16 +183,6 @@ def test_a_run_has_one_writer(folder: Path) -> None:
         pass  # the lock went with the first one
 
 
-def test_a_torn_line_is_cut_off_by_the_next_writer(folder: Path) -> None:
-    path = folder / RECORDS
-    whole = read_run(folder)
-    data = path.read_bytes()
-    path.write_bytes(data[: data.rindex(b"\n", 0, -1) - 5])
-    with RunWriter(folder, reopen=True) as writer:
-        writer.append(whole.launches[-1])
-    assert read_run(folder).launches == whole.launches
-
-
 def test_a_full_disk_leaves_whole_lines(folder: Path) -> None:
     """A limit on the file's size stands for the disk's end."""
     whole, size = read_run(folder), (folder / RECORDS).stat().st_size
