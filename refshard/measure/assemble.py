@@ -348,22 +348,6 @@ def step_trace(rank: int, step: int | None, breakdown: Breakdown) -> StepTrace:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Parity:
-    """How far losses differ from the reference's; ``value`` is None if unknown, and ``note`` says why."""
-
-    value: float | None
-    note: str = ""
-    of: str = ""
-    tolerance: float | None = None
-
-    def failed(self) -> Iterator[str]:
-        """That they differ by too much."""
-        if self.value is not None and self.tolerance is not None and not self.value <= self.tolerance:
-            of = f" of {self.of}" if self.of else ""
-            yield f"losses{of} differ from one unsharded rank by {self.value:.2g}, more than {self.tolerance:g}"
-
-
 def prove(case: CaseSpec, ranks: Sequence[RankResult], traces: Traces, losses: Sequence[float], peers: Peers) -> Proof:
     """Compare the ranks' results and traces with what the strategy announced, and with the peers."""
     announced, units = ranks[0].announced, units_of_all([rank.wrapped_units for rank in ranks])
@@ -372,11 +356,15 @@ def prove(case: CaseSpec, ranks: Sequence[RankResult], traces: Traces, losses: S
     failures += failed_units(case, ranks[0].blocks, units)
     if len(losses) < case.total_steps or any(len(r.step_times_s) != case.measured_steps for r in ranks):
         failures.append("a rank left fewer losses or step times than steps")
-    parity, identical, bits_note = _Parity(value=None, note=NOT_COMPARABLE), None, NOT_COMPARABLE
+    parity: dict[str, Any] = {"loss_parity": None, "parity_note": NOT_COMPARABLE}
+    identical, bits_note = None, NOT_COMPARABLE
     if case.fidelity == "measured":
         parity = _parity_of(case, ranks, losses, peers)
         identical, bits_note = _compare_bits(case, losses, ranks[0].parameters_sha256, peers.ddp)
-        failures += parity.failed()
+        value, tolerance = parity["loss_parity"], parity.get("parity_tolerance")
+        if value is not None and not value <= tolerance:
+            of = f" of {parity['parity_of']}" if "parity_of" in parity else ""
+            failures.append(f"losses{of} differ from one unsharded rank by {value:.2g}, more than {tolerance:g}")
         if any(r.parameters_sha256 != ranks[0].parameters_sha256 for r in ranks):
             failures.append("the ranks ended with different parameters")
     return Proof(
@@ -385,14 +373,11 @@ def prove(case: CaseSpec, ranks: Sequence[RankResult], traces: Traces, losses: S
         traced=(differing or next(iter(traces.per_step), (0, ())))[1],
         collectives_note=traces.unread and f"not checked, because {traces.unread}",
         parity_steps=case.warmup_steps,
-        loss_parity=parity.value,
-        parity_note=parity.note,
-        parity_of=parity.of,
-        parity_tolerance=parity.tolerance,
         parameters_sha256=ranks[0].parameters_sha256,
         bit_identical_to_ddp=identical,
         bits_note=bits_note,
         failures=tuple(failures),
+        **parity,
     )
 
 
@@ -440,35 +425,40 @@ def _failed_collectives(
         yield "collectives were issued, but the trace shows no communication"
 
 
-def _parity_of(case: CaseSpec, ranks: Sequence[RankResult], losses: Sequence[float], peers: Peers) -> _Parity:
-    """The parity of the case itself, or of the reduced one; unknown, and no failure, without a reference."""
+def _parity_of(case: CaseSpec, ranks: Sequence[RankResult], losses: Sequence[float], peers: Peers) -> dict[str, Any]:
+    """Fields of the proof: the largest relative difference of a step's loss from the reference's, of the case itself or
+    of the reduced one. Without a reference it is unknown, and fails no case.
+    """
+
+    def difference(losses: Sequence[float], reference: Sequence[float]) -> float:
+        return max(abs(mine - theirs) / abs(theirs) for mine, theirs in zip(losses, reference))
+
+    def unknown(why: str) -> dict[str, Any]:
+        return {"loss_parity": None, "parity_note": f"not compared, because {why}"}
+
     if (reduced := peers.reduced) is not None:
-        return _reduced_parity(reduced, ranks)
+        held = [rank.reduced for rank in ranks if rank.reduced is not None]
+        if len(held) < len(ranks) or not held[0].reference:
+            why = held[0].error if held else "the ranks left no losses of the reduced case"
+            return unknown(f"{why}; {reduced.why}") | {"parity_of": reduced.text}
+        of_steps = [fmean(step) for step in zip(*(rank.losses for rank in held))]
+        return {
+            "loss_parity": difference(of_steps, held[0].reference),
+            "parity_note": reduced.why,
+            "parity_of": reduced.text,
+            "parity_tolerance": parity_tolerance(reduced.case),
+        }
     if case == case.reference():
-        return _Parity(value=0.0, tolerance=parity_tolerance(case))
+        return {"loss_parity": 0.0, "parity_tolerance": parity_tolerance(case)}
     alone = "the case of one unsharded rank"
     if peers.reference is None:
-        return _Parity(value=None, note=f"not compared, because {alone} has not run")
+        return unknown(f"{alone} has not run")
     if peers.reference.state != "ok":
-        why = f"{alone} ended in state {peers.reference.state}: {peers.reference.error or 'no error is known'}"
-        return _Parity(value=None, note=f"not compared, because {why}")
-    value = _difference(losses[: case.warmup_steps], peers.reference.losses)
-    return _Parity(value=value, tolerance=parity_tolerance(case))
-
-
-def _reduced_parity(reduced: Reduced, ranks: Sequence[RankResult]) -> _Parity:
-    held = [rank.reduced for rank in ranks if rank.reduced is not None]
-    if len(held) < len(ranks) or not held[0].reference:
-        why = held[0].error if held else "the ranks left no losses of the reduced case"
-        return _Parity(value=None, note=f"not compared, because {why}; {reduced.why}", of=reduced.text)
-    losses = [fmean(step) for step in zip(*(rank.losses for rank in held))]
-    value = _difference(losses, held[0].reference)
-    return _Parity(value=value, note=reduced.why, of=reduced.text, tolerance=parity_tolerance(reduced.case))
-
-
-def _difference(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """The largest relative difference of a step's loss."""
-    return max(abs(mine - theirs) / abs(theirs) for mine, theirs in zip(losses, reference))
+        return unknown(
+            f"{alone} ended in state {peers.reference.state}: {peers.reference.error or 'no error is known'}"
+        )
+    value = difference(losses[: case.warmup_steps], peers.reference.losses)
+    return {"loss_parity": value, "parity_tolerance": parity_tolerance(case)}
 
 
 def _compare_bits(
