@@ -326,8 +326,9 @@ class _Processes(Ranks):
     def end(self, number: signal.Signals) -> tuple[RankEnd, ...]:
         for each in (number, signal.SIGKILL):
             for process in self.running.values():
-                if process.poll() is None:
-                    os.killpg(process.pid, each)
+                with suppress(ProcessLookupError):
+                    if process.poll() is None:
+                        os.killpg(process.pid, each)
             deadline = time.monotonic() + _END_S
             for process in self.running.values():
                 with suppress(subprocess.TimeoutExpired):  # such as a rank in an uninterruptible sleep
