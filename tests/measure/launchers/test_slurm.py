@@ -166,7 +166,7 @@ LOST_ANSWER = "sbatch: error: Batch job submission failed: Socket timed out on s
     [
         ({"7": "RUNNING", "8": "FAILED"}, [], ["squeue", "scancel 7", "squeue", "sbatch", "squeue", "scontrol 9"],
          ["ending job 7, left by an earlier run"]),
-        ({}, ["!" + LOST_ANSWER], ["squeue", "sbatch", "squeue", "scontrol 41"], [LOST_ANSWER]),
+        ({}, ["!" + LOST_ANSWER], ["squeue", "sbatch", "squeue", "scontrol 41"], ["!" + LOST_ANSWER]),
         *(({}, [said] * 2, [*["squeue", "sbatch"] * 3, "squeue", "scontrol 41"], [said])
           for said in (LOST_ANSWER, "no answer within 60 s", "Unable to contact slurm controller (x)")),
     ],
