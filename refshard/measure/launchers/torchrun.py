@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -43,18 +42,17 @@ from refshard.specs.case import CaseSpec
 _BEAT_S = 1.0
 _IDLE_S = 0.5
 _SEEN_S = 30.0
-"""How long another host's new folder may take to be seen."""
+"""How long another host's new folder may take to appear."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where torchrun put this process."""
+class Place(msgspec.Struct, frozen=True, kw_only=True, rename="upper"):
+    """Where torchrun put this process, by its variables."""
 
     rank: int
     local_rank: int
     world_size: int
     local_world_size: int
-    address: str
+    address: str = msgspec.field(name="MASTER_ADDR")
 
 
 def place_of(variables: Mapping[str, str]) -> Place:
@@ -69,13 +67,7 @@ def place_of(variables: Mapping[str, str]) -> Place:
             "launcher 'torchrun' needs torchrun, which did not start this process; run: torchrun "
             f"--nproc-per-node G --no-python {command}"
         )
-    return Place(
-        rank=int(variables["RANK"]),
-        local_rank=int(variables["LOCAL_RANK"]),
-        world_size=int(variables["WORLD_SIZE"]),
-        local_world_size=int(variables["LOCAL_WORLD_SIZE"]),
-        address=variables["MASTER_ADDR"],
-    )
+    return msgspec.convert(dict(variables), Place, strict=False)
 
 
 class Announced(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,7 +118,7 @@ def start_rank(announced: Announced, place: Place) -> AbstractContextManager[Ran
 
 
 def serve(place: Place) -> bool:
-    """Start this process's rank of every job, until rank 0 ends or torchrun says so; return whether all went well."""
+    """Start this process's rank of every program, until rank 0 or torchrun ends; return whether all went well."""
     end_with_parent(os.getppid(), signal.SIGTERM)
     with suppress(KeyboardInterrupt, DistError), Interruption() as interruption:
         agents = agents_store()
@@ -139,7 +131,7 @@ def serve(place: Place) -> bool:
 
 
 class Server:
-    """Serves from :meth:`serve` on; ``interruption`` notes the signals that this process gets."""
+    """Serves rank 0; ``interruption`` notes signals to this process."""
 
     def __init__(self, place: Place, store: Store, interruption: Interruption) -> None:
         self._place, self._store, self._interruption = place, store, interruption
@@ -210,7 +202,7 @@ class Server:
         return ends
 
     def _signal(self, number: int) -> signal.Signals | None:
-        """The signal for the job's rank, if there is one."""
+        """The signal for the rank, if there is one."""
         if self._interruption.received:
             return signal.SIGTERM
         if not self._store.check([f"job/{number}/call_off"]):
@@ -231,17 +223,17 @@ class Server:
 
 _COME_S = 300.0
 _LOST_S = 180.0
-"""A server that says nothing for so long is lost. It says nothing while it ends a rank: 5 s to be asked, twice 30 s to
-end, and 10 s for what it left; on a busy host that takes longer.
+"""A server that is silent for so long is lost. It is silent while it ends a rank: 5 s for the stack, twice 30 s to end,
+and 10 s for leftovers; longer on a busy host.
 """
 _ANSWER_S = 15.0
-"""How long servers may take to ask their ranks where they stand."""
+"""How long servers may take to ask their ranks for stacks."""
 _LEAVE_S = 5.0
 _LOOK_S = 1.0
 
 
 class TorchrunLauncher(Launcher):
-    """Rank 0. Use it as a context: on entry the other ranks have come, and at the end they are sent home."""
+    """Rank 0. Use it as a context: on entry it waits for the other ranks, and at the end it dismisses them."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -268,8 +260,8 @@ class TorchrunLauncher(Launcher):
             self.dismiss(well=False)
 
     def dismiss(self, *, well: bool) -> None:
-        """Send the other ranks home. They end as this process will: a host where all ended well waits for the others,
-        which torchrun lets a host that failed not tell.
+        """Dismiss the other ranks. They exit like this process: torchrun on a host that ended well waits for the
+        others, and a host that failed does not tell them.
         """
         self._dismissed = True
         self._store.set(f"job/{self._jobs}", msgspec.json.encode(well).decode())
@@ -313,7 +305,7 @@ class TorchrunLauncher(Launcher):
 
 
 class _Everywhere(Ranks):
-    """Rank 0, which is a child of this process, and the ranks of the servers."""
+    """Rank 0, a child of this process, and the ranks of the servers."""
 
     def __init__(self, own: Ranks, store: Store, number: int, processes: int) -> None:
         self._own, self._store, self._number = own, store, number
@@ -340,7 +332,7 @@ class _Everywhere(Ranks):
         return self._own.progress()
 
     def ask(self) -> None:
-        """See :class:`Ranks`. None is ended before all were asked: a rank that lost its peer stands elsewhere."""
+        """See :class:`Ranks`. All are asked before one is ended: a rank that lost its peer stands elsewhere."""
         self._store.set(f"job/{self._number}/call_off", str(int(ASK)))
         if 0 in self._running:
             self._own.ask()
@@ -375,7 +367,7 @@ class _Everywhere(Ranks):
             raise LaunchError(f"rank {rank} of torchrun exited; check torchrun's output and --resume the run")
 
     def _lost(self) -> set[int]:
-        """Servers that left, or say nothing any more, of those whose ranks run."""
+        """Servers with running ranks that left, or are silent."""
         now, others = time.monotonic(), sorted(self._running - {0})
         if now < self._looked + _LOOK_S or not others:
             return set()

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -209,7 +208,7 @@ def served(store: HashStore, folder: Path) -> Report:
     announced = Announced(program=program, folder=str(folder), port=1)
     store.set("job/0", msgspec.json.encode(announced).decode())
     store.set("job/1", "true")
-    place = replace(PLACE, rank=1)
+    place = msgspec.structs.replace(PLACE, rank=1)
     assert Server(place, store, Interruption()).serve()
     return msgspec.json.decode(store.get("job/0/end/0"), type=Report)
 
