@@ -158,20 +158,25 @@ NEAR_NS = 10_000
 
 def inferred_waits(trace: TraceFile, spans: Spans, threads: npt.NDArray[np.int32], streams: Streams) -> Pairs:
     """Waits of kernels for kernels of other streams that the trace implies: none contradicts its times."""
-    found = [_near(spans, streams), _issued(spans, threads), _after_stream_waits(trace, spans, threads, streams)]
+    found = [
+        near_ends(spans, streams, np.ones(len(spans), np.bool_)),
+        _issued(spans, threads),
+        _after_stream_waits(trace, spans, threads, streams),
+    ]
     waiting, sources = (np.concatenate(columns) for columns in zip(*found))
     pairs = np.unique(np.stack((waiting, sources)), axis=1)
     return pairs[0], pairs[1]
 
 
-def _near(spans: Spans, streams: Streams) -> Pairs:
-    """Of queued spans that start just after the end of one on another lane."""
+def near_ends(spans: Spans, streams: Streams, among: npt.NDArray[np.bool_]) -> Pairs:
+    """Of queued spans that start just after the end of one on another lane, both ``among`` these."""
     before = previous_on_lane(spans)
     free = np.where(before == UNKNOWN, LOWEST, spans.ends[before])
     late = spans.starts - NEAR_NS
-    idle = np.flatnonzero((spans.queued != UNKNOWN) & (spans.queued < late) & (free < late))
+    idle = np.flatnonzero(among & (spans.queued != UNKNOWN) & (spans.queued < late) & (free < late))
     best, source = np.full(len(idle), LOWEST), np.full(len(idle), UNKNOWN)
-    for lane, rows in enumerate(streams.rows):
+    for lane, mine in enumerate(streams.rows):
+        rows = mine[among[mine]]
         order = rows[np.argsort(spans.ends[rows], kind="stable")]
         place = np.searchsorted(spans.ends[order], spans.starts[idle], "right") - 1
         row = order[np.maximum(place, 0)] if len(order) else np.zeros(len(idle), np.int64)
@@ -311,7 +316,9 @@ class Delays:
         )
         after_each = starts[waits[0]] - spans.ends[waits[1]]
         bound = (met >= free + gap) & (met >= queued + latency)
-        wait = usual(after_waits[bound & (after_waits >= 0)], after_each[after_each >= 0])
+        # Of many waits of which none held a span up, distances say nothing: one costs what following on a stream does.
+        known = after_each[after_each >= 0]
+        wait = usual(after_waits[bound & (after_waits >= 0)], np.minimum(known, gap) if len(known) >= _FEW else known)
         launch = np.minimum(after_launch, latency)
         follow = np.minimum(after_before, gap)
         each = np.clip(np.minimum(after_each, wait), 0, None)

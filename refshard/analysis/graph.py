@@ -26,6 +26,7 @@ from refshard.analysis.dependencies import (
     blocking_rows,
     host_calls,
     inferred_waits,
+    near_ends,
     previous_on_lane,
     usual,
     with_hidden_waits,
@@ -304,12 +305,13 @@ class _Builder:
     def _span_dependencies(self) -> tuple[Rows, Nanoseconds, Nanoseconds, Nanoseconds, tuple[Rows, Rows, Rows]]:
         """Of the spans: what runs before, its delay, the host's delay, holds, and waits for other streams."""
         spans, streams = self.spans, self.streams
-        waits = self.recorded_waits
-        self.recorded = 0 if waits is None else len(waits[0])
-        self.inferred = 0
-        if waits is None:
+        if self.recorded_waits is None:
             waits = inferred_waits(self.trace, spans, self.threads, streams)
-            self.inferred = len(waits[0])
+        else:  # collectives on several streams take turns without an event
+            turns = near_ends(spans, streams, spans.of_kind(Kind.COMM))
+            waits = (np.append(self.recorded_waits[0], turns[0]), np.append(self.recorded_waits[1], turns[1]))
+        self.recorded = 0 if self.recorded_waits is None else len(self.recorded_waits[0])
+        self.inferred = len(waits[0]) - self.recorded
         before = previous_on_lane(spans)
         # What neither was launched nor follows anything on its lane follows what came before it at all.
         before = np.where((before == UNKNOWN) & (self.launched_by == UNKNOWN), np.arange(len(spans)) - 1, before)
