@@ -160,10 +160,7 @@ def _ordinals(spans: Spans, what: npt.NDArray[np.int64], phases: npt.NDArray[np.
 
 
 def _with_collectives(
-    collectives: tuple[Collective, ...],
-    works: list[Work],
-    codes: npt.NDArray[np.int64],
-    phases: npt.NDArray[np.int64],
+    collectives: tuple[Collective, ...], works: list[Work], codes: npt.NDArray[np.int64], phases: npt.NDArray[np.int64]
 ) -> tuple[list[Work], npt.NDArray[np.int64]]:
     """The same, with the spans that ran for a collective under what that does."""
     places: dict[Work, int] = {}

@@ -52,9 +52,7 @@ class Pieces:
         first, last = np.searchsorted(self.ends, start, side="right"), np.searchsorted(self.starts, end, side="left")
         rows = slice(int(first), max(int(first), int(last)))
         return Pieces(
-            starts=np.maximum(self.starts[rows], start),
-            ends=np.minimum(self.ends[rows], end),
-            owners=self.owners[rows],
+            starts=np.maximum(self.starts[rows], start), ends=np.minimum(self.ends[rows], end), owners=self.owners[rows]
         )
 
     def waited(self, until: Nanoseconds) -> Nanoseconds:

@@ -11,16 +11,7 @@ from refshard.analysis.figures import HostStall, HostStalls, Stall
 from refshard.analysis.grouping import ranges, sums
 from refshard.analysis.idle import NEVER, Gaps, idle_gaps
 from refshard.analysis.labels import find_labels
-from refshard.analysis.names import (
-    ALLOCATES,
-    COPIES,
-    GRAPH_LAUNCHES,
-    LAUNCHES,
-    LOADS,
-    LONG_NS,
-    MAY_LOAD,
-    SYNCHRONISES,
-)
+from refshard.analysis.names import ALLOCATES, COPIES, GRAPH_LAUNCHES, LAUNCHES, LOADS, LONG_NS, MAY_LOAD, SYNCHRONISES
 from refshard.analysis.owners import column_at, innermost_of, innermost_on, named
 from refshard.analysis.spans import Launches, find_launches
 from refshard.analysis.windows import bounds, step_at
@@ -148,10 +139,7 @@ def _for_operators(
     trace: TraceFile, kinds: npt.NDArray[np.int8], operators: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.int8]:
     """The kinds, with the purpose of waits and copies by the operator around them."""
-    found, waits = (
-        kinds.copy(),
-        np.isin(kinds, [STALLS.index(kind) for kind in (Stall.SYNC, Stall.COPY)]),
-    )
+    found, waits = (kinds.copy(), np.isin(kinds, [STALLS.index(kind) for kind in (Stall.SYNC, Stall.COPY)]))
     for kind, names in _BY_OPERATOR.items():
         codes = [code for code, name in enumerate(trace.names) if name in names]
         found[waits & np.isin(operators, codes)] = STALLS.index(kind)

@@ -250,11 +250,7 @@ class Spans:
         """Row by row, for tests and small timelines."""
         for start, end, kind, lane, name in zip(self.starts, self.ends, self.kinds, self.lanes, self.names):
             yield Span(
-                kind=KINDS[kind],
-                lane=self.lane_names[lane],
-                name=self.name_table[name],
-                start=int(start),
-                end=int(end),
+                kind=KINDS[kind], lane=self.lane_names[lane], name=self.name_table[name], start=int(start), end=int(end)
             )
 
     def of_kind(self, *kinds: Kind) -> npt.NDArray[np.bool_]:

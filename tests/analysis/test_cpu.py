@@ -75,8 +75,7 @@ def test_an_operator_on_dtensors_computes_where_it_neither_issues_a_collective_n
 
 def test_collectives_outside_of_compiled_code_cut_nothing(tmp_path: Path) -> None:
     path = write(
-        tmp_path / "t.json",
-        [step(1, 0, 50), event("_c10d_functional::wait_tensor", 5, 20), event("aten::mm", 10, 30)],
+        tmp_path / "t.json", [step(1, 0, 50), event("_c10d_functional::wait_tensor", 5, 20), event("aten::mm", 10, 30)]
     )
     (found,) = step_breakdowns(read_timeline(path))
     assert found.compute_ns == 30_000

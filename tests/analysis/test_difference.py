@@ -338,10 +338,7 @@ BATCH = Unlike(what="batch size", a="aten::mm [8,4]x[4,2]", b="aten::mm [16,4]x[
         (calls(("aten::mm", "[8,4]x[4,2]", 60), ("aten::add", "[16,2]x[16,2]", 40)), ()),
         # An operator that replaces another is what is to be measured.
         (calls(("fused", "[1,1]", 90), ("aten::add", "[8,2]x[8,2]", 10)), ()),
-        (
-            calls(("fused", "[1,1]", 900), ("aten::mm", "[8,4]x[4,2]", 60), ("aten::add", "[16,2]x[16,2]", 10)),
-            (),
-        ),
+        (calls(("fused", "[1,1]", 900), ("aten::mm", "[8,4]x[4,2]", 60), ("aten::add", "[16,2]x[16,2]", 10)), ()),
         (calls(("aten::mm", "", 60), ("aten::add", "", 40)), ()),
         (calls(), ()),
     ],

@@ -102,11 +102,7 @@ def test_what_does_not_communicate_has_no_bound() -> None:
     assert overlap_efficiency(2.0, 1.5) == 0.75
 
 
-SLOW = [
-    replace(CASES[0], step_time=0.8),
-    replace(CASES[1], step_time=0.6),
-    replace(CASES[-1], step_time=0.5),
-]
+SLOW = [replace(CASES[0], step_time=0.8), replace(CASES[1], step_time=0.6), replace(CASES[-1], step_time=0.5)]
 EIGHT = network("8gbit")
 BOUND = 0.8 / 2 + EMBEDDING / 1e9
 """Of both cases of two ranks over 8 Gbit/s, which is 10^9 bytes a second: their few bytes take 0.04 s at most."""

@@ -5,11 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.flop_counter import (
-    FlopCounterMode,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from refshard.analysis.flops import Work, work_of
 from refshard.events.table import Operands

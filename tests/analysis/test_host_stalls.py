@@ -129,12 +129,7 @@ def test_a_pageable_copy_blocks_if_it_returns_after_its_end_or_late(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("operator", "kind"),
-    [
-        ("aten::nonzero", Stall.SHAPE),
-        ("aten::copy_", Stall.COPY),
-        ("aten::item", Stall.ITEM),
-        ("mine", Stall.SYNC),
-    ],
+    [("aten::nonzero", Stall.SHAPE), ("aten::copy_", Stall.COPY), ("aten::item", Stall.ITEM), ("mine", Stall.SYNC)],
 )
 def test_a_wait_is_named_by_the_operator_around_it(tmp_path: Path, operator: str, kind: Stall) -> None:
     events = [

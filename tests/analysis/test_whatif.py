@@ -155,10 +155,7 @@ def test_a_step_takes_as_long_as_its_communication() -> None:
 def test_every_rank_on_time(tmp_path: Path) -> None:
     """Rank 0 stands 2 ms in each gather for rank 1, which enters last; only the first gather of a step is exposed."""
     late = replace(TRAINING, gather=5 * MS)
-    paths = [
-        late.trace(0).write(tmp_path / "rank0.json"),
-        TRAINING.trace(1).write(tmp_path / "rank1.json"),
-    ]
+    paths = [late.trace(0).write(tmp_path / "rank0.json"), TRAINING.trace(1).write(tmp_path / "rank1.json")]
     first, second = (one.figures.what_if for one in join([analyse(path) for path in paths]))
     assert first is not None
     assert second is not None

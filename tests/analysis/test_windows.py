@@ -176,10 +176,7 @@ def test_what_is_no_range_is_a_pattern() -> None:
         ("1s..1s", "window: a range must end after it starts"),
         ("1.5..2", "window: a range needs times with unit s, ms or us, such as 1.5s..2s; got 1.5..2"),
         ("1h..2h", "unit s, ms or us"),
-        (
-            "step[",
-            "window: 'step[' is no regular expression (unterminated character set at position 4)",
-        ),
+        ("step[", "window: 'step[' is no regular expression (unterminated character set at position 4)"),
     ],
 )
 def test_what_is_neither_is_refused(text: str, message: str) -> None:
