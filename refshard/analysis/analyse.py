@@ -10,22 +10,17 @@ import msgspec
 import numpy as np
 
 from refshard.analysis.attribution import Attribution, attribute
-from refshard.analysis.collectives import collective_figures, copy_overhead, reduce_waits, unit_figures
-from refshard.analysis.cuda_graphs import find_graphs
-from refshard.analysis.exposure import Traffic, communication, exposure_of, links_of
+from refshard.analysis.collectives import collective_figures, copy_overhead, give_ways, reduce_waits, unit_figures
+from refshard.analysis.exposure import Traffic, communication, exposure_of, links_of, rank_waits
 from refshard.analysis.figures import MemoryPoint, StepFigures, TraceFigures
-from refshard.analysis.giveway import give_ways
 from refshard.analysis.graph import Graph, graph_of
 from refshard.analysis.host_stalls import find_host_stalls
-from refshard.analysis.idle import idle_figures
-from refshard.analysis.issued import Group
 from refshard.analysis.jobs import Identity, group, identity_of, rank_in_name
-from refshard.analysis.kineto import timeline_of
+from refshard.analysis.kineto import Group, timeline_of
 from refshard.analysis.memory_peaks import allocated_over_time, memory_peaks
 from refshard.analysis.operators import operator_report
-from refshard.analysis.overlap import breakdowns, lone_copies
-from refshard.analysis.quality import find_warnings, in_words_of, missing_device, mostly_capture
-from refshard.analysis.skew import rank_waits
+from refshard.analysis.overlap import breakdowns, idle_figures, lone_copies
+from refshard.analysis.quality import find_graphs, find_warnings, in_words_of, missing_device, mostly_capture
 from refshard.analysis.whatif import what_ifs
 from refshard.analysis.windows import WindowOptions, bounds, window_figures, window_warnings
 from refshard.events.reader import read_trace
@@ -129,16 +124,11 @@ def _per_window(timeline: Timeline, calibration: Timeline | None) -> list[StepFi
     )
     return [
         StepFigures(
-            step=window.step,
-            start_ns=window.start,
-            breakdown=where,
-            giveway=give,
-            copies=copies,
-            reduce_wait=wait,
+            step=window.step, start_ns=window.start, breakdown=where, giveway=give, copies=copies, reduce_wait=wait,
             name=window.name,
         )
         for window, where, give, copies, wait in zip(windows, *columns)
-    ]
+    ]  # fmt: skip
 
 
 def join(analyses: Sequence[Analysis], *, one_job: bool = False) -> tuple[Analysis, ...]:
@@ -161,12 +151,9 @@ def join(analyses: Sequence[Analysis], *, one_job: bool = False) -> tuple[Analys
             waited = [(one.collectives[n].start_ns, found.waited_ns) for n, found in entered.items() if found.waited_ns]
             text = None if traffic is None else communication(traffic, one.collectives, entered, alone=False)
             figures[place] = msgspec.structs.replace(
-                one,
-                waits_for=waits_for,
-                warnings=(*one.warnings, *waits.warnings),
-                communication=text,
+                one, waits_for=waits_for, warnings=(*one.warnings, *waits.warnings), communication=text,
                 what_if=one.what_if if graph is None or not waited else what_ifs(graph, waited),
-            )
+            )  # fmt: skip
     return tuple(replace(one, figures=found) for found, one in zip(figures, analyses))
 
 

@@ -14,10 +14,24 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from refshard.analysis.grouping import grouped, sums
-from refshard.analysis.idle import CAUSES, idle_gaps, knows_launches
+from refshard.analysis.overlap import CAUSES, idle_gaps, knows_launches
 from refshard.analysis.windows import bounds
-from refshard.events.timeline import KINDS, UNKNOWN, Collective, Intervals, Kind, Meaning, Nanoseconds, Spans, Timeline
+from refshard.events.timeline import (
+    KINDS,
+    UNKNOWN,
+    Collective,
+    Intervals,
+    Ints,
+    Kind,
+    Mask,
+    Meaning,
+    Nanoseconds,
+    Rows,
+    Spans,
+    Timeline,
+    grouped,
+    sums,
+)
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 _PHASES = (None, FORWARD, BACKWARD, OPTIMIZER)
@@ -78,7 +92,7 @@ def family(operator: str) -> str:
     return _OF_A_LIBRARY.sub("", operator)
 
 
-def works_of(timeline: Timeline) -> tuple[list[Work], npt.NDArray[np.int64]]:
+def works_of(timeline: Timeline) -> tuple[list[Work], Rows]:
     """The works of a timeline, and which of them each span does."""
     spans = timeline.spans
     if not len(spans):
@@ -91,21 +105,18 @@ def works_of(timeline: Timeline) -> tuple[list[Work], npt.NDArray[np.int64]]:
     firsts, codes = grouped(*columns)
     found = [
         Work(
-            kind=KINDS[spans.kinds[row]].value,
-            operator=names[what[row]],
-            unit=None if units[row] < 0 else spans.unit_names[units[row]],
-            phase=_PHASES[phases[row]],
+            kind=KINDS[spans.kinds[row]].value, operator=names[what[row]],
+            unit=None if units[row] < 0 else spans.unit_names[units[row]], phase=_PHASES[phases[row]],
             dims="" if inputs[row] < 0 else spans.input_names[inputs[row]].dims,
             dtype="" if inputs[row] < 0 else spans.input_names[inputs[row]].dtype,
-            ordinal=None if ordinals[row] < 0 else int(ordinals[row]),
-            by_name=bool(by_name[row]),
+            ordinal=None if ordinals[row] < 0 else int(ordinals[row]), by_name=bool(by_name[row]),
         )
         for row in firsts.tolist()
-    ]
+    ]  # fmt: skip
     return _with_collectives(timeline.collectives, found, codes, phases)
 
 
-def phases_of(spans: Spans) -> npt.NDArray[np.int64]:
+def phases_of(spans: Spans) -> Rows:
     """The phase of each span, as a place in ``(None, FORWARD, BACKWARD, OPTIMIZER)``.
 
     Backward is what autograd's engine launched, what a unit's backward did, and what reduces gradients; optimizer, what
@@ -122,7 +133,7 @@ def phases_of(spans: Spans) -> npt.NDArray[np.int64]:
     return np.select((optimizer, backward, forward), (3, 2, 1), 0).astype(np.int64)
 
 
-def _operators(spans: Spans) -> tuple[list[str], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+def _operators(spans: Spans) -> tuple[list[str], Rows, Mask]:
     """A table of names, which of them each span bears, and whether that is its kernel's for want of an operator."""
     unknown = (spans.operators == UNKNOWN) | (spans.operators == spans.names) & (_column(spans.calls, spans) == UNKNOWN)
     by_name = unknown | spans.of_kind(Kind.COMM)
@@ -138,12 +149,12 @@ def _operators(spans: Spans) -> tuple[list[str], npt.NDArray[np.int64], npt.NDAr
     return names, np.where(by_name, plain[spans.names], spans.operators).astype(np.int64), by_name
 
 
-def _column(column: npt.NDArray[np.int32], spans: Spans) -> npt.NDArray[np.int64]:
+def _column(column: Ints, spans: Spans) -> Rows:
     """A column that may be empty, where it tells nothing."""
     return np.full(len(spans), UNKNOWN, np.int64) if not len(column) else column.astype(np.int64)
 
 
-def _ordinals(spans: Spans, what: npt.NDArray[np.int64], phases: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _ordinals(spans: Spans, what: Rows, phases: Rows) -> Rows:
     """Which call of its operator in its unit, phase and step launched each span; :data:`UNKNOWN` outside of units."""
     calls, found = _column(spans.calls, spans), np.full(len(spans), UNKNOWN, np.int64)
     rows = np.flatnonzero((calls != UNKNOWN) & (spans.units != UNKNOWN) & (spans.launches != UNKNOWN))
@@ -160,8 +171,8 @@ def _ordinals(spans: Spans, what: npt.NDArray[np.int64], phases: npt.NDArray[np.
 
 
 def _with_collectives(
-    collectives: tuple[Collective, ...], works: list[Work], codes: npt.NDArray[np.int64], phases: npt.NDArray[np.int64]
-) -> tuple[list[Work], npt.NDArray[np.int64]]:
+    collectives: tuple[Collective, ...], works: list[Work], codes: Rows, phases: Rows
+) -> tuple[list[Work], Rows]:
     """The same, with the spans that ran for a collective under what that does."""
     places: dict[Work, int] = {}
     for one in collectives:
@@ -266,7 +277,7 @@ def _owned(spans: Spans, free: Intervals) -> Nanoseconds:
 
 
 def _of_spans(
-    spans: Spans, works: list[Work], work_of: npt.NDArray[np.int64], starts: Nanoseconds, ends: Nanoseconds
+    spans: Spans, works: list[Work], work_of: Rows, starts: Nanoseconds, ends: Nanoseconds
 ) -> Iterator[tuple[Work, int, int, tuple[tuple[str, int], ...]]]:
     """Work, nanoseconds, spans begun and kernels of everything that ran in the windows."""
     if not len(spans):
@@ -281,9 +292,7 @@ def _of_spans(
             yield works[work], ns, count, tuple(kernels[work])
 
 
-def _kernels(
-    spans: Spans, work_of: npt.NDArray[np.int64], owned: Nanoseconds, begun: npt.NDArray[np.bool_]
-) -> dict[int, list[tuple[str, int]]]:
+def _kernels(spans: Spans, work_of: Rows, owned: Nanoseconds, begun: Mask) -> dict[int, list[tuple[str, int]]]:
     """The kernels of each work, the one that owns most first."""
     found = defaultdict(list)
     several = len(spans.name_table)
@@ -294,7 +303,7 @@ def _kernels(
 
 
 def _of_idle(
-    timeline: Timeline, works: list[Work], work_of: npt.NDArray[np.int64], starts: Nanoseconds, ends: Nanoseconds
+    timeline: Timeline, works: list[Work], work_of: Rows, starts: Nanoseconds, ends: Nanoseconds
 ) -> Iterator[tuple[Work, int, int, tuple[tuple[str, int], ...]]]:
     """Work, nanoseconds and number of every gap in the windows."""
     if not len(starts):

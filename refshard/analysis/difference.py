@@ -159,15 +159,13 @@ def difference(a: Sequence[Attribution], b: Sequence[Attribution], ranks: Sequen
     longer = max(scale.mean(sum(before), 0), scale.mean(sum(after), 1))
     changes = [_change(row, scale) for row in _summed(rows, scale, longer)]
     return Difference(
-        a_ns=scale.mean(sum(before), 0),
-        b_ns=scale.mean(sum(after), 1),
-        delta_ns=scale.change(sum(before), sum(after)),
+        a_ns=scale.mean(sum(before), 0), b_ns=scale.mean(sum(after), 1), delta_ns=scale.change(sum(before), sum(after)),
         changes=tuple(sorted(changes, key=lambda c: (-abs(c.delta_ns), c.kind, c.label))),
         ranks=tuple(
             RankChange(rank=rank, a_ns=x / scale.steps, b_ns=y / scale.steps, delta_ns=(y - x) / scale.steps)
             for rank, x, y in zip(ranks, before, after)
         ),
-    )
+    )  # fmt: skip
 
 
 def mean_steps(side: Sequence[Attribution]) -> list[float]:
@@ -283,16 +281,10 @@ def _common(a: Sequence[Work], b: Sequence[Work], *, ordinal: bool = False) -> W
         return x if x == y else f"{x or '?'} -> {y or '?'}"
 
     return msgspec.structs.replace(
-        first,
-        operator=both("operator") or family(first.operator),
-        unit=same("unit"),
-        dims=both("dims"),
-        dtype=both("dtype"),
-        ordinal=same("ordinal") if ordinal else None,
-        bytes=same("bytes"),
-        group=both("group") or None,
-        by_name=any(work.by_name for work in every),
-    )
+        first, operator=both("operator") or family(first.operator), unit=same("unit"), dims=both("dims"),
+        dtype=both("dtype"), ordinal=same("ordinal") if ordinal else None, bytes=same("bytes"),
+        group=both("group") or None, by_name=any(work.by_name for work in every),
+    )  # fmt: skip
 
 
 def _summed(rows: Iterable[_Row], scale: _Scale, step: float) -> list[_Row]:
@@ -497,12 +489,9 @@ def pair(before: Sequence[Analysis], after: Sequence[Analysis]) -> Pairing:
     a, b = ([one.attribution for one in side if one.attribution is not None] for side in sides)
     figures = tuple([one.figures for one in side] for side in sides)
     return Pairing(
-        a=sides[0],
-        b=sides[1],
-        ranks=ranks,
-        warnings=(*warnings, *unrecorded(a, b)),
+        a=sides[0], b=sides[1], ranks=ranks, warnings=(*warnings, *unrecorded(a, b)),
         unlike=unlike((figures[0], figures[1]), (a, b)),
-    )
+    )  # fmt: skip
 
 
 def _check_one_job(sides: Sequence[Sequence[Analysis]]) -> None:

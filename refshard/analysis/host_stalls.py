@@ -8,15 +8,13 @@ import numpy as np
 import numpy.typing as npt
 
 from refshard.analysis.figures import HostStall, HostStalls, Stall
-from refshard.analysis.grouping import ranges, sums
-from refshard.analysis.idle import NEVER, Gaps, idle_gaps
-from refshard.analysis.labels import find_labels
+from refshard.analysis.kineto import Launches, find_launches
+from refshard.analysis.labels import column_at, find_labels, innermost_of, innermost_on, named
 from refshard.analysis.names import ALLOCATES, COPIES, GRAPH_LAUNCHES, LAUNCHES, LOADS, LONG_NS, MAY_LOAD, SYNCHRONISES
-from refshard.analysis.owners import column_at, innermost_of, innermost_on, named
-from refshard.analysis.spans import Launches, find_launches
+from refshard.analysis.overlap import NEVER, Gaps, idle_gaps
 from refshard.analysis.windows import bounds, step_at
 from refshard.events.table import ANNOTATION, HOST, LAUNCH, TraceFile
-from refshard.events.timeline import UNKNOWN, Intervals, Nanoseconds, Spans, Timeline
+from refshard.events.timeline import UNKNOWN, Intervals, Ints, Mask, Nanoseconds, Rows, Spans, Timeline, ranges, sums
 
 TIMES_THE_MEDIAN = 20
 """A launch is long if it takes :data:`LONG_NS`, and so many times the median of all launches."""
@@ -43,18 +41,18 @@ class Calls:
     operator makes for one purpose.
     """
 
-    rows: npt.NDArray[np.int64]
+    rows: Rows
     starts: Nanoseconds
     ends: Nanoseconds
-    threads: npt.NDArray[np.int32]
+    threads: Ints
     kinds: npt.NDArray[np.int8]
-    names: npt.NDArray[np.int32]
-    operators: npt.NDArray[np.int32]
-    annotations: npt.NDArray[np.int32]
-    frames: npt.NDArray[np.int32]
-    units: npt.NDArray[np.int32]
-    copies: npt.NDArray[np.int32]
-    occurrences: npt.NDArray[np.int64]
+    names: Ints
+    operators: Ints
+    annotations: Ints
+    frames: Ints
+    units: Ints
+    copies: Ints
+    occurrences: Rows
     unit_names: tuple[str, ...]
 
     def __len__(self) -> int:
@@ -118,9 +116,9 @@ class _Copies:
     whether the call returned only after it.
     """
 
-    names: npt.NDArray[np.int32]
-    pageable: npt.NDArray[np.bool_]
-    awaited: npt.NDArray[np.bool_]
+    names: Ints
+    pageable: Mask
+    awaited: Mask
 
 
 def _copies(trace: TraceFile, spans: Spans, launches: Launches) -> _Copies:
@@ -135,9 +133,7 @@ def _copies(trace: TraceFile, spans: Spans, launches: Launches) -> _Copies:
     return _Copies(names=names, pageable=pageable, awaited=awaited)
 
 
-def _for_operators(
-    trace: TraceFile, kinds: npt.NDArray[np.int8], operators: npt.NDArray[np.int32]
-) -> npt.NDArray[np.int8]:
+def _for_operators(trace: TraceFile, kinds: npt.NDArray[np.int8], operators: Ints) -> npt.NDArray[np.int8]:
     """The kinds, with the purpose of waits and copies by the operator around them."""
     found, waits = (kinds.copy(), np.isin(kinds, [STALLS.index(kind) for kind in (Stall.SYNC, Stall.COPY)]))
     for kind, names in _BY_OPERATOR.items():
@@ -146,7 +142,7 @@ def _for_operators(
     return found
 
 
-def _outermost(threads: npt.NDArray[np.int32], ends: Nanoseconds) -> npt.NDArray[np.bool_]:
+def _outermost(threads: Ints, ends: Nanoseconds) -> Mask:
     """Which of some intervals, ordered by thread and start, do not lie within another on their thread."""
     kept = np.ones(len(ends), np.bool_)
     for thread in np.unique(threads).tolist():
@@ -232,7 +228,7 @@ def idle_caused(
     return caused, followed
 
 
-def _shares(place: npt.NDArray[np.int64], parts: Nanoseconds, totals: Nanoseconds, amounts: Nanoseconds) -> Nanoseconds:
+def _shares(place: Rows, parts: Nanoseconds, totals: Nanoseconds, amounts: Nanoseconds) -> Nanoseconds:
     """``amounts[place]`` divided in proportion to ``parts``, which add up to ``totals``; whole, and with nothing lost.
 
     ``place`` is ordered.
@@ -246,7 +242,7 @@ def _shares(place: npt.NDArray[np.int64], parts: Nanoseconds, totals: Nanosecond
 
 
 def _places(
-    trace: TraceFile, calls: Calls, rows: npt.NDArray[np.int64], idle: Nanoseconds, followed: Nanoseconds
+    trace: TraceFile, calls: Calls, rows: Rows, idle: Nanoseconds, followed: Nanoseconds
 ) -> tuple[HostStall, ...]:
     """Sums over the calls of each kind and place."""
     known = calls.frames[rows] != UNKNOWN
@@ -264,9 +260,7 @@ def _places(
     return tuple(sorted(found, key=lambda one: (-one.idle_ns, -one.host_ns, one.call)))
 
 
-def _place(
-    trace: TraceFile, calls: Calls, rows: npt.NDArray[np.int64], idle: Nanoseconds, followed: Nanoseconds
-) -> HostStall:
+def _place(trace: TraceFile, calls: Calls, rows: Rows, idle: Nanoseconds, followed: Nanoseconds) -> HostStall:
     lengths = (calls.ends - calls.starts)[rows]
     row, copies = int(rows[0]), calls.copies[rows]
     copies = copies[copies != UNKNOWN]

@@ -12,14 +12,12 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from refshard.analysis.figures import Category, Holder, MemoryPeak, Phase
-from refshard.analysis.labels import Labels, find_labels
-from refshard.analysis.owners import innermost_on, named
+from refshard.analysis.labels import Labels, find_labels, innermost_on, named
 from refshard.analysis.windows import host_steps, step_at
 from refshard.events.table import ANNOTATION, HOST, MemoryEvents, TraceFile
-from refshard.events.timeline import UNKNOWN, Intervals, Meaning, Nanoseconds, Window
+from refshard.events.timeline import UNKNOWN, Intervals, Ints, Mask, Meaning, Nanoseconds, Rows, Window
 
 MOST_HOLDERS = 500
 """Most holders that are listed; the others are summed by category."""
@@ -44,7 +42,7 @@ def memory_peaks(trace: TraceFile) -> tuple[MemoryPeak, ...]:
     return tuple(sorted(peaks, key=lambda peak: (peak.device == "cpu", -(peak.allocated_bytes or peak.risen_bytes))))
 
 
-def allocated_over_time(events: MemoryEvents, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], bool]:
+def allocated_over_time(events: MemoryEvents, rows: Rows) -> tuple[Rows, bool]:
     """Bytes allocated after each of one device's events, and whether the trace tells them.
 
     One that does not tells what each event adds; what was there when it began is not known then.
@@ -59,13 +57,13 @@ class _Blocks:
     was not. ``early`` are the places at which blocks from before the trace were freed.
     """
 
-    made: npt.NDArray[np.int64]
-    freed: npt.NDArray[np.int64]
-    early: npt.NDArray[np.int64]
+    made: Rows
+    freed: Rows
+    early: Rows
     unmatched: int
 
 
-def _blocks(changes: npt.NDArray[np.int64], addresses: npt.NDArray[np.int64]) -> _Blocks:
+def _blocks(changes: Rows, addresses: Rows) -> _Blocks:
     """Pair what is handed out with what is taken back, by address."""
     places = np.flatnonzero(changes != 0)
     order = places[np.argsort(addresses[places], kind="stable")]
@@ -73,11 +71,9 @@ def _blocks(changes: npt.NDArray[np.int64], addresses: npt.NDArray[np.int64]) ->
     follower = np.where(np.append(same, False), np.append(order[1:], _NEVER), _NEVER)
     follows_made = np.concatenate(([False], same & is_made[:-1]))
     return _Blocks(
-        made=order[is_made],
-        freed=follower[is_made],
-        early=order[~is_made & ~follows_made],
+        made=order[is_made], freed=follower[is_made], early=order[~is_made & ~follows_made],
         unmatched=int(np.sum(is_made & follows_made)),
-    )
+    )  # fmt: skip
 
 
 def _peak(events: MemoryEvents, device: int, name: str, host: "_Host") -> MemoryPeak:
@@ -102,7 +98,7 @@ def _peak(events: MemoryEvents, device: int, name: str, host: "_Host") -> Memory
     return msgspec.structs.replace(found, holders=ordered, unmatched=blocks.unmatched)
 
 
-def _before(changes: npt.NDArray[np.int64], blocks: _Blocks, at: int, allocated: int) -> list[Holder]:
+def _before(changes: Rows, blocks: _Blocks, at: int, allocated: int) -> list[Holder]:
     """What is held since before the trace: what was freed later, and what it kept to its end."""
     alive = (blocks.made <= at) & (blocks.freed > at)
     total = allocated - int(changes[blocks.made[alive]].sum())
@@ -114,7 +110,7 @@ def _before(changes: npt.NDArray[np.int64], blocks: _Blocks, at: int, allocated:
     return [Holder(category=c, unit=None, operator=None, bytes=n, blocks=b) for c, n, b in sizes if n > 0]
 
 
-def _made(events: MemoryEvents, rows: npt.NDArray[np.int64], blocks: _Blocks, at: int, host: "_Host") -> list[Holder]:
+def _made(events: MemoryEvents, rows: Rows, blocks: _Blocks, at: int, host: "_Host") -> list[Holder]:
     """What was made in the trace and is held at the peak, by what it is for, its unit and its operator."""
     alive = (blocks.made <= at) & (blocks.freed > at)
     made, freed = rows[blocks.made[alive]], blocks.freed[alive]
@@ -140,11 +136,11 @@ def _made(events: MemoryEvents, rows: npt.NDArray[np.int64], blocks: _Blocks, at
 class _Where:
     """What the host was doing at some moments: columns of one length."""
 
-    steps: npt.NDArray[np.int32]
+    steps: Ints
     units: list[str | None]
     operators: list[str | None]
-    under: npt.NDArray[np.int64]
-    in_backward: npt.NDArray[np.bool_]
+    under: Rows
+    in_backward: Mask
 
     def phase(self, row: int) -> Phase:
         if self.under[row] & Meaning.OPTIMIZER:
@@ -177,7 +173,7 @@ class _Host:
         # Where a phase that follows backward begins.
         self._breaks = np.sort(np.concatenate((forward, self._optimizer.starts)))
 
-    def at(self, threads: npt.NDArray[np.int32], points: Nanoseconds) -> _Where:
+    def at(self, threads: Ints, points: Nanoseconds) -> _Where:
         """What these threads were doing at these moments."""
         units, under = self._labels.of_work(threads, points)
         notes = self._annotations(threads, points)
@@ -228,14 +224,14 @@ class _Host:
         chosen = np.select(conditions, range(len(names)), len(names))
         return [(*names, "forward")[code] for code in chosen.tolist()]
 
-    def _annotations(self, threads: npt.NDArray[np.int32], points: Nanoseconds) -> npt.NDArray[np.int64]:
+    def _annotations(self, threads: Ints, points: Nanoseconds) -> Rows:
         """The name of the innermost annotation of the user's that holds, or -1."""
         host = self._trace.host
         rows = np.flatnonzero((host.categories == ANNOTATION) & ~named(self._trace, _NO_UNIT))
         place = innermost_on(host.threads[rows], host.starts[rows], host.ends[rows], threads, points)
         return np.append(host.names[rows], UNKNOWN)[place].astype(np.int64)
 
-    def _operators(self, threads: npt.NDArray[np.int32], points: Nanoseconds) -> npt.NDArray[np.int64]:
+    def _operators(self, threads: Ints, points: Nanoseconds) -> Rows:
         """The name of the outermost operator that holds, or -1."""
         host = self._trace.host
         labels = named(self._trace, re.compile(r"^(?:ProfilerStep#|Optimizer\.)"))  # which were operators in 2021
@@ -251,7 +247,7 @@ class _Host:
         return found
 
 
-def _covers(intervals: Intervals, points: Nanoseconds) -> npt.NDArray[np.bool_]:
+def _covers(intervals: Intervals, points: Nanoseconds) -> Mask:
     """Which points lie within, the ends included: a recorder's clock may have whole microseconds."""
     return intervals.within(points - 1, points + 1) > 0
 

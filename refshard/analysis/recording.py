@@ -91,11 +91,9 @@ class OperatorCensus(TorchDispatchMode):
         """What they come to."""
         order = hashlib.sha256("\n".join(self.operators).encode()).hexdigest()
         return Census(
-            operators=len(self._operators),
-            allocations=self._allocations,
-            allocated_bytes=self._allocated_bytes,
+            operators=len(self._operators), allocations=self._allocations, allocated_bytes=self._allocated_bytes,
             order_sha256=order,
-        )
+        )  # fmt: skip
 
 
 def _storages(nested: Any) -> dict[int, int]:

@@ -1,9 +1,14 @@
-"""What a CUDA memory snapshot tells: what is held and reserved, now and at the peak, by whom, and what is lost to
-fragmentation.
+"""What CUDA memory snapshots and memory timelines tell: what is held and reserved, now and at the peak, by whom, and
+what is lost to fragmentation.
 
-The file is what ``torch.cuda.memory._dump_snapshot`` writes, read without running anything that it could name. The
+A snapshot is what ``torch.cuda.memory._dump_snapshot`` writes, read without running anything that it could name. The
 segments say what is there now, exactly. The history says what was asked for and given back before; what was there when
 it began follows from what is there now. It has the sizes that were asked for, not those the allocator rounds to.
+
+A timeline is what torch's profiler exports (``export_memory_timeline`` to a file that ends in ``.raw.json.gz``): an
+array of ``[ns, action, bytes, category]``, with what each tensor's bytes are for, as torch judges by the graph of
+operators. Bytes are negative for what goes, and ns is -1 for what was there before. A tensor that is written to goes
+and comes again, maybe for another purpose.
 """
 
 import gzip
@@ -23,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refshard.errors import TraceError
+from refshard.events.timeline import Ints, Mask, Rows
 from refshard.plain import plain
 
 ACTIONS = (
@@ -95,12 +101,12 @@ class AllocatorHistory:
     """
 
     actions: npt.NDArray[np.int8]
-    addresses: npt.NDArray[np.int64]
-    sizes: npt.NDArray[np.int64]
-    times: npt.NDArray[np.int64]
-    sites: npt.NDArray[np.int32]
+    addresses: Rows
+    sizes: Rows
+    times: Rows
+    sites: Ints
 
-    def of(self, *actions: str) -> npt.NDArray[np.bool_]:
+    def of(self, *actions: str) -> Mask:
         """Which rows are one of these actions."""
         return np.isin(self.actions, [ACTIONS.index(action) for action in actions])
 
@@ -243,7 +249,6 @@ def _history(entries: list[_Entry], sites: _Sites) -> AllocatorHistory:
     )
 
 
-_Rows = npt.NDArray[np.intp]
 ALLOCATED, INACTIVE = "active_allocated", "inactive"
 _TAKEN, _GIVEN_BACK = ("segment_alloc", "segment_map"), ("segment_free", "segment_unmap")
 _MOST = 100
@@ -375,16 +380,13 @@ def _device(snapshot: MemorySnapshot, device: int) -> DeviceFigures:
     else:
         history, held = _follow(recorded, now, fragmentation, snapshot.sites)
     return DeviceFigures(
-        device=device,
-        fragmentation=fragmentation,
-        pools=_pools(segments),
-        history=history,
+        device=device, fragmentation=fragmentation, pools=_pools(segments), history=history,
         lines=_lines(held, snapshot.sites),
         sizes=tuple(
             SizeFigures(size=size, blocks=blocks)
             for size, blocks in sorted(Counter(n for n, _ in held).items(), key=lambda item: -item[0] * item[1])[:_MOST]
         ),
-    )
+    )  # fmt: skip
 
 
 def _fragmentation(segments: Iterable[Segment]) -> Fragmentation:
@@ -490,7 +492,7 @@ def _gone(history: AllocatorHistory, now: _Now) -> int:
     return int(history.sizes[rows[~np.isin(history.addresses[rows], now.addresses)]].sum())
 
 
-def _course(history: AllocatorHistory, more: Sequence[str], less: Sequence[str], last: int) -> npt.NDArray[np.int64]:
+def _course(history: AllocatorHistory, more: Sequence[str], less: Sequence[str], last: int) -> Rows:
     """Bytes before the first entry and after each, where ``last`` are there after the last."""
     changes = np.where(history.of(*more), history.sizes, 0) - np.where(history.of(*less), history.sizes, 0)
     course = np.concatenate(([0], np.cumsum(changes)))
@@ -510,7 +512,7 @@ def _held(history: AllocatorHistory, now: _Now, at: int) -> tuple[list[tuple[int
     return made, early
 
 
-def _by_address(history: AllocatorHistory) -> tuple[_Rows, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+def _by_address(history: AllocatorHistory) -> tuple[Rows, Mask, Mask]:
     """Entries that take or free a block, by its address; which take it; and which have the address of the next one."""
     rows = np.flatnonzero(history.of("alloc", "free_requested"))
     order = rows[np.argsort(history.addresses[rows], kind="stable")]
@@ -518,7 +520,7 @@ def _by_address(history: AllocatorHistory) -> tuple[_Rows, npt.NDArray[np.bool_]
     return order, history.of("alloc")[order], addresses[1:] == addresses[:-1]
 
 
-def _made(history: AllocatorHistory, at: int) -> _Rows:
+def _made(history: AllocatorHistory, at: int) -> Rows:
     """Entries that took the blocks of the history that are in use after ``at`` entries."""
     order, is_made, same = _by_address(history)
     never = len(history.actions)
@@ -526,21 +528,97 @@ def _made(history: AllocatorHistory, at: int) -> _Rows:
     return order[is_made & (order < at) & (ends >= at)]
 
 
-def _ooms(
-    history: AllocatorHistory, used: npt.NDArray[np.int64], reserved: npt.NDArray[np.int64], sites: Sequence[Site]
-) -> tuple[OomFigures, ...]:
+def _ooms(history: AllocatorHistory, used: Rows, reserved: Rows, sites: Sequence[Site]) -> tuple[OomFigures, ...]:
     return tuple(
         OomFigures(
-            asked_bytes=int(history.sizes[row]),
-            device_free_bytes=int(history.addresses[row]),
-            requested_bytes=int(used[row]),
-            reserved_bytes=int(reserved[row]),
-            time_us=_time(history, row),
+            asked_bytes=int(history.sizes[row]), device_free_bytes=int(history.addresses[row]),
+            requested_bytes=int(used[row]), reserved_bytes=int(reserved[row]), time_us=_time(history, row),
             site=None if history.sites[row] == NO_SITE else sites[history.sites[row]],
         )
         for row in np.flatnonzero(history.of("oom")).tolist()
-    )
+    )  # fmt: skip
 
 
 def _time(history: AllocatorHistory, row: int) -> int | None:
     return int(history.times[row]) if row >= 0 and history.times[row] >= 0 else None
+
+
+CATEGORIES = (
+    "parameters", "optimizer state", "inputs", "temporary", "activations", "gradients", "autograd detail", "unknown",
+)  # fmt: skip
+"""By torch's numbers."""
+_START, _GZIP = b"[[", b"\x1f\x8b"
+_MOST_BYTES = 1 << 30
+"""Of decompressed text: more would not fit where a trace does."""
+
+
+class MemoryTimelineFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """The peak of one device: bytes by category, in all, and nanoseconds after the first event that has a time.
+
+    ``before_bytes`` were there before the recording began.
+    """
+
+    events: int
+    peak_bytes: int
+    peak_ns: int
+    before_bytes: int
+    by_category: dict[str, int]
+
+
+def is_memory_timeline(path: Path) -> bool:
+    """Whether a file begins as such a timeline does; it may be gzipped."""
+    if not os.path.isfile(path):  # noqa: PTH113 -- never raises; opening a pipe would wait for its writer
+        return False
+    try:
+        return _text(path, most=64).lstrip().replace(b" ", b"").startswith(_START)
+    except (OSError, EOFError, zlib.error):
+        return False
+
+
+def memory_timeline(path: Path) -> MemoryTimelineFigures:
+    """The figures of a timeline.
+
+    Raises:
+        TraceError: the file cannot be read, is damaged, or is no memory timeline.
+    """
+    try:
+        text = _text(path, most=_MOST_BYTES + 1)
+        if len(text) > _MOST_BYTES:
+            raise TraceError(f"{path}: expands to more than {_MOST_BYTES:,} bytes; record fewer steps")
+        rows = msgspec.json.decode(text, type=list[tuple[int, int, int, int]])
+        times, _, changes, categories = np.array(rows, np.int64).reshape(-1, 4).T
+    except (OSError, EOFError, zlib.error) as error:
+        raise TraceError(f"{path}: cannot be read ({error})") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, OverflowError) as error:
+        raise TraceError(
+            f"{path}: an array of arrays, but no memory timeline of torch.profiler ({error}); a trace is an object "
+            "with traceEvents, or an array of events"
+        ) from None
+    if not len(times) or categories.min() < 0 or categories.max() >= len(CATEGORIES):
+        raise TraceError(
+            f"{path}: no memory timeline of torch.profiler (no events, or categories that it does not have)"
+        )
+    order = np.argsort(times, kind="stable")
+    times, changes, categories = times[order], changes[order], categories[order]
+    held = np.cumsum(changes)
+    # Within one moment a tensor may go and come again: what counts is what is held after it.
+    last = np.append(times[1:] > times[:-1], True)
+    at = int(np.flatnonzero(last)[np.argmax(held[last])])
+    if held[at] <= 0:
+        raise TraceError(f"{path}: no memory timeline of torch.profiler (it never holds anything)")
+    sums = np.bincount(categories[: at + 1], weights=changes[: at + 1], minlength=len(CATEGORIES)).astype(np.int64)
+    recorded = times[times >= 0]
+    return MemoryTimelineFigures(
+        events=len(times),
+        peak_bytes=int(held[at]),
+        peak_ns=max(0, int(times[at] - recorded[0])) if len(recorded) else 0,
+        before_bytes=int(changes[times < 0].sum()),
+        by_category={name: size for name, size in zip(CATEGORIES, sums.tolist()) if size},
+    )
+
+
+def _text(path: Path, *, most: int) -> bytes:
+    with path.open("rb") as raw:
+        packed = raw.read(2) == _GZIP
+        raw.seek(0)
+        return gzip.GzipFile(fileobj=raw).read(most) if packed else raw.read(most)

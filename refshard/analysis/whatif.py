@@ -8,9 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
-import numpy.typing as npt
 
-from refshard.analysis.dependencies import NEVER
 from refshard.analysis.figures import (
     BETWEEN,
     COMMUNICATION,
@@ -29,8 +27,8 @@ from refshard.analysis.figures import (
     WhatIf,
     WhatIfFigures,
 )
-from refshard.analysis.graph import Graph
-from refshard.events.timeline import KINDS, UNKNOWN, Intervals, Kind, Nanoseconds
+from refshard.analysis.graph import NEVER, Graph
+from refshard.events.timeline import KINDS, UNKNOWN, Intervals, Kind, Nanoseconds, Rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -100,7 +98,7 @@ def waits_of(graph: Graph, times: Times) -> dict[int, list[tuple[int, int]]]:
     return found
 
 
-def last_nodes(graph: Graph) -> npt.NDArray[np.int64]:
+def last_nodes(graph: Graph) -> Rows:
     """The spans among which the one lies that ends the steps looked at."""
     nodes = np.arange(len(graph.ends))
     return np.flatnonzero((nodes >= graph.fixed) & graph.is_span & (graph.ends <= graph.end))
@@ -308,11 +306,9 @@ def _changes(graph: Graph, waited: Sequence[tuple[int, int]]) -> tuple[dict[str,
 def _launches_free(graph: Graph, times: Times) -> Times:
     """The host takes no time, but still waits for the device where it did."""
     return replace(
-        times,
-        host_delays=np.where(times.host_delays == NEVER, NEVER, 0),
-        holds=np.where(graph.is_span, times.holds, 0),
-        host_is_free=True,
-    )
+        times, host_delays=np.where(times.host_delays == NEVER, NEVER, 0),
+        holds=np.where(graph.is_span, times.holds, 0), host_is_free=True,
+    )  # fmt: skip
 
 
 def _waited(graph: Graph, waited: Sequence[tuple[int, int]]) -> Nanoseconds:

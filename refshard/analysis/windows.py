@@ -11,19 +11,18 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 
 import numpy as np
-import numpy.typing as npt
 
 from refshard.analysis.figures import StepFigures, TraceWarning, WindowFigures, WindowGroup
 from refshard.analysis.labels import meaning_of
 from refshard.errors import SpecError, TraceError
 from refshard.events.table import ANNOTATION, EMULATED, GLOO, HOST, TraceFile
-from refshard.events.timeline import UNKNOWN, Kind, Nanoseconds, Spans, Timeline, Window
+from refshard.events.timeline import UNKNOWN, Ints, Kind, Nanoseconds, Rows, Spans, Timeline, Window
 from refshard.quantities import format_ns, format_percent
 
 _STEP = re.compile(r"^ProfilerStep#(\d{1,9})$")
 
 
-def host_steps(trace: TraceFile) -> tuple[tuple[Window, ...], npt.NDArray[np.int64]]:
+def host_steps(trace: TraceFile) -> tuple[tuple[Window, ...], Rows]:
     """The steps that the host announced, in order of time, and their rows of :attr:`TraceFile.host`.
 
     A trace of a GPU repeats the annotation on the device's side; the host's is the step. In 2021 it was an operator. Of
@@ -44,7 +43,7 @@ def host_steps(trace: TraceFile) -> tuple[tuple[Window, ...], npt.NDArray[np.int
     return windows, rows
 
 
-def outermost(trace: TraceFile, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def outermost(trace: TraceFile, rows: Rows) -> Rows:
     """Those of the thread that has most of them, in order of time, without those that begin within another."""
     host = trace.host
     if not len(rows):
@@ -73,7 +72,7 @@ def bounds(windows: Sequence[Window]) -> tuple[Nanoseconds, Nanoseconds]:
     return pairs[:, 0], pairs[:, 1]
 
 
-def step_at(points: npt.NDArray[np.int64], windows: tuple[Window, ...]) -> npt.NDArray[np.int32]:
+def step_at(points: Rows, windows: tuple[Window, ...]) -> Ints:
     """The step in whose window each point lies; windows are disjoint and in order."""
     if not windows:
         return np.full(len(points), UNKNOWN, np.int32)
@@ -104,7 +103,7 @@ def device_windows(spans: Spans, host_windows: tuple[Window, ...]) -> tuple[Wind
     return tuple(windows)
 
 
-Extremes = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
+Extremes = tuple[Rows, Rows]
 NEVER = (int(np.iinfo(np.int64).min), int(np.iinfo(np.int64).max))
 
 
@@ -125,9 +124,7 @@ def extents(spans: Spans, host_windows: tuple[Window, ...]) -> tuple[Extremes, E
     )
 
 
-def _extremes(
-    count: int, place: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
-) -> Extremes:
+def _extremes(count: int, place: Rows, starts: Rows, ends: Rows) -> Extremes:
     first, last = np.full(count, NEVER[1]), np.full(count, NEVER[0])
     np.minimum.at(first, place, starts)
     np.maximum.at(last, place, ends)
@@ -238,7 +235,7 @@ def _nanoseconds(part: str, text: str) -> int:
     return int(Decimal(match[1]) * _UNITS[match[2]])
 
 
-def chosen_windows(trace: TraceFile, options: WindowOptions) -> tuple[tuple[Window, ...], npt.NDArray[np.int64]]:
+def chosen_windows(trace: TraceFile, options: WindowOptions) -> tuple[tuple[Window, ...], Rows]:
     """The annotations that match, numbered in order of time, and their rows of :attr:`TraceFile.host`.
 
     A match within another is left out; of several threads the one with most matches counts. Without annotations that
@@ -261,7 +258,7 @@ def chosen_windows(trace: TraceFile, options: WindowOptions) -> tuple[tuple[Wind
     return windows, rows
 
 
-def _matches(trace: TraceFile, pattern: "re.Pattern[str]") -> npt.NDArray[np.int64]:
+def _matches(trace: TraceFile, pattern: "re.Pattern[str]") -> Rows:
     host = trace.host
     named = np.isin(host.names, [code for code, name in enumerate(trace.names) if pattern.search(name)])
     for category in (ANNOTATION, HOST):

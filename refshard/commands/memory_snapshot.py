@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from refshard.analysis.memory_timeline import memory_timeline
-from refshard.analysis.snapshot import read_snapshot, snapshot_figures
+from refshard.analysis.snapshot import memory_timeline, read_snapshot, snapshot_figures
 from refshard.report.blocks import Answer
 from refshard.report.trace.snapshot import memory_timeline_answer, snapshot_answer
 

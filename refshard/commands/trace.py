@@ -13,9 +13,8 @@ from refshard.analysis import hta
 from refshard.analysis.analyse import Analysis, analyse, join
 from refshard.analysis.difference import difference, mean_steps, pair
 from refshard.analysis.kineto import timeline_of
-from refshard.analysis.memory_timeline import is_memory_timeline
 from refshard.analysis.names import patterns
-from refshard.analysis.snapshot import is_snapshot
+from refshard.analysis.snapshot import is_memory_timeline, is_snapshot
 from refshard.analysis.windows import WindowOptions, parse_window
 from refshard.commands.memory_snapshot import memory_snapshots, memory_timelines
 from refshard.commands.printing import write_page

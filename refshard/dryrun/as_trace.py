@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from refshard.analysis.flops import CAUSAL
+from refshard.analysis.operators import CAUSAL
 from refshard.dryrun.recording import NO_STREAM, Flag, Kind, Phase, Recording
 from refshard.dryrun.replay import NEVER, Replayed
 from refshard.dryrun.steps import Step, host_windows, steps_of

@@ -135,24 +135,13 @@ class _Export:
         names = tuple(self._names)
         telling = [code for code, name in enumerate(names) if name.startswith((_C10D, _NCCL))]
         return TraceFile(
-            path=self._path,
-            size=size,
-            host=HostEvents(**host),
-            device=DeviceEvents(**device),
-            syncs=SyncEvents(**Growing(SyncEvents).columns()),
-            names=names,
-            threads=tuple(self._threads),
-            lanes=tuple(self._lanes),
-            signatures=tuple(self._signatures),
-            host_args={row: {} for row in np.flatnonzero(np.isin(host["names"], telling)).tolist()},
-            device_args={},
-            operands=(),
-            memory=MemoryEvents(**Growing(MemoryEvents).columns()),
-            memory_devices=(),
-            metadata=self._metadata(),
-            count=self._count,
-            skipped=self._skipped,
-        )
+            path=self._path, size=size, host=HostEvents(**host), device=DeviceEvents(**device),
+            syncs=SyncEvents(**Growing(SyncEvents).columns()), names=names, threads=tuple(self._threads),
+            lanes=tuple(self._lanes), signatures=tuple(self._signatures),
+            host_args={row: {} for row in np.flatnonzero(np.isin(host["names"], telling)).tolist()}, device_args={},
+            operands=(), memory=MemoryEvents(**Growing(MemoryEvents).columns()), memory_devices=(),
+            metadata=self._metadata(), count=self._count, skipped=self._skipped,
+        )  # fmt: skip
 
     def _kernels(self) -> Iterator[Block]:
         shape = [f"{part}{axis}" for part in ("grid", "block") for axis in "XYZ"]

@@ -298,25 +298,17 @@ class _Reader:
         if not self._count and (others := self.skipped.get("unusable_events")):
             raise TraceError(f"{path}: not a Kineto trace (none of its {others} elements is an event)")
         return TraceFile(
-            path=path,
-            size=size,
-            host=HostEvents(**self._host.columns()),
-            device=DeviceEvents(**self._device.columns()),
-            syncs=SyncEvents(**self._syncs.columns()),
-            names=tuple(self._names),
-            threads=tuple((str(pid), str(tid)) for pid, tid in self._threads),
+            path=path, size=size, host=HostEvents(**self._host.columns()),
+            device=DeviceEvents(**self._device.columns()), syncs=SyncEvents(**self._syncs.columns()),
+            names=tuple(self._names), threads=tuple((str(pid), str(tid)) for pid, tid in self._threads),
             lanes=tuple((str(device), str(stream)) for device, stream in self._lanes),
             signatures=tuple(f"{name} {grid.decode()} {block.decode()}" for name, grid, block in self._signatures),
-            host_args=self._host_args,
-            device_args=self._device_args,
-            operands=tuple(Operands(*found) for found in self._operands),
-            memory=self._all_memory(),
+            host_args=self._host_args, device_args=self._device_args,
+            operands=tuple(Operands(*found) for found in self._operands), memory=self._all_memory(),
             memory_devices=tuple(_CPU if one == _CPU else f"device {one}" for one in self._memory_devices),
-            metadata=self._metadata(metadata),
-            count=self._count,
-            skipped=self.skipped,
+            metadata=self._metadata(metadata), count=self._count, skipped=self.skipped,
             frames=Frames(**self._frames.columns(), name_table=tuple(self._frame_names)),
-        )
+        )  # fmt: skip
 
     def _metadata(self, text: bytes) -> dict[str, Any]:
         try:

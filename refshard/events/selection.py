@@ -101,12 +101,9 @@ def _near_memory(events: MemoryEvents, bounds: tuple[int, int]) -> MemoryEvents:
 def _with(trace: TraceFile, host: Rows, device: Rows) -> TraceFile:
     """The trace with these of its host and device events, and their arguments."""
     return replace(
-        trace,
-        host=_at(trace.host, host),
-        device=_at(trace.device, device),
-        host_args=_renumbered(trace.host_args, host),
-        device_args=_renumbered(trace.device_args, device),
-    )
+        trace, host=_at(trace.host, host), device=_at(trace.device, device),
+        host_args=_renumbered(trace.host_args, host), device_args=_renumbered(trace.device_args, device),
+    )  # fmt: skip
 
 
 def _at(events: Columns, rows: Rows) -> Columns:

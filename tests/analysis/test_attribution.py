@@ -8,8 +8,7 @@ from hypothesis import given
 
 from refshard.analysis.attribution import Work, attribute
 from refshard.analysis.figures import Cause
-from refshard.analysis.idle import knows_launches
-from refshard.analysis.overlap import step_breakdowns
+from refshard.analysis.overlap import knows_launches, step_breakdowns
 from refshard.events.timeline import UNKNOWN, Collective, Kind, Timeline, Window
 from tests.analysis.builder import Training
 from tests.analysis.small import NAMES, Row, idle_gaps, rows, steps, timeline_of

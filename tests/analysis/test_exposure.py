@@ -10,10 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refshard.analysis.analyse import Analysis, analyse, join
-from refshard.analysis.exposure import Exposure, Links, Pieces, Traffic, communication, exposure_of, links_of, split
+from refshard.analysis.exposure import (
+    Entered,
+    Exposure,
+    Links,
+    Pieces,
+    Traffic,
+    communication,
+    exposure_of,
+    links_of,
+    split,
+)
 from refshard.analysis.figures import CollectiveFigures, CommunicationFigures, MessageFigures, PeerWait
-from refshard.analysis.issued import Group
-from refshard.analysis.skew import Entered
+from refshard.analysis.kineto import Group
 from refshard.events.timeline import Kind, Timeline, Window
 from tests.analysis.builder import COMPUTE_STREAM, GATHER_STREAM, REDUCE_STREAM, Trace, Work
 

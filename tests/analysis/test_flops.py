@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from refshard.analysis.flops import Work, work_of
+from refshard.analysis.operators import Work, work_of
 from refshard.events.table import Operands
 
 BF16, FP32 = "c10::BFloat16", "float"

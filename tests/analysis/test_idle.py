@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from refshard.analysis.figures import Cause, IdleFigures
-from refshard.analysis.idle import CAUSES, idle_figures, idle_gaps
 from refshard.analysis.kineto import timeline_of as read
+from refshard.analysis.overlap import CAUSES, idle_figures, idle_gaps
 from refshard.events.reader import read_trace
 from refshard.events.timeline import UNKNOWN, HostCalls, Kind, Window
 from tests.analysis.handmade import event, write

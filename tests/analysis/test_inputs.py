@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from refshard.analysis.spans import input_table, inputs_of
+from refshard.analysis.kineto import input_table, inputs_of
 from refshard.events.table import Operands
 from refshard.events.timeline import UNKNOWN, Inputs
 

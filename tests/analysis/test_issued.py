@@ -7,7 +7,7 @@ import pytest
 
 from refshard.analysis.analyse import Analysis, analyse
 from refshard.analysis.figures import CollectiveFigures
-from refshard.analysis.issued import OF_SHARDS, OPERATORS, bytes_of_message, group_of, operation_of
+from refshard.analysis.kineto import OF_SHARDS, OPERATORS, bytes_of_message, group_of, operation_of
 from tests.analysis.handmade import event, shaped, step, write
 
 Events = list[dict[str, Any]]

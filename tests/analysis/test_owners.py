@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refshard.analysis.kineto import timeline_of
+from refshard.analysis.labels import Nesting, innermost_on, nested_order
 from refshard.analysis.operators import launched_work
-from refshard.analysis.owners import Nesting, innermost_on, nested_order
 from refshard.events.reader import read_trace
 from refshard.events.timeline import UNKNOWN
 from tests.analysis.handmade import event, step, write

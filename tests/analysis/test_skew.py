@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from refshard.analysis.exposure import Entered, Waits, rank_waits
 from refshard.analysis.figures import (
     Breakdown,
     CollectiveFigures,
@@ -16,7 +17,6 @@ from refshard.analysis.figures import (
     StepFigures,
     TraceFigures,
 )
-from refshard.analysis.skew import Entered, Waits, rank_waits
 
 
 def ran(

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refshard.analysis.figures import Cause
-from refshard.analysis.idle import idle_figures
 from refshard.analysis.kineto import timeline_of
+from refshard.analysis.overlap import idle_figures
 from refshard.events.reader import read_trace
 from tests.analysis.handmade import event, write
 

@@ -12,10 +12,9 @@ import pytest
 
 from refshard.analysis.analyse import analyse
 from refshard.analysis.figures import Stall
-from refshard.analysis.kineto import timeline_of
+from refshard.analysis.kineto import device_order, timeline_of
 from refshard.analysis.labels import meaning_of
 from refshard.analysis.overlap import collectives_per_step, step_breakdowns
-from refshard.analysis.spans import device_order
 from refshard.dryrun.as_trace import LABELS, LEAVE, as_trace, purposes
 from refshard.dryrun.device import Rates
 from refshard.dryrun.memory import account_memory

@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refshard.analysis.figures import Cause, CollectiveFigures, StepFigures, TraceFigures
-from refshard.analysis.idle import CAUSES, Gaps, idle_gaps
-from refshard.analysis.overlap import exposed_communication
+from refshard.analysis.overlap import CAUSES, Gaps, exposed_communication, idle_gaps
 from refshard.events.timeline import KINDS, UNKNOWN, Collective, Intervals, Kind, Meaning, Nanoseconds, Spans, Timeline
 from refshard.quantities import format_bytes, format_ns, format_rate
 from refshard.report.trace.idle import NAMES as IDLE

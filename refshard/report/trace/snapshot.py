@@ -7,8 +7,15 @@ from typing import Any
 
 import msgspec
 
-from refshard.analysis.memory_timeline import MemoryTimelineFigures
-from refshard.analysis.snapshot import DeviceFigures, Fragmentation, HistoryFigures, LineFigures, OomFigures, Site
+from refshard.analysis.snapshot import (
+    DeviceFigures,
+    Fragmentation,
+    HistoryFigures,
+    LineFigures,
+    MemoryTimelineFigures,
+    OomFigures,
+    Site,
+)
 from refshard.plain import plain
 from refshard.quantities import format_bytes, format_ns, format_part, format_percent, format_times
 from refshard.report.blocks import Answer, Block, Notes, Table, Text, Verdict, table
