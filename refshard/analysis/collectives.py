@@ -5,8 +5,10 @@ beside the backward pass of the next unit, which holds most of the device, so th
 late.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -190,16 +192,11 @@ def reduce_waits(timeline: Timeline, starts: Nanoseconds, ends: Nanoseconds) -> 
     device = _device_waits(timeline, labels)
     at = np.array([label.start for label in labels], np.int64)
     first, last = np.searchsorted(at, starts), np.searchsorted(at, ends)
-    count = (last - first).tolist()
-    of_host = _sums(host, first, last)
-    of_device: list[int] | list[None] = [None] * len(starts) if device is None else _sums(device, first, last)
-    return tuple(ReduceWait(count=n, host_ns=h, device_ns=d) for n, h, d in zip(count, of_host, of_device))
-
-
-def _sums(values: list[int], first: Rows, last: Rows) -> list[int]:
-    """``sum(values[first[i] : last[i]])`` for each i."""
-    running = np.concatenate(([0], np.cumsum(np.array(values, np.int64))))
-    return [int(ns) for ns in running[last] - running[first]]
+    columns: list[list[Any]] = [(last - first).tolist()]
+    for values in (host, device):
+        running = np.concatenate(([0], np.cumsum(np.array(values or [], np.int64))))
+        columns.append([None] * len(starts) if values is None else (running[last] - running[first]).tolist())
+    return tuple(ReduceWait(count=n, host_ns=h, device_ns=d) for n, h, d in zip(*columns))
 
 
 def _device_waits(timeline: Timeline, labels: list[Label]) -> list[int] | None:
@@ -230,20 +227,6 @@ MIN_SAMPLES = 5
 """Fewest undisturbed runs of a kernel that give its undisturbed duration."""
 
 Floats = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Reductions:
-    """The reductions that ran, by launch: when that was, their start, and the end of what they had to follow.
-
-    That is what came before on their lane, and the collective of the same unit that was launched before (of a hybrid
-    mode, the other leg). ``units`` are codes of :attr:`Spans.units`.
-    """
-
-    launches: Nanoseconds
-    starts: Nanoseconds
-    before: Nanoseconds
-    units: Nanoseconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -285,7 +268,7 @@ def give_ways(
     found = _preparations(timeline, reductions, calibration)
     baseline = "unaccompanied" if calibration is None else "calibration"
     first, last = np.searchsorted(found.starts, starts), np.searchsorted(found.starts, ends)
-    begun = np.sort(reductions.starts)
+    begun = np.sort(reductions[1])
     reduces = np.searchsorted(begun, ends) - np.searchsorted(begun, starts)
     return tuple(
         _give_way(spans, found, slice(first[i], last[i]), int(ends[i] - starts[i]), int(reduces[i]), baseline)
@@ -313,34 +296,38 @@ def _give_way(spans: Spans, found: _Preparations, of: slice, span_ns: int, reduc
     )  # fmt: skip
 
 
-def _reductions(timeline: Timeline) -> _Reductions:
+def _reductions(timeline: Timeline) -> tuple[Nanoseconds, ...]:
+    """The reductions that ran, by launch: when that was, their start, the end of what they had to follow, and the code
+    of their unit in :attr:`Spans.units`.
+
+    They follow what came before on their lane, and the collective of the same unit that was launched before (of a
+    hybrid mode, the other leg).
+    """
     rows = ran(timeline)
     code = {name: code for code, name in enumerate(timeline.spans.unit_names)}
-    on_lane = {id(row): before for row, before in zip(rows, ends_before(rows))}
-    ended: dict[str, int] = {}
-    found = []
+    on_lane = {id(row): UNKNOWN if before is None else before for row, before in zip(rows, ends_before(rows))}
+    ended, found = dict[str, int](), []
     for row in sorted(rows, key=lambda row: UNKNOWN if row[0].launched is None else row[0].launched):
-        collective, _, start, end = row
-        before = [UNKNOWN if on_lane[id(row)] is None else on_lane[id(row)]]
-        if collective.unit is not None:
-            before.append(ended.get(collective.unit, UNKNOWN))
-            ended[collective.unit] = end
-        if collective.op in REDUCTIONS and collective.launched is not None and collective.rows:
-            unit = code.get(collective.unit or "", UNKNOWN)
-            found.append((collective.launched, start, max(b for b in before if b is not None), unit))
-    table = np.array(sorted(found), np.int64).reshape(-1, 4)
-    return _Reductions(launches=table[:, 0], starts=table[:, 1], before=table[:, 2], units=table[:, 3])
+        one, _, start, end = row
+        before = on_lane[id(row)]
+        if one.unit is not None:
+            before, ended[one.unit] = max(before, ended.get(one.unit, UNKNOWN)), end
+        if one.op in REDUCTIONS and one.launched is not None and one.rows:
+            found.append((one.launched, start, before, code.get(one.unit or "", UNKNOWN)))
+    return tuple(np.array(sorted(found), np.int64).reshape(-1, 4).T)
 
 
-def _preparations(timeline: Timeline, reductions: _Reductions, calibration: Timeline | None) -> _Preparations:
+def _preparations(
+    timeline: Timeline, reductions: tuple[Nanoseconds, ...], calibration: Timeline | None
+) -> _Preparations:
     spans = timeline.spans
-    launches = latest_launches(spans)
+    launches, (launched, begins, before, unit_of) = latest_launches(spans), reductions
     rows = np.flatnonzero(spans.of_kind(Kind.PREP) & (launches != NEVER))
     rows = rows[np.argsort(launches[rows], kind="stable")]
-    reduction_of = np.searchsorted(reductions.launches, launches[rows], side="left")
-    known = reduction_of < len(reductions.launches)
+    reduction_of = np.searchsorted(launched, launches[rows], side="left")
+    known = reduction_of < len(launched)
     rows, reduction_of = rows[known], reduction_of[known]
-    units = spans.units[rows], reductions.units[reduction_of]
+    units = spans.units[rows], unit_of[reduction_of]
     own = (units[0] == units[1]) | (units[0] == UNKNOWN) | (units[1] == UNKNOWN)
     rows, reduction_of = rows[own], reduction_of[own]
     if not len(rows):
@@ -348,14 +335,14 @@ def _preparations(timeline: Timeline, reductions: _Reductions, calibration: Time
         zeros = none.astype(np.float64)
         return _Preparations(starts=none, durations=none, undisturbed=zeros, lost=zeros, samples=none, scarcest=none)
     which, first = np.unique(reduction_of, return_index=True)
-    dur0, samples = _undisturbed(spans, rows, timeline if calibration is None else calibration)
+    dur0, samples = _undisturbed(spans, rows, (calibration or timeline).spans)
     prepared = launches[rows[first]]
     compute = np.flatnonzero(spans.of_kind(Kind.COMPUTE) & (launches != NEVER))
     compute = compute[np.lexsort((spans.ends[compute], launches[compute]))]
     ends = np.concatenate(([UNKNOWN], spans.ends[compute]))  # of the last gradient kernel launched before
     gradients = ends[np.searchsorted(launches[compute], prepared, side="left")]
-    begun = np.maximum.reduce([reductions.before[which], gradients, prepared])
-    started = reductions.starts[which]
+    begun = np.maximum.reduce([before[which], gradients, prepared])
+    started = begins[which]
     beside = timeline.busy(Kind.COMPUTE).within(np.minimum(begun, started), started)
     undisturbed = np.add.reduceat(dur0, first)
     by_scarcity = np.lexsort((samples, reduction_of))
@@ -367,30 +354,26 @@ def _preparations(timeline: Timeline, reductions: _Reductions, calibration: Time
     )  # fmt: skip
 
 
-def _undisturbed(spans: Spans, rows: Rows, source: Timeline) -> tuple[Floats, Rows]:
-    """For each row the median duration of its kernel's undisturbed runs in ``source``, and how many there are."""
-    runs = _undisturbed_runs(source.spans)
+def _undisturbed(spans: Spans, rows: Rows, source: Spans) -> tuple[Floats, Rows]:
+    """For each row the median duration of its kernel's undisturbed runs in ``source``, and how many there are.
+
+    Those are runs beside which no other span ran, of any kind and on any lane.
+    """
+    alone = np.flatnonzero(source.ends > source.starts)
+    starts, ends = source.starts[alone], source.ends[alone]
+    is_alone = np.concatenate(([True], np.maximum.accumulate(ends)[:-1] <= starts[1:]))[: len(alone)]
+    is_alone &= np.concatenate((ends[:-1] <= starts[1:], [True]))[: len(alone)]
+    runs: dict[str, list[int]] = defaultdict(list)
+    for row in alone[is_alone].tolist():
+        runs[_signature(source, row)].append(int(source.ends[row] - source.starts[row]))
     _, representative, kernel = np.unique(spans.signatures[rows], return_index=True, return_inverse=True)
     found = [runs.get(_signature(spans, row), []) for row in rows[representative].tolist()]
     medians = np.array([np.median(durations) if durations else np.nan for durations in found])
     return medians[kernel], np.array([len(durations) for durations in found], np.int64)[kernel]
 
 
-def _undisturbed_runs(spans: Spans) -> dict[str, list[int]]:
-    """How long spans took beside which no other ran, of any kind and on any lane, by kernel."""
-    rows = np.flatnonzero(spans.ends > spans.starts)
-    starts, ends = spans.starts[rows], spans.ends[rows]
-    alone = np.concatenate(([True], np.maximum.accumulate(ends)[:-1] <= starts[1:]))[: len(rows)]
-    alone &= np.concatenate((ends[:-1] <= starts[1:], [True]))[: len(rows)]
-    rows = rows[alone][np.argsort(spans.signatures[rows[alone]], kind="stable")]
-    _, first = np.unique(spans.signatures[rows], return_index=True)
-    found: dict[str, list[int]] = {}
-    for same in np.split(rows, first[1:]) if len(rows) else []:
-        found.setdefault(_signature(spans, int(same[0])), []).extend((spans.ends[same] - spans.starts[same]).tolist())
-    return found
-
-
 def _signature(spans: Spans, row: int) -> str:
-    if spans.signature_names:
-        return spans.signature_names[int(spans.signatures[row])]
-    return spans.name_table[int(spans.names[row])]
+    table, codes = (
+        (spans.signature_names, spans.signatures) if spans.signature_names else (spans.name_table, spans.names)
+    )
+    return table[int(codes[row])]

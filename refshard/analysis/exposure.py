@@ -9,7 +9,6 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import count
 from statistics import median
 from typing import cast
 
@@ -56,29 +55,22 @@ def match(of_trace: Sequences, steps: Mapping[Place, frozenset[int | None]]) -> 
     as a whole. See :func:`_align`.
     """
     if all(one.sequence is not None for own in of_trace.values() for _, one in own):
-        return _by_sequence(of_trace)
+        found: dict[tuple[int | None, str, int], Match] = defaultdict(dict)
+        for place, own in of_trace.items():
+            seen = Counter[tuple[int | None, str]]()
+            for number, one in own:
+                found[one.sequence, one.op, seen[one.sequence, one.op]][place] = number
+                seen[one.sequence, one.op] += 1
+        return [one for one in found.values() if len(one) > 1]
     known = {place: steps[place] - {None} for place in of_trace}
     if not all(known.values()):
         return _align(of_trace)
-    found = []
+    aligned = list[Match]()
     for step in sorted(set[int | None]().union(*known.values())):  # type: ignore[type-var]
-        inside = {
-            place: [(number, one) for number, one in own if one.step == step]
-            for place, own in of_trace.items()
-            if step in known[place]
-        }
-        if len(inside) > 1:
-            found += _align(inside)
-    return found
-
-
-def _by_sequence(of_trace: Sequences) -> list[Match]:
-    found: dict[tuple[int | None, str, int], Match] = defaultdict(dict)
-    for place, own in of_trace.items():
-        seen: dict[tuple[int | None, str], count[int]] = defaultdict(count)
-        for number, one in own:
-            found[one.sequence, one.op, next(seen[one.sequence, one.op])][place] = number
-    return [one for one in found.values() if len(one) > 1]
+        of_step = {place: [pair for pair in own if pair[1].step == step] for place, own in of_trace.items()}
+        inside = {place: own for place, own in of_step.items() if step in known[place]}
+        aligned += _align(inside) if len(inside) > 1 else []
+    return aligned
 
 
 def _align(of_trace: Sequences) -> list[Match]:
@@ -88,11 +80,14 @@ def _align(of_trace: Sequences) -> list[Match]:
     differ there. Any other is held against the sequence that most traces have (of several, the first trace's): matched
     is what every longest common subsequence of the two pairs alike. What could be matched in several ways is not.
     """
-    plain = {place: tuple(_signature(one, even=False) for _, one in own) for place, own in of_trace.items()}
+    exact = {place: [(one.op, one.bytes, one.dtype) for _, one in own] for place, own in of_trace.items()}
+    plain = {
+        place: tuple((op, None if op == _UNEVEN else size, dtype) for op, size, dtype in own)
+        for place, own in exact.items()
+    }
     common = Counter(plain.values())
     reference = max(common, key=lambda one: common[one]) if len(common) < len(plain) else next(iter(plain.values()))
     chosen = next(place for place, one in plain.items() if one == reference)
-    exact = {place: [_signature(one, even=True) for _, one in own] for place, own in of_trace.items()}
     found: list[Match] = [{} for _ in reference]
     for place, own in of_trace.items():
         if plain[place] == reference:
@@ -102,10 +97,6 @@ def _align(of_trace: Sequences) -> list[Match]:
         for k, theirs in pairs:
             found[k][place] = own[theirs][0]
     return [one for one in found if len(one) > 1]
-
-
-def _signature(one: CollectiveFigures, *, even: bool) -> tuple[str, int | None, str | None]:
-    return one.op, one.bytes if even or one.op != _UNEVEN else None, one.dtype
 
 
 def certain_pairs(a: Sequence[object], b: Sequence[object]) -> list[tuple[int, int]]:
@@ -145,12 +136,6 @@ _ONE_SIDED = frozenset(("broadcast", "reduce", "gather", "scatter"))
 Key = tuple[str, str]
 """A group, and within an unnamed one the operation."""
 
-Pair = tuple[int, int]
-"""The trace that waited, and the one that it waited for."""
-
-Wait = tuple[int, int]
-"""From when to when, in nanoseconds of the waiting trace."""
-
 
 class Entered(msgspec.Struct, frozen=True, kw_only=True):
     """What the ranks that are here tell of one collective of a trace.
@@ -186,36 +171,56 @@ def rank_waits(figures: Sequence[TraceFigures]) -> Waits:
     """
     steps = {place: frozenset(step.step for step in one.steps) for place, one in enumerate(figures)}
     entered: list[dict[int, Entered]] = [{} for _ in figures]
-    waits: dict[Pair, list[Wait]] = defaultdict(list)
     warnings, lonely, every = [], 0, 0
     for key, of_trace in _by_group(figures).items():
         if len(of_trace) < 2:
             continue
-        if (warning := _ambiguity(key, of_trace)) is not None:
-            warnings.append(warning)
+        sizes = [c.group_size for sequence in of_trace.values() for _, c in sequence if c.group_size is not None]
+        count = sum(map(len, of_trace.values()))
+        if sizes and len(of_trace) > min(sizes):  # several groups that bear one name cannot be told apart
+            name = f"group {key[0]}" if key[0] else f"the unnamed group of {key[1]}"
+            text = f"{name} is of {min(sizes)} ranks but appears on {len(of_trace)}: several groups share the name, so "
+            text += "waits in them are not attributed to ranks"
+            warnings.append(TraceWarning(code="groups_alike", message=text, count=count))
             continue
         matches = match(of_trace, steps)
-        every += sum(map(len, of_trace.values()))
-        lonely += sum(map(len, of_trace.values())) - sum(map(len, matches))
+        every, lonely = every + count, lonely + count - sum(map(len, matches))
         for one in matches:
-            _enter(figures, one, entered)
+            ran = {place: figures[place].collectives[number] for place, number in one.items()}
+            first = next(iter(ran.values()))
+            if first.op in _ONE_SIDED:
+                continue
+            last = min(ran, key=lambda place: (ran[place].duration_ns, figures[place].rank))
+            size = first.group_size or figures[last].world_size
+            for place, number in one.items():
+                waited = ran[place].duration_ns - ran[last].duration_ns
+                entered[place][number] = Entered(
+                    waited_ns=waited, rank=figures[last].rank if waited else None,
+                    shortest_ns=ran[last].duration_ns, is_complete=size is not None and len(one) >= size,
+                )  # fmt: skip
     if lonely:
-        warnings.append(
-            TraceWarning(
-                code="collectives_differ",
-                message=f"{lonely} of {every} collectives could not be matched with those of the other ranks here, so "
-                "waits in them are unknown: they lie outside the steps or in steps that only some ranks have, or the "
-                "ranks' sequences of operation and size differ there. Check that the traces are of the same steps",
-                count=lonely,
-            )
+        text = (
+            f"{lonely} of {every} collectives could not be matched with those of the other ranks here, so waits in "
+            "them are unknown: they lie outside the steps or in steps that only some ranks have, or the ranks' "
+            "sequences of operation and size differ there. Check that the traces are of the same steps"
         )
-    for place, own in enumerate(entered):
-        _add_waits(figures, place, own, waits)
-    return Waits(
-        waits_for=tuple(_waits_of(figures, waits, i) for i in range(len(figures))),
-        warnings=tuple(warnings),
-        entered=tuple(entered),
-    )
+        warnings.append(TraceWarning(code="collectives_differ", message=text, count=lonely))
+    waits_for = []
+    for trace, own in zip(figures, entered):
+        waits, in_steps = (
+            defaultdict[int, list[tuple[int, int]]](list),
+            any(one.step is not None for one in trace.steps),
+        )
+        for number, wait in own.items():
+            collective = trace.collectives[number]
+            if wait.waited_ns and wait.rank is not None and (collective.step is not None or not in_steps):
+                waits[wait.rank].append((collective.start_ns, collective.start_ns + wait.waited_ns))
+        found = [
+            RankWait(rank=rank, waited_ns=Intervals.of(pairs).length, collectives=len(pairs))
+            for rank, pairs in waits.items()
+        ]
+        waits_for.append(tuple(sorted(found, key=lambda one: (-one.waited_ns, one.rank))))
+    return Waits(waits_for=tuple(waits_for), warnings=tuple(warnings), entered=tuple(entered))
 
 
 def _by_group(figures: Sequence[TraceFigures]) -> dict[Key, dict[int, list[tuple[int, CollectiveFigures]]]]:
@@ -231,59 +236,6 @@ def _by_group(figures: Sequence[TraceFigures]) -> dict[Key, dict[int, list[tuple
                 key = ("", collective.op) if collective.group is None else (collective.group, "")
                 found[key][i].append((number, collective))
     return found
-
-
-def _ambiguity(key: Key, of_trace: dict[int, list[tuple[int, CollectiveFigures]]]) -> TraceWarning | None:
-    """Several groups that bear one name cannot be told apart."""
-    sizes = [c.group_size for sequence in of_trace.values() for _, c in sequence if c.group_size is not None]
-    if not sizes or len(of_trace) <= min(sizes):
-        return None
-    name = f"group {key[0]}" if key[0] else f"the unnamed group of {key[1]}"
-    return TraceWarning(
-        code="groups_alike",
-        message=f"{name} is of {min(sizes)} ranks but appears on {len(of_trace)}: several groups share the "
-        "name, so waits in them are not attributed to ranks",
-        count=sum(map(len, of_trace.values())),
-    )
-
-
-def _enter(figures: Sequence[TraceFigures], one: Match, entered: list[dict[int, Entered]]) -> None:
-    """Note who entered one collective last."""
-    ran = {place: figures[place].collectives[number] for place, number in one.items()}
-    first = next(iter(ran.values()))
-    if first.op in _ONE_SIDED:
-        return
-    last = min(ran, key=lambda place: (ran[place].duration_ns, figures[place].rank))
-    size = first.group_size or figures[last].world_size
-    for place, number in one.items():
-        waited = ran[place].duration_ns - ran[last].duration_ns
-        entered[place][number] = Entered(
-            waited_ns=waited, rank=figures[last].rank if waited else None, shortest_ns=ran[last].duration_ns,
-            is_complete=size is not None and len(one) >= size,
-        )  # fmt: skip
-
-
-def _add_waits(
-    figures: Sequence[TraceFigures], place: int, own: dict[int, Entered], waits: dict[Pair, list[Wait]]
-) -> None:
-    """Add the waits of one trace."""
-    trace = figures[place]
-    place_of = {one.rank: other for other, one in enumerate(figures)}
-    in_steps = any(step.step is not None for step in trace.steps)
-    for number, one in own.items():
-        collective = trace.collectives[number]
-        if one.waited_ns and (collective.step is not None or not in_steps):
-            wait = (collective.start_ns, collective.start_ns + one.waited_ns)
-            waits[place, place_of[one.rank]].append(wait)
-
-
-def _waits_of(figures: Sequence[TraceFigures], waits: dict[Pair, list[Wait]], waiter: int) -> tuple[RankWait, ...]:
-    found = []
-    for place, trace in enumerate(figures):
-        own = waits.get((waiter, place))
-        if own and trace.rank is not None:
-            found.append(RankWait(rank=trace.rank, waited_ns=Intervals.of(own).length, collectives=len(own)))
-    return tuple(sorted(found, key=lambda wait: (-wait.waited_ns, wait.rank)))
 
 
 NO_HOST = "nothing is launched on a CPU"
@@ -335,59 +287,33 @@ class Exposure:
 
 def exposure_of(timeline: Timeline, steps: Sequence[int | None], starts: Nanoseconds, ends: Nanoseconds) -> Exposure:
     """Find the exposed communication of a timeline; windows are ``[starts[i], ends[i])``, of ``steps[i]``."""
-    launch, why = _launch(timeline, starts, ends)
-    return Exposure(
-        pieces=_exposed(_owned(timeline), timeline.busy(Kind.COMPUTE)),
-        steps=tuple(steps), starts=starts, ends=ends, launch=tuple(launch), no_launch=why,
-    )  # fmt: skip
-
-
-def _owned(timeline: Timeline) -> Pieces:
-    """Every nanosecond of communication, by the collective whose span of it started first."""
-    spans = timeline.spans
+    spans, compute = timeline.spans, timeline.busy(Kind.COMPUTE)
+    # Every nanosecond of communication, by the collective whose span of it started first.
     owner_of = np.full(len(spans), UNKNOWN, np.int64)
     for number, (collective, *_) in enumerate(ran(timeline)):
         owner_of[list(collective.rows)] = number
     rows = np.flatnonzero((owner_of != UNKNOWN) & spans.of_kind(Kind.COMM))
-    reach = np.maximum.accumulate(spans.ends[rows])
-    starts = spans.starts[rows].copy()
-    starts[1:] = np.maximum(starts[1:], reach[:-1])
-    kept = spans.ends[rows] > starts
-    return Pieces(starts=starts[kept], ends=spans.ends[rows][kept], owners=owner_of[rows][kept])
-
-
-def _exposed(owned: Pieces, compute: Intervals) -> Pieces:
-    """Without what compute hides."""
+    begins = spans.starts[rows].copy()
+    begins[1:] = np.maximum(begins[1:], np.maximum.accumulate(spans.ends[rows])[:-1])
+    rows, begins = rows[spans.ends[rows] > begins], begins[spans.ends[rows] > begins]
+    # Without what compute hides.
     free_starts = np.concatenate(([_EVER.min], compute.ends))
     free_ends = np.concatenate((compute.starts, [_EVER.max]))
-    first = np.searchsorted(free_ends, owned.starts, side="right")
-    mine, rows = ranges(first, np.searchsorted(free_starts, owned.ends, side="left"))
-    return Pieces(
-        starts=np.maximum(free_starts[rows], owned.starts[mine]),
-        ends=np.minimum(free_ends[rows], owned.ends[mine]),
-        owners=owned.owners[mine],
-    )
+    first = np.searchsorted(free_ends, begins, side="right")
+    mine, free = ranges(first, np.searchsorted(free_starts, spans.ends[rows], side="left"))
+    pieces = Pieces(
+        starts=np.maximum(free_starts[free], begins[mine]), ends=np.minimum(free_ends[free], spans.ends[rows][mine]),
+        owners=owner_of[rows][mine],
+    )  # fmt: skip
+    launch, why = _launch(timeline, starts, ends)
+    return Exposure(pieces=pieces, steps=tuple(steps), starts=starts, ends=ends, launch=tuple(launch), no_launch=why)
 
 
 def _launch(timeline: Timeline, starts: Nanoseconds, ends: Nanoseconds) -> tuple[list[int | None], str | None]:
     """Idle time that a collective ends whose launch returned after that time began, per window."""
-    nothing: list[int | None] = [None] * len(starts)
-    spans = timeline.spans
-    if not timeline.on_device:
-        return nothing, NO_HOST
-    if not knows_launches(spans):
-        return nothing, NO_LAUNCHES
-    gaps, queued = _gaps_before_collectives(timeline)
-    late, doubtful = queued > gaps.starts, queued == UNKNOWN
-    found = Intervals(gaps.starts[late], gaps.ends[late]).within(starts, ends).tolist()
-    doubts = Intervals(gaps.starts[doubtful], gaps.ends[doubtful]).within(starts, ends).tolist()
-    known = [None if doubt else ns for ns, doubt in zip(found, doubts)]
-    return known, SOME_LAUNCHES if None in known else None
-
-
-def _gaps_before_collectives(timeline: Timeline) -> tuple[Intervals, Nanoseconds]:
-    """Maximal intervals in which nothing runs, of those that a collective ends; and when its launch had returned."""
     spans, busy = timeline.spans, timeline.busy(*Kind)
+    if not timeline.on_device or not knows_launches(spans):
+        return [None] * len(starts), NO_LAUNCHES if timeline.on_device else NO_HOST
     rows = np.flatnonzero(spans.of_kind(Kind.COMM) & (spans.ends > spans.starts))
     place = np.searchsorted(busy.starts, spans.starts[rows])
     ending = (place > 0) & (busy.starts[np.minimum(place, len(busy.starts) - 1)] == spans.starts[rows])
@@ -395,7 +321,13 @@ def _gaps_before_collectives(timeline: Timeline) -> tuple[Intervals, Nanoseconds
     # Of several that start at once, the one launched first; one of unknown launch may have been.
     order = np.lexsort((spans.queued[rows], place))
     place, first = np.unique(place[order], return_index=True)
-    return Intervals(busy.ends[place - 1], busy.starts[place]), spans.queued[rows[order][first]]
+    began, until, queued = busy.ends[place - 1], busy.starts[place], spans.queued[rows[order][first]]
+    found, doubts = (
+        Intervals(began[which], until[which]).within(starts, ends).tolist()
+        for which in (queued > began, queued == UNKNOWN)
+    )
+    known = [None if doubt else ns for ns, doubt in zip(found, doubts)]
+    return known, SOME_LAUNCHES if None in known else None
 
 
 def split(exposure: Exposure, begins: Nanoseconds, entered: Mapping[int, Entered]) -> tuple[ExposedSplit, ...]:
@@ -530,27 +462,20 @@ def communication(
     begins = np.array([one.start_ns for one in collectives], np.int64)
     whole, *steps = split(traffic.exposure, begins, entered)
     parts = steps or [whole]
-    messages = _messages(traffic, collectives, entered, _of_collectives(traffic.exposure, begins, entered))
+    # Exposed nanoseconds of each collective within the steps, and those of them in which it waited.
+    exposure, (until, _, _) = traffic.exposure, _waits(begins, entered)
+    exposed, waited = np.zeros(len(begins), np.int64), np.zeros(len(begins), np.int64)
+    for start, end in zip(exposure.starts[-len(parts) :].tolist(), exposure.ends[-len(parts) :].tolist()):
+        pieces = exposure.pieces.within(start, end)
+        np.add.at(exposed, pieces.owners, pieces.ends - pieces.starts)
+        np.add.at(waited, pieces.owners, pieces.waited(until))
+    messages = _messages(traffic, collectives, entered, (exposed, waited))
     missing = ALONE if alone else NO_PARTNER if not entered else SOME
     return CommunicationFigures(
         whole=whole, steps=tuple(steps), messages=messages, bound=_bound(parts, messages),
         profile=traffic.links.profile, missing=missing if whole.undivided_ns else None,
         no_launch=traffic.exposure.no_launch,
     )  # fmt: skip
-
-
-def _of_collectives(
-    exposure: Exposure, begins: Nanoseconds, entered: Mapping[int, Entered]
-) -> tuple[Nanoseconds, Nanoseconds]:
-    """Exposed nanoseconds of each collective within the steps, and those of them in which it waited."""
-    until, _, _ = _waits(begins, entered)
-    exposed, waited = np.zeros(len(begins), np.int64), np.zeros(len(begins), np.int64)
-    first = 1 if len(exposure.steps) > 1 else 0
-    for start, end in zip(exposure.starts[first:].tolist(), exposure.ends[first:].tolist()):
-        pieces = exposure.pieces.within(start, end)
-        np.add.at(exposed, pieces.owners, pieces.ends - pieces.starts)
-        np.add.at(waited, pieces.owners, pieces.waited(until))
-    return exposed, waited
 
 
 def _messages(

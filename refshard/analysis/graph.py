@@ -13,9 +13,8 @@ time, within limits (:class:`Delays`); what is left has no explanation, and stay
 """
 
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -23,7 +22,19 @@ from refshard.analysis.kineto import LOWEST, Pairs, Streams, begins_by_correlati
 from refshard.analysis.labels import named
 from refshard.analysis.names import AWAITS_WORK, FREES, STREAM_WAITS
 from refshard.events.table import CONTEXT_SYNC, HOST, LAUNCH, STREAM_WAIT, HostEvents, TraceFile
-from refshard.events.timeline import KINDS, UNKNOWN, Ints, Kind, Mask, Nanoseconds, Rows, Spans, Timeline, Window
+from refshard.events.timeline import (
+    KINDS,
+    UNKNOWN,
+    Ints,
+    Kind,
+    Mask,
+    Nanoseconds,
+    Rows,
+    Spans,
+    Timeline,
+    Window,
+    rows_of,
+)
 
 WHOLE_DEVICE = re.compile(r"(?:Device|Ctx|Context|Thread)Synchronize|Free$")
 
@@ -70,9 +81,14 @@ def host_calls(host: HostEvents, rows: Rows, blocking: Rows) -> CallOrder:
     after = np.zeros(len(rows), np.bool_)
     has = parents != UNKNOWN
     after[has] = begins[has] >= ends[parents[has]]
+    # The blocking call that opens each call's segment, by following the calls' parents.
+    opened = has & after & blocks[parents]
+    pointer = np.where(has & ~opened, parents, np.arange(len(parents)))
+    while ((further := pointer[pointer]) != pointer).any():
+        pointer = further
     return CallOrder(
         rows=rows, begins=begins, ends=ends, threads=threads, names=host.names[rows], blocks=blocks, parents=parents,
-        after=after, segments=_segments(parents, after, blocks),
+        after=after, segments=np.where(opened[pointer], parents[pointer], UNKNOWN),
     )  # fmt: skip
 
 
@@ -90,34 +106,14 @@ def _parents(host: HostEvents, begins: Nanoseconds, ends: Nanoseconds, threads: 
     switched = switched[ends[switched - 1] <= begins[switched]]
     found = np.where(before == UNKNOWN, count - 1, before)
     # A thread that itself began operators meanwhile was not waiting for the other.
-    own = _operators_begun(
-        host, threads[switched], begins[np.minimum(before[switched] + 1, len(begins) - 1)], ends[switched - 1]
-    )
-    handed = switched[own == 0]
-    found[handed] = handed - 1
-    return found
-
-
-def _operators_begun(host: HostEvents, threads: Ints, starts: Nanoseconds, ends: Nanoseconds) -> Rows:
-    """How many operators a thread began in ``[start, end]``."""
-    found = np.zeros(len(threads), np.int64)
-    for thread in np.unique(threads).tolist():
-        mine = threads == thread
+    since, until = begins[np.minimum(before[switched] + 1, len(begins) - 1)], ends[switched - 1]
+    for thread in np.unique(threads[switched]).tolist():
+        mine = threads[switched] == thread
         begun = np.sort(host.starts[(host.threads == thread) & (host.categories == HOST)])
-        found[mine] = np.searchsorted(begun, ends[mine], "right") - np.searchsorted(begun, starts[mine], "left")
+        alone = np.searchsorted(begun, until[mine], "right") <= np.searchsorted(begun, since[mine], "left")
+        handed = switched[mine][alone]
+        found[handed] = handed - 1
     return found
-
-
-def _segments(parents: Rows, after: Mask, blocks: Mask) -> Rows:
-    """The blocking call that opens each call's segment, by following the calls' parents."""
-    has = parents != UNKNOWN
-    opened = has & after & blocks[parents]
-    pointer = np.where(has & ~opened, parents, np.arange(len(parents)))
-    while True:
-        further = pointer[pointer]
-        if (further == pointer).all():
-            return np.where(opened[pointer], parents[pointer], UNKNOWN)
-        pointer = further
 
 
 _SOON_NS = 100_000
@@ -135,7 +131,13 @@ def with_hidden_waits(calls: CallOrder, trace: TraceFile, ended: Nanoseconds) ->
     places = np.flatnonzero(np.isin(calls.names, frees))
     if not len(places) or not len(ended):
         return calls
-    begins, since = calls.begins[places], _last_call(trace, calls, places)
+    host, begins = trace.host, calls.begins[places]
+    since = begins.copy()  # when the call before each of these returned, on its thread; its own begin without one
+    for thread in np.unique(calls.threads[places]).tolist():
+        mine = np.flatnonzero(calls.threads[places] == thread)
+        ends = np.sort(host.ends[(host.threads == thread) & (host.categories == LAUNCH)])
+        before = np.searchsorted(ends, since[mine], "right") - 1
+        since[mine] = np.where(before >= 0, ends[np.maximum(before, 0)], since[mine])
     ordered = np.sort(ended)
     last = ordered[np.maximum(np.searchsorted(ordered, begins, "right") - 1, 0)]
     waited = (last <= begins) & (begins - last <= _SOON_NS) & (2 * (last - since) > begins - since)
@@ -143,17 +145,6 @@ def with_hidden_waits(calls: CallOrder, trace: TraceFile, ended: Nanoseconds) ->
     found = calls.begins.copy()
     found[places[waited]] = since[waited]
     return replace(calls, begins=found)
-
-
-def _last_call(trace: TraceFile, calls: CallOrder, places: Rows) -> Nanoseconds:
-    """When the call before each of these returned, on its thread; its own begin without one."""
-    host, found = trace.host, calls.begins[places].copy()
-    for thread in np.unique(calls.threads[places]).tolist():
-        mine = np.flatnonzero(calls.threads[places] == thread)
-        ends = np.sort(host.ends[(host.threads == thread) & (host.categories == LAUNCH)])
-        before = np.searchsorted(ends, found[mine], "right") - 1
-        found[mine] = np.where(before >= 0, ends[np.maximum(before, 0)], found[mine])
-    return found
 
 
 NEAR_NS = 10_000
@@ -430,8 +421,12 @@ def graph_of(trace: TraceFile, timeline: Timeline, *, most_spans: int = MOST_SPA
         return None
     found = find_launches(trace)
     chosen = slice(first, last)
-    spans, callers = _part(timeline.spans, chosen), found.calls[chosen]
-    waits = _recorded(timeline, chosen)
+    spans, callers = rows_of(timeline.spans, np.arange(first, last)), found.calls[chosen]
+    waits, recorded = None, timeline.calls
+    if recorded is not None and len(recorded.waiting):
+        inside = np.minimum(recorded.waiting, recorded.sources) >= first
+        inside &= np.maximum(recorded.waiting, recorded.sources) < last
+        waits = recorded.waiting[inside] - first, recorded.sources[inside] - first
     graph = _Builder(trace, timeline, windows, spans, callers, found.threads[chosen], waits).build()
     ended = graph.is_span & (graph.ends <= graph.end) & (np.arange(len(graph.ends)) >= graph.fixed)
     return graph if ended.any() else None
@@ -452,24 +447,6 @@ def _chosen(timeline: Timeline, most_spans: int) -> tuple[tuple[Window, ...], in
     return (middle,), first, last
 
 
-def _part(spans: Spans, rows: slice) -> Spans:
-    """Copies of some rows, so that the others need not stay in memory."""
-    columns: dict[str, Any] = {one.name: getattr(spans, one.name) for one in fields(spans)}
-    parts: dict[str, Any] = {name: one[rows].copy() for name, one in columns.items() if isinstance(one, np.ndarray)}
-    return replace(spans, **parts)
-
-
-def _recorded(timeline: Timeline, rows: slice) -> Pairs | None:
-    """Recorded waits of some spans for others of them; None where the trace records none at all."""
-    calls = timeline.calls
-    if calls is None or not len(calls.waiting):
-        return None
-    inside = (np.minimum(calls.waiting, calls.sources) >= rows.start) & (
-        np.maximum(calls.waiting, calls.sources) < rows.stop
-    )
-    return calls.waiting[inside] - rows.start, calls.sources[inside] - rows.start
-
-
 class _Builder:
     """Builds the graph of some spans. ``callers`` are the host's rows that launched them, on ``threads``."""
 
@@ -482,9 +459,12 @@ class _Builder:
         self.host_windows = {window.step: window for window in timeline.host_windows}
         self.streams = Streams.of(spans)
         known = callers[callers != UNKNOWN]
-        self.only_launches = len(known) > 0 and self._has_only_launches(known)
-        self.since = int(trace.host.starts[known].min()) if len(known) else 0
-        named = blocking_rows(trace, self.since, windows[-1].end) if len(known) else known
+        self.only_launches, named, host = False, known, trace.host
+        if len(known):  # whether the host made no calls but those that launched, from the first of these to the last
+            since, until = host.starts[known].min(), host.starts[known].max()
+            inside = (host.starts >= since) & (host.starts <= until) & (host.categories == LAUNCH)
+            self.only_launches = int(inside.sum()) <= len(np.unique(known))
+            named = blocking_rows(trace, int(since), windows[-1].end)
         own = self._blocked_on_their_own(callers)
         full = self._blocked_by_full_queue(np.unique(known))
         ordered = host_calls(trace.host, np.union1d(known, named), np.union1d(named, np.union1d(own, full)))
@@ -501,12 +481,6 @@ class _Builder:
         order = np.argsort(spans.ends, kind="stable")
         ended = np.searchsorted(spans.ends[order], self.calls.ends[self.full_calls], "right")
         self.blocked_for = np.concatenate((waits[1], own_spans, order[np.maximum(0, ended - 1)]))
-
-    def _has_only_launches(self, known: Rows) -> bool:
-        """Whether the host made no calls but those that launched, from the first of these to the last."""
-        host, starts = self.trace.host, self.trace.host.starts[known]
-        inside = (host.starts >= starts.min()) & (host.starts <= starts.max()) & (host.categories == LAUNCH)
-        return int(inside.sum()) <= len(np.unique(known))
 
     def _blocked_on_their_own(self, callers: Rows) -> Rows:
         """Calls during which the span that they launched ran: copies to pageable memory, ``CUDA_LAUNCH_BLOCKING``."""
@@ -555,7 +529,13 @@ class _Builder:
             name: np.concatenate(([root], np.concatenate((of_calls, of_spans))[order])).astype(np.int64)
             for name, root, of_calls, of_spans in self._columns(blocks)
         }
-        self._drop_later_host(columns)
+        # Where clocks disagree, so that a span began before the host had reached its launch, it follows no call.
+        later = columns["host"] >= np.arange(len(columns["host"]))
+        later[_ROOT] = False
+        columns["host"][later], columns["host_delays"][later] = _ROOT, NEVER
+        alone = later & (columns["before_delays"] == NEVER)
+        starts = columns["ends"] - columns["durations"] - columns["holds"]
+        columns["before"][alone], columns["before_delays"][alone] = _ROOT, (starts - self.root)[alone]
         waiting, waited_for, delays = self._all_waits
         full = np.isin(waiting, self.node_of_call[self.full_calls])
         # A dependency on what comes later contradicts the trace's own times.
@@ -568,15 +548,6 @@ class _Builder:
             recorded=self.recorded, inferred=self.inferred, only_launches=self.only_launches, **columns,
         )  # fmt: skip
 
-    def _drop_later_host(self, columns: dict[str, Rows]) -> None:
-        """Where clocks disagree, so that a span began before the host had reached its launch, it follows no call."""
-        later = columns["host"] >= np.arange(len(columns["host"]))
-        later[_ROOT] = False
-        columns["host"][later], columns["host_delays"][later] = _ROOT, NEVER
-        alone = later & (columns["before_delays"] == NEVER)
-        starts = columns["ends"] - columns["durations"] - columns["holds"]
-        columns["before"][alone], columns["before_delays"][alone] = _ROOT, (starts - self.root)[alone]
-
     def _columns(self, blocks: Rows) -> list[tuple[str, int, Rows, Rows]]:
         """Of each column of the graph its value at the root, of the blocking calls and of the spans."""
         spans, calls = self.spans, self.calls
@@ -587,15 +558,12 @@ class _Builder:
         return [
             ("rows", UNKNOWN, np.full(len(blocks), UNKNOWN), np.arange(len(spans))),
             ("call_of", UNKNOWN, blocks, np.full(len(spans), UNKNOWN)),
-            ("launched_by", UNKNOWN, blocks, self.launched_by),
-            ("ends", self.root, calls.ends[blocks], spans.ends),
-            ("durations", 0, none * 0, spans.ends - spans.starts),
-            ("holds", 0, call_holds, holds),
-            ("before", _ROOT, none * 0, before),
-            ("before_delays", NEVER, none, before_delays),
+            ("launched_by", UNKNOWN, blocks, self.launched_by), ("ends", self.root, calls.ends[blocks], spans.ends),
+            ("durations", 0, none * 0, spans.ends - spans.starts), ("holds", 0, call_holds, holds),
+            ("before", _ROOT, none * 0, before), ("before_delays", NEVER, none, before_delays),
             ("host", _ROOT, self._segment_nodes(blocks), self._segment_nodes(self.launched_by)),
             ("host_delays", NEVER, call_delays, host_delays),
-        ]
+        ]  # fmt: skip
 
     def _segment_nodes(self, calls: Rows) -> Rows:
         """The node of the blocking call before each call; the root without one."""

@@ -10,6 +10,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -17,9 +18,8 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from refshard.analysis.labels import Labels, column_at, find_labels, innermost_on, named, operators_of
+from refshard.analysis.labels import Labels, column_at, find_labels, innermost_on, named, operators_of, outermost_of
 from refshard.analysis.names import (
     BLOCKS,
     LONG_NS,
@@ -73,6 +73,7 @@ from refshard.events.timeline import (
 
 LONGEST_INPUTS = 512
 """Bytes of "Input Dims" that are spelled out: lists of hundreds of tensors tell nothing."""
+_NO_DTYPES = ("Scalar", "ScalarList", "TensorList", "GenericList")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -109,26 +110,16 @@ def inputs_of(dims: bytes, types: bytes) -> Inputs:
     >>> inputs_of(b'[[8192, 4096], [4096, 14336], []]', b'["c10::BFloat16", "c10::BFloat16", "Scalar"]')
     Inputs(dims='[8192,4096]x[4096,14336]', dtype='bf16')
     """
-    shapes, names = _list(dims), _list(types)
+    columns: list[list[object]] = [[], []]
+    for place, raw in enumerate((dims, types)):
+        with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            columns[place] = msgspec.json.decode(raw, type=list[object])
+    shapes, names = columns
     found = [(shape, names[place] if place < len(names) else "") for place, shape in enumerate(shapes) if shape]
-    dtypes = dict.fromkeys(_dtype(name) for _, name in found)
-    return Inputs(
-        "x".join(msgspec.json.encode(shape).decode() for shape, _ in found), ",".join(name for name in dtypes if name)
-    )
-
-
-def _list(text: bytes) -> list[object]:
-    try:
-        return msgspec.json.decode(text, type=list[object])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return []
-
-
-def _dtype(name: object) -> str:
-    if not isinstance(name, str) or name in ("Scalar", "ScalarList", "TensorList", "GenericList"):
-        return ""
-    known = dtype_named(name)
-    return known[0] if known else name.rpartition("::")[2]
+    telling = [name for _, name in found if isinstance(name, str) and name not in _NO_DTYPES]
+    dtypes = [known[0] if (known := dtype_named(name)) else name.rpartition("::")[2] for name in telling]
+    text = "x".join(msgspec.json.encode(shape).decode() for shape, _ in found)
+    return Inputs(text, ",".join(name for name in dict.fromkeys(dtypes) if name))
 
 
 AUTOGRAD = "autograd::engine::evaluate_function"
@@ -218,9 +209,25 @@ def device_spans(
     # Where the trace holds no launch at all, an event belongs to the step in which it ran.
     in_time = launches.points if (launches.points != UNKNOWN).any() else starts
     inputs, operators = input_table(trace.operands), operators_of(trace, launches.calls)
+    is_kernel = device.categories[order] == KERNEL
+
+    def are(test: Callable[[str], bool]) -> Mask:
+        found = np.zeros(len(trace.names), np.bool_)
+        for code in np.unique(names).tolist():
+            found[code] = test(trace.names[code])
+        return np.asarray(found[names], np.bool_)
+
+    own = are(lambda name: any(pattern.search(name) for pattern in communication))
+    conditions = (  # in the order of precedence of the definitions
+        device.is_collective[order] | own | np.where(is_kernel, are(communicates), are(is_peer_copy))
+        | (under & Meaning.COLLECTIVE > 0),
+        under & Meaning.REDUCE > 0, ~is_kernel | (under & (Meaning.COPY_IN | Meaning.COPY_OUT) > 0), are(bool),
+    )  # fmt: skip
+    classes = [KINDS.index(kind) for kind in (Kind.COMM, Kind.PREP, Kind.COPY, Kind.COMPUTE)]
+    kinds = np.select(conditions, classes, KINDS.index(Kind.UNCLASSIFIED)).astype(np.int8)
     several = len({number for number, _ in trace.lanes}) > 1
     return Spans(
-        starts=starts, ends=device.ends[order], kinds=_kinds(trace, order, under, communication),
+        starts=starts, ends=device.ends[order], kinds=kinds,
         lanes=device.lanes[order], names=names,
         operators=np.where(operators == UNKNOWN, names, column_at(trace.host.names, operators)),
         launches=launches.points, queued=launches.queued, steps=step_at(in_time, host_windows),
@@ -238,34 +245,6 @@ def device_spans(
 def device_order(trace: TraceFile) -> Rows:
     """The rows of :attr:`TraceFile.device` in the order of the spans."""
     return np.lexsort((trace.device.ends, trace.device.starts))
-
-
-def _kinds(
-    trace: TraceFile, order: Rows, under: npt.NDArray[np.int16], communication: Sequence["re.Pattern[str]"]
-) -> npt.NDArray[np.int8]:
-    """Classes in the order of precedence of the definitions."""
-    names, is_collective = trace.device.names[order], trace.device.is_collective[order]
-    is_kernel = trace.device.categories[order] == KERNEL
-
-    def named(test: Callable[[str], bool]) -> Mask:
-        found = np.zeros(len(trace.names), np.bool_)
-        for code in np.unique(names).tolist():
-            found[code] = test(trace.names[code])
-        return np.asarray(found[names], np.bool_)
-
-    own = named(lambda name: any(pattern.search(name) for pattern in communication))
-    code = {kind: KINDS.index(kind) for kind in Kind}
-    conditions = (
-        is_collective
-        | own
-        | np.where(is_kernel, named(communicates), named(is_peer_copy))
-        | (under & Meaning.COLLECTIVE > 0),
-        under & Meaning.REDUCE > 0,
-        ~is_kernel | (under & (Meaning.COPY_IN | Meaning.COPY_OUT) > 0),
-        named(bool),
-    )
-    classes = (code[Kind.COMM], code[Kind.PREP], code[Kind.COPY], code[Kind.COMPUTE])
-    return np.select(conditions, classes, code[Kind.UNCLASSIFIED]).astype(np.int8)
 
 
 _COMPILED = re.compile(r"^(## Call CompiledFxGraph|Torch-Compiled Region)")
@@ -287,7 +266,7 @@ def cpu_spans(trace: TraceFile, labels: Labels, windows: tuple[Window, ...], mai
     is_run = named(trace, _RUNS) & (host.categories == ANNOTATION)
     computes = named(trace, COMPUTE_OP) & (host.threads == main)
     computes &= np.isin(host.categories, (HOST, ANNOTATION))
-    outermost = _outermost(host.starts, host.ends, np.flatnonzero(computes))
+    outermost = outermost_of(host, np.flatnonzero(computes))
     is_cut = named(trace, IN_GRAPH) & (host.threads == main)
     cuts, (first, last) = np.sort(host.starts[is_cut]), (host.starts[outermost], host.ends[outermost])
     encloses = np.searchsorted(cuts, first) < np.searchsorted(cuts, last)
@@ -331,15 +310,6 @@ def main_thread(trace: TraceFile, step_rows: Rows) -> int:
         return int(trace.host.threads[step_rows[0]])
     computes = named(trace, COMPUTE_OP) & (trace.host.categories == HOST)
     return int(np.argmax(np.bincount(trace.host.threads[computes]))) if computes.any() else UNKNOWN
-
-
-def _outermost(starts: Rows, ends: Rows, rows: Rows) -> Rows:
-    """Those of one thread's operators that no other of them encloses."""
-    rows = rows[np.lexsort((-ends[rows], starts[rows]))]
-    reach = np.maximum.accumulate(ends[rows]) if len(rows) else ends[rows]
-    is_outermost = np.ones(len(rows), np.bool_)
-    is_outermost[1:] = ends[rows][1:] > reach[:-1]
-    return np.asarray(rows[is_outermost], np.int64)
 
 
 Args = dict[str, Any]
@@ -390,7 +360,6 @@ _NAMES = (
     ("gather", "gather"),
     ("reduce", "reduce"),
 )
-_RANK = re.compile(r"\d{1,9}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -407,7 +376,6 @@ _C10D, _NCCL = "c10d::", "nccl:"
 _NAME = "Collective name"
 _SEQUENCE = "Seq"
 """The number of a collective in its group, alike on all ranks (pytorch pull request 177148, kineto 1296; in 2.13)."""
-_UNDESCRIBED = frozenset(("", "undefined"))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -431,60 +399,96 @@ def find_collectives(
 
     ``launches`` are those of a device's events, in the order of ``spans``; None for a CPU trace.
     """
-    announced = _announced(trace)
-    ran = np.flatnonzero(spans.of_kind(Kind.COMM))
-    annotations = _Annotations(trace)
-    args: _CpuArgs | _DeviceArgs
+    host, announced, annotations = trace.host, list[_Announced](), _Annotations(trace)
+    for row in sorted(trace.host_args, key=lambda row: host.starts[row]):
+        name = trace.names[host.names[row]]
+        if name.startswith(_C10D) and (plain := name.removeprefix(_C10D)) not in BARRIERS:
+            # One that is not known must not vanish: it goes by its own name, with its first tensor's bytes.
+            op, argument = OPERATORS.get(plain, (name, 0))
+            shapes = [shape_of(trace.host_args[row], argument)]
+            announced.append(_Announced(op=op, rows=[row], shapes=shapes, of_shards=plain in OF_SHARDS))
+    ran, groups = np.flatnonzero(spans.of_kind(Kind.COMM)), groups_of(trace.metadata.get("distributedInfo"))
     if launches is None:
-        args = _CpuArgs(trace, spans)
+        runs = [r for r in trace.host_args if trace.names[host.names[r]].startswith((GLOO, EMULATED))]
+        rows = np.array([r for r in runs if host.categories[r] == ANNOTATION], np.int64)
+        rows = rows[np.lexsort((host.ends[rows], host.starts[rows]))]
+        row_of = dict(zip(ran.tolist(), rows.tolist()))
+
+        def args_at(row: int) -> Args:
+            return trace.host_args[row_of[row]]
+
         alone = _match_in_order(trace, spans, ran, announced)
     else:
-        args = _DeviceArgs(trace, launches, annotations)
-        alone = _match_by_launch(trace, launches, ran, announced)
-        alone = _match_coalesced(trace, launches, alone, announced, args)
+        order, points = device_order(trace), launches.points
+
+        def args_at(row: int) -> Args:
+            own = trace.device_args.get(int(order[row]))
+            return annotations.around(int(points[row])) if own is None else own
+
+        # A kernel belongs to the innermost operator of its thread during which it was launched.
+        rows = np.array([one.rows[0] for one in announced], np.int64)
+        places = innermost_on(
+            host.threads[rows], host.starts[rows], host.ends[rows], launches.threads[ran], launches.points[ran]
+        )
+        for row, place in zip(ran.tolist(), places.tolist()):
+            if place != UNKNOWN:
+                announced[place].spans.append(row)
+        alone = _match_coalesced(trace, launches, ran[places == UNKNOWN].tolist(), announced, args_at)
         announced = [one for one in announced if one.rows]
-    describe = _Describe(trace, spans, labels, windows, args, annotations)
-    found = [*describe.announced(announced), *(describe.unannounced(row) for row in alone)]
+
+    def described(
+        op: str, args: Args, rows: list[int], unit: int, step: int, launched: int, size: int | None, announced: bool
+    ) -> Collective:
+        group = group_of(args, groups)
+        return Collective(
+            op=op, bytes=bytes_of_message(op, args) if size is None else size, step=None if step == UNKNOWN else step,
+            group=group.name, group_size=group.size, dtype=dtype_of(args),
+            unit=None if unit == UNKNOWN else labels.unit_names[unit],
+            lane=spans.lane_names[spans.lanes[rows[0]]] if rows else None,
+            launched=None if launched == UNKNOWN else launched, start=int(spans.starts[rows].min()) if rows else None,
+            end=int(spans.ends[rows].max()) if rows else None, announced=announced, rows=tuple(rows),
+            group_ranks=group.ranks, group_description=group.description, sequence=whole(args.get(_SEQUENCE)),
+        )  # fmt: skip
+
+    firsts = [one.rows[0] for one in announced]
+    units = labels.unit_at(host.threads[firsts], host.starts[firsts]).tolist()
+    steps = step_at(host.starts[firsts], windows).tolist()
+    dtype_at = {numel: dtype_of(args_at(one.spans[0])) for one in announced for numel, _ in one.shapes if one.spans}
+    found = []
+    for one, unit, step, launched in zip(announced, units, steps, host.starts[firsts].tolist()):
+        # NCCL launches no kernel for a group of one rank: the annotation is all there is.
+        args = args_at(one.spans[0]) if one.spans else annotations.within(one.rows[0])
+        # What runs tells the dtype that a list of tensors hides.
+        other = dtype_named(dtype_of(args) or dtype_at.get(one.shapes[0][0]))
+        sizes = [(numel, dtype_named(dtype) or other) for numel, dtype in one.shapes]
+        known = [numel * element[1] for numel, element in sizes if numel is not None and element is not None]
+        size = sum(known) if len(known) == len(sizes) else None
+        if one.of_shards and size is not None:
+            ranks = group_of(args, groups).size
+            size = None if ranks is None else size * ranks
+        found.append(described(one.op, args, one.spans, unit, step, launched, size, announced=True))
+    for row in alone:
+        args, kernel = args_at(row), spans.name_table[spans.names[row]]
+        name = args.get(_NAME)
+        op = operation_of(name) if isinstance(name, str) and name else custom_operation(kernel) or operation_of(kernel)
+        unit, step, launched = int(spans.units[row]), int(spans.steps[row]), int(spans.launches[row])
+        size = whole(args.get("bytes")) if op == PEER_COPY else None
+        found.append(described(op, args, [row], unit, step, launched, size, announced=False))
     return tuple(sorted(found, key=lambda c: c.start if c.launched is None else c.launched))  # type: ignore[arg-type,return-value]
 
 
-def _announced(trace: TraceFile) -> list[_Announced]:
-    host = trace.host
-    name_of = {row: trace.names[host.names[row]].removeprefix(_C10D) for row in trace.host_args
-               if trace.names[host.names[row]].startswith(_C10D)}  # fmt: skip
-    found = []
-    for row in sorted(name_of, key=lambda row: host.starts[row]):
-        name = name_of[row]
-        if name in BARRIERS:
-            continue
-        # One that is not known must not vanish: it goes by its own name, with its first tensor's bytes.
-        op, argument = OPERATORS.get(name, (_C10D + name, 0))
-        shapes = [shape_of(trace.host_args[row], argument)]
-        found.append(_Announced(op=op, rows=[row], shapes=shapes, of_shards=name in OF_SHARDS))
-    return found
-
-
-def _match_by_launch(trace: TraceFile, launches: Launches, ran: Rows, announced: Sequence[_Announced]) -> list[int]:
-    """Give each kernel to the innermost operator of its thread during which it was launched; return the others."""
-    host, rows = trace.host, np.array([one.rows[0] for one in announced], np.int64)
-    places = innermost_on(
-        host.threads[rows], host.starts[rows], host.ends[rows], launches.threads[ran], launches.points[ran]
-    )
-    for row, place in zip(ran.tolist(), places.tolist()):
-        if place != UNKNOWN:
-            announced[place].spans.append(row)
-    return ran[places == UNKNOWN].tolist()  # type: ignore[no-any-return]
-
-
 def _match_coalesced(
-    trace: TraceFile, launches: Launches, alone: list[int], announced: Sequence[_Announced], args: "_DeviceArgs"
-) -> list[int]:
+    trace: TraceFile, launches: Launches, alone: list[int], announced: Sequence[_Announced],
+    args_at: Callable[[int], Args],
+) -> list[int]:  # fmt: skip
     """Give a coalesced kernel to the operators of its thread that wait for one: together they are one collective."""
-    waiting = _by_thread(trace, [one for one in reversed(announced) if not one.spans])
-    left = []
+    waiting, left = defaultdict[int, list[_Announced]](list), []
+    for one in reversed(announced):
+        if not one.spans:
+            waiting[int(trace.host.threads[one.rows[0]])].append(one)
     for row in sorted(alone, key=lambda row: launches.points[row]):
-        queue, members = waiting.get(int(launches.threads[row]), []), list[_Announced]()
-        if "coalesced" in str(args.of(row).get(_NAME)):
+        queue, members = waiting[int(launches.threads[row])], list[_Announced]()
+        if "coalesced" in str(args_at(row).get(_NAME)):
             while queue and trace.host.starts[queue[-1].rows[0]] <= launches.points[row]:
                 members.append(queue.pop())
         if not members:
@@ -495,13 +499,6 @@ def _match_coalesced(
             members[0].shapes += other.shapes
             other.rows = []
     return left
-
-
-def _by_thread(trace: TraceFile, announced: Sequence[_Announced]) -> dict[int, list[_Announced]]:
-    found: dict[int, list[_Announced]] = defaultdict(list)
-    for one in announced:
-        found[int(trace.host.threads[one.rows[0]])].append(one)
-    return found
 
 
 def _match_in_order(trace: TraceFile, spans: Spans, ran: Rows, announced: Sequence[_Announced]) -> list[int]:
@@ -522,23 +519,6 @@ def _match_in_order(trace: TraceFile, spans: Spans, ran: Rows, announced: Sequen
         else:
             alone.append(row)
     return alone
-
-
-class _CpuArgs:
-    """Arguments of the spans in which collectives run on a CPU."""
-
-    def __init__(self, trace: TraceFile, spans: Spans) -> None:
-        host = trace.host
-        rows = np.array(
-            [r for r in trace.host_args if trace.names[host.names[r]].startswith((GLOO, EMULATED))], np.int64
-        )
-        rows = rows[host.categories[rows] == ANNOTATION]
-        self._rows = np.full(len(spans), UNKNOWN, np.int64)
-        self._rows[spans.of_kind(Kind.COMM)] = rows[np.lexsort((host.ends[rows], host.starts[rows]))]
-        self._args = trace.host_args
-
-    def of(self, row: int) -> Args:
-        return self._args[int(self._rows[row])]
 
 
 class _Annotations:
@@ -565,87 +545,6 @@ class _Annotations:
         first, last = np.searchsorted(self._starts, [self._host.starts[row], self._host.ends[row]])
         own = np.flatnonzero(self._threads[first:last] == self._host.threads[row])
         return self._args[first + own[0]] if len(own) else {}
-
-
-class _DeviceArgs:
-    """Arguments of kernels that communicate: their own, or those of the host's annotation around their launch."""
-
-    def __init__(self, trace: TraceFile, launches: Launches, annotations: _Annotations) -> None:
-        self._annotations = annotations
-        self._points = launches.points
-        self._rows = device_order(trace)
-        self._own = trace.device_args
-
-    def of(self, row: int) -> Args:
-        own = self._own.get(int(self._rows[row]))
-        return self._annotations.around(int(self._points[row])) if own is None else own
-
-
-class _Describe:
-    """Joins what host and device tell of one collective."""
-
-    def __init__(
-        self, trace: TraceFile, spans: Spans, labels: Labels, windows: tuple[Window, ...],
-        args: _CpuArgs | _DeviceArgs, annotations: _Annotations,
-    ) -> None:  # fmt: skip
-        self._trace, self._spans, self._labels, self._windows = trace, spans, labels, windows
-        self._args, self._annotations = args, annotations
-        self._groups = groups_of(trace.metadata.get("distributedInfo"))
-
-    def announced(self, every: Sequence[_Announced]) -> list[Collective]:
-        host, rows = self._trace.host, [one.rows[0] for one in every]
-        units = self._labels.unit_at(host.threads[rows], host.starts[rows]).tolist()
-        steps = step_at(host.starts[rows], self._windows).tolist()
-        dtype_at = {
-            numel: dtype_of(self._args.of(one.spans[0])) for one in every for numel, _ in one.shapes if one.spans
-        }
-        found = []
-        for one, unit, step, launched in zip(every, units, steps, host.starts[rows].tolist()):
-            # NCCL launches no kernel for a group of one rank: the annotation is all there is.
-            args = self._args.of(one.spans[0]) if one.spans else self._annotations.within(one.rows[0])
-            size = _bytes(one, dtype_of(args) or dtype_at.get(one.shapes[0][0]))
-            if one.of_shards and size is not None:
-                ranks = group_of(args, self._groups).size
-                size = None if ranks is None else size * ranks
-            collective = self._described(one.op, args, one.spans, unit=unit, step=step, launched=launched, size=size)
-            found.append(collective)
-        return found
-
-    def unannounced(self, row: int) -> Collective:
-        args, spans = self._args.of(row), self._spans
-        name = args.get(_NAME)
-        kernel = spans.name_table[spans.names[row]]
-        op = operation_of(name) if isinstance(name, str) and name else custom_operation(kernel) or operation_of(kernel)
-        unit, step, launched = int(spans.units[row]), int(spans.steps[row]), int(spans.launches[row])
-        size = whole(args.get("bytes")) if op == PEER_COPY else None
-        return self._described(op, args, [row], unit=unit, step=step, launched=launched, size=size, announced=False)
-
-    def _described(
-        self, op: str, args: Args, rows: list[int], *, unit: int, step: int, launched: int,
-        size: int | None = None, announced: bool = True,
-    ) -> Collective:  # fmt: skip
-        group = group_of(args, self._groups)
-        spans = self._spans
-        return Collective(
-            op=op, bytes=bytes_of_message(op, args) if size is None else size, step=None if step == UNKNOWN else step,
-            group=group.name, group_size=group.size, dtype=dtype_of(args),
-            unit=None if unit == UNKNOWN else self._labels.unit_names[unit],
-            lane=spans.lane_names[spans.lanes[rows[0]]] if rows else None,
-            launched=None if launched == UNKNOWN else launched, start=int(spans.starts[rows].min()) if rows else None,
-            end=int(spans.ends[rows].max()) if rows else None, announced=announced, rows=tuple(rows),
-            group_ranks=group.ranks, group_description=group.description, sequence=whole(args.get(_SEQUENCE)),
-        )  # fmt: skip
-
-
-def _bytes(one: _Announced, dtype: str | None) -> int | None:
-    """Bytes of the unsharded tensors; what runs tells the dtype that a list of tensors hides."""
-    total = 0
-    for numel, own in one.shapes:
-        element = dtype_named(own) or dtype_named(dtype)
-        if numel is None or element is None:
-            return None
-        total += numel * element[1]
-    return total
 
 
 def operation_of(name: str) -> str:
@@ -686,15 +585,10 @@ def shape_of(args: Args, argument: int) -> tuple[int | None, Any]:
     if not (isinstance(dims, list) and isinstance(types, list) and min(len(dims), len(types)) > argument):
         return None, None
     shapes = dims[argument] if types[argument] == "TensorList" else [dims[argument]]
-    return _elements(shapes), types[argument]
-
-
-def sent_and_received(args: Args) -> tuple[int | None, int | None]:
-    """Elements of the message, as NCCL's annotation gives them; of gloo's, its first tensor for both."""
-    sent, received = (whole(args.get(key)) for key in ("In msg nelems", "Out msg nelems"))
-    if sent is None and received is None:
-        sent, _ = shape_of(args, 0)
-    return sent, received
+    known = isinstance(shapes, list) and all(isinstance(shape, list) for shape in shapes)
+    if not known or not shapes or any(whole(n) is None for shape in shapes for n in shape):
+        return None, types[argument]
+    return sum(map(math.prod, shapes)), types[argument]
 
 
 def dtype_of(args: Args) -> str | None:
@@ -707,8 +601,13 @@ def dtype_of(args: Args) -> str | None:
 
 
 def bytes_of_message(op: str, args: Args) -> int | None:
-    """Size of the unsharded tensor: the larger of what goes in and what comes out; None if only a shard is known."""
-    sent, received = sent_and_received(args)
+    """Size of the unsharded tensor: the larger of what goes in and what comes out; None if only a shard is known.
+
+    NCCL's annotation gives the elements of both; of gloo's, the first tensor's stand for them.
+    """
+    sent, received = (whole(args.get(key)) for key in ("In msg nelems", "Out msg nelems"))
+    if sent is None and received is None:
+        sent, _ = shape_of(args, 0)
     element, counts = dtype_named(dtype_of(args)), [n for n in (sent, received) if n is not None]
     if element is None or not counts or (op in ("all_gather", "gather") and received is None):
         return None
@@ -738,30 +637,15 @@ def group_of(args: Args, groups: dict[str, list[int]]) -> Group:
     if size is None and len({tuple(every) for every in groups.values()}) == 1:
         size = len(next(iter(groups.values()))) or None
     about = args.get("Process Group Description")
-    about = about if isinstance(about, str) and about not in _UNDESCRIBED else None
-    if not isinstance(name, str):
-        return Group(size=size, ranks=members, description=about)
+    about = about if isinstance(about, str) and about not in ("", "undefined") else None
     full = f"{name} [{_ranges(members)}]" if members else name
-    return Group(name=full, size=size, ranks=members, description=about)
+    return Group(name=full if isinstance(name, str) else None, size=size, ranks=members, description=about)
 
 
 @lru_cache(maxsize=256)
 def _ranks_in(listed: str) -> tuple[int, ...]:
     """The ranks in a list as text; the collectives of a group share one tuple."""
-    return tuple(int(n) for n in _RANK.findall(listed))
-
-
-def _elements(shapes: Any) -> int | None:
-    if not isinstance(shapes, list) or not shapes:
-        return None
-    counts = [_product(shape) for shape in shapes]
-    return None if None in counts else sum(n for n in counts if n is not None)
-
-
-def _product(shape: Any) -> int | None:
-    if not isinstance(shape, list) or not all(whole(n) is not None for n in shape):
-        return None
-    return math.prod(shape)
+    return tuple(map(int, re.findall(r"\d{1,9}", listed)))
 
 
 def _ranges(ranks: Iterable[int]) -> str:
@@ -870,29 +754,23 @@ def find_calls(trace: TraceFile, launches: Launches, spans: Spans) -> HostCalls:
     long = host.ends - host.starts >= LONG_NS
     rows = np.flatnonzero(calls & (long | named(trace, BLOCKS)))
     rows = rows[np.argsort(host.starts[rows], kind="stable")]
+    # Before which spans a wait was called, on the span's thread, since the last launch on the span's stream.
+    awaits, waits = np.zeros(len(launches.points), np.bool_), np.flatnonzero(calls & named(trace, STREAM_WAITS))
+    lanes, known = trace.device.lanes[device_order(trace)], np.flatnonzero(launches.points != UNKNOWN)
+    order = known[np.lexsort((launches.points[known], lanes[known]))]
+    before, same = np.full(len(order), LOWEST), lanes[order][1:] == lanes[order][:-1]
+    before[1:][same] = launches.points[order][:-1][same]
+    for thread in np.unique(host.threads[waits]):
+        times = np.sort(host.starts[waits[host.threads[waits] == thread]])
+        mine = np.flatnonzero(launches.threads[order] == thread)
+        until = np.searchsorted(times, launches.points[order[mine]], side="left")
+        awaits[order[mine]] = until > np.searchsorted(times, before[mine], side="left")
     waiting, sources = recorded_waits(trace, spans)
     return HostCalls(
-        threads=launches.threads, awaits=_awaits(trace, launches, np.flatnonzero(calls & named(trace, STREAM_WAITS))),
+        threads=launches.threads, awaits=awaits,
         starts=host.starts[rows], ends=host.ends[rows], callers=host.threads[rows], names=host.names[rows],
         waiting=waiting, sources=sources,
     )  # fmt: skip
-
-
-def _awaits(trace: TraceFile, launches: Launches, waits: Rows) -> Mask:
-    """Before which spans a wait was called, on the span's thread, since the last launch on the span's stream."""
-    found = np.zeros(len(launches.points), np.bool_)
-    lanes = trace.device.lanes[device_order(trace)]
-    known = np.flatnonzero(launches.points != UNKNOWN)
-    order = known[np.lexsort((launches.points[known], lanes[known]))]
-    before = np.full(len(order), np.iinfo(np.int64).min)
-    same = lanes[order][1:] == lanes[order][:-1]
-    before[1:][same] = launches.points[order][:-1][same]
-    for thread in np.unique(trace.host.threads[waits]):
-        times = np.sort(trace.host.starts[waits[trace.host.threads[waits] == thread]])
-        rows = np.flatnonzero(launches.threads[order] == thread)
-        until = np.searchsorted(times, launches.points[order[rows]], side="left")
-        found[order[rows]] = until > np.searchsorted(times, before[rows], side="left")
-    return found
 
 
 def read_timeline(path: Path) -> Timeline:
@@ -935,10 +813,20 @@ def timeline_of(
     lived = device_windows if options is None else device_windows_apart
     windows = lived(spans, host_windows) if on_device else host_windows
     collectives = find_collectives(trace, spans, labels, host_windows, launches)
+    if not on_device:  # only the operator that announced a collective knows when that was, and for which unit
+        at, units, steps = spans.launches.copy(), spans.units.copy(), spans.steps.copy()
+        number = {name: place for place, name in enumerate(spans.unit_names)}
+        for one in collectives:
+            if one.announced:
+                rows = list(one.rows)
+                at[rows] = UNKNOWN if one.launched is None else one.launched
+                units[rows] = number.get(one.unit or "", UNKNOWN)
+                steps[rows] = UNKNOWN if one.step is None else one.step
+        spans = replace(spans, launches=at, queued=at, units=units, steps=steps)
     timeline = Timeline(
         rank=rank_of(trace),
         windows=windows or (Window(step=None, start=int(spans.starts.min()), end=int(spans.ends.max())),),
-        host_windows=host_windows, spans=spans if on_device else _with_collectives(spans, collectives),
+        host_windows=host_windows, spans=spans,
         collectives=collectives, labels=labels.as_labels(), on_device=on_device,
         calls=find_calls(trace, launches, spans) if launches is not None else None,
     )  # fmt: skip
@@ -949,16 +837,3 @@ def rank_of(trace: TraceFile) -> int | None:
     """The rank that the trace's metadata names."""
     info = trace.metadata.get("distributedInfo")
     return whole(info.get("rank")) if isinstance(info, dict) else None
-
-
-def _with_collectives(spans: Spans, collectives: tuple[Collective, ...]) -> Spans:
-    """Spans of a CPU's threads, with what only the operator that announced a collective knows: when, for which unit."""
-    launches, units, steps = spans.launches.copy(), spans.units.copy(), spans.steps.copy()
-    number = {name: place for place, name in enumerate(spans.unit_names)}
-    for one in collectives:
-        if one.announced:
-            rows = list(one.rows)
-            launches[rows] = UNKNOWN if one.launched is None else one.launched
-            units[rows] = number.get(one.unit or "", UNKNOWN)
-            steps[rows] = UNKNOWN if one.step is None else one.step
-    return replace(spans, launches=launches, queued=launches, units=units, steps=np.asarray(steps, np.int32))

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refshard.analysis.names import GRAPH_LAUNCHES
-from refshard.events.table import ANNOTATION, EMULATED, HOST, TraceFile
+from refshard.events.table import ANNOTATION, EMULATED, HOST, HostEvents, TraceFile
 from refshard.events.timeline import UNKNOWN, Intervals, Ints, Label, Mask, Meaning, Nanoseconds, Rows
 
 
@@ -72,6 +72,14 @@ class Nesting:
 def nested_order(starts: Nanoseconds, ends: Nanoseconds) -> Rows:
     """The order that :meth:`Nesting.of` wants."""
     return np.lexsort((-ends, starts))
+
+
+def outermost_of(host: HostEvents, rows: Rows) -> Rows:
+    """Those of one thread's events that no other of them encloses, by start."""
+    rows = rows[nested_order(host.starts[rows], host.ends[rows])]
+    kept = np.ones(len(rows), np.bool_)
+    kept[1:] = host.ends[rows][1:] > np.maximum.accumulate(host.ends[rows])[:-1]
+    return rows[kept]
 
 
 def innermost_on(
@@ -181,21 +189,14 @@ _OF_REFSHARD = {
     "leave": Meaning.LEAVE,
 }
 _OF_FSDP2 = {
-    "all_gather": Meaning.ALL_GATHER,
-    "all_gather_copy_out": Meaning.COPY_OUT,
-    "post_backward_reduce": Meaning.REDUCE,
-    "post_backward_rs_wait": Meaning.REDUCE_WAIT | Meaning.WAIT,
-    "pre_forward": Meaning.FORWARD,
-    "post_forward": Meaning.LEAVE,
-    "pre_backward": Meaning.BACKWARD,
-    "post_backward_accumulate": Meaning.LEAVE,
-}
+    "all_gather": Meaning.ALL_GATHER, "all_gather_copy_out": Meaning.COPY_OUT, "post_backward_reduce": Meaning.REDUCE,
+    "post_backward_rs_wait": Meaning.REDUCE_WAIT | Meaning.WAIT, "pre_forward": Meaning.FORWARD,
+    "post_forward": Meaning.LEAVE, "pre_backward": Meaning.BACKWARD, "post_backward_accumulate": Meaning.LEAVE,
+}  # fmt: skip
 _BY_NAME = {
-    "fsdp::all_gather_copy_in": Meaning.COPY_IN,
-    "fsdp::split_with_sizes_copy": Meaning.COPY_OUT,
-    "fsdp::chunk_cat": Meaning.REDUCE | Meaning.COPY_IN,
-    "FullyShardedDataParallel._post_backward_hook": Meaning.REDUCE,
-}
+    "fsdp::all_gather_copy_in": Meaning.COPY_IN, "fsdp::split_with_sizes_copy": Meaning.COPY_OUT,
+    "fsdp::chunk_cat": Meaning.REDUCE | Meaning.COPY_IN, "FullyShardedDataParallel._post_backward_hook": Meaning.REDUCE,
+}  # fmt: skip
 
 
 def meaning_of(name: str) -> tuple[Meaning, str | None] | None:

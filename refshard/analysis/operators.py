@@ -47,6 +47,7 @@ from refshard.events.timeline import (
     Spans,
     Timeline,
     grouped,
+    rows_of,
     sums,
 )
 from refshard.specs.hardware import load_hardware, profile_of_device
@@ -119,12 +120,9 @@ def work_of(name: str, operands: Operands) -> Work:
         flops, size = formula(call)
     except (_UnknownError, IndexError, ValueError):
         return Work(shapes=shapes, dtype=dtype, reason="the trace lacks arguments that its FLOPs depend on")
-    first = next((tensor for tensor in _operands_of_product(name, call) if tensor is not None), None)
+    factors = call.tensors[_FIRST_FACTOR.get(name.removeprefix("aten::").rstrip("_"), 0) :]
+    first = next((tensor for tensor in factors if tensor is not None), None)
     return Work(shapes=shapes, dtype=first.dtype if first else dtype, flops=flops, bytes=size)
-
-
-def _operands_of_product(name: str, call: _Call) -> tuple[Tensor | None, ...]:
-    return call.tensors[_FIRST_FACTOR.get(name.removeprefix("aten::").rstrip("_"), 0) :]
 
 
 def _call(operands: Operands) -> _Call:
@@ -176,7 +174,7 @@ def _formula(name: str) -> _Formula | None:
     if plain in _WRITTEN_ONLY:
         return lambda call: (None, call.tensor(0).bytes)
     if plain in _ELEMENTWISE:
-        return _in_place if in_place else _elementwise
+        return (lambda call: (None, call.bytes + call.tensor(0).bytes)) if in_place else _elementwise
     return None
 
 
@@ -287,10 +285,6 @@ def _elementwise(call: _Call) -> tuple[None, int]:
     return None, call.bytes + _broadcast([tensor.shape for tensor in known]) * known[0].element_bytes
 
 
-def _in_place(call: _Call) -> tuple[None, int]:
-    return None, call.bytes + call.tensor(0).bytes
-
-
 def _broadcast(shapes: Sequence[Shape]) -> int:
     """Elements of the shape that all of these are broadcast to."""
     most = max(map(len, shapes))
@@ -303,23 +297,14 @@ def _same_size(call: _Call) -> tuple[None, int]:
     return None, call.bytes + prod(call.shape(0)) * call.tensor(0).element_bytes
 
 
-def _copied(call: _Call) -> tuple[None, int]:
-    """The first is written, the second read."""
-    return None, call.bytes
-
-
 CAUSAL = {
-    "_scaled_dot_product_flash_attention": 4,
-    "_scaled_dot_product_efficient_attention": 6,
-    "_scaled_dot_product_cudnn_attention": 6,
-    "_scaled_dot_product_fused_attention_overrideable": 5,
-    "_scaled_dot_product_flash_attention_for_cpu": 4,
-    "_scaled_dot_product_flash_attention_backward": 11,
-    "_scaled_dot_product_efficient_attention_backward": 11,
-    "_scaled_dot_product_cudnn_attention_backward": 14,
+    "_scaled_dot_product_flash_attention": 4, "_scaled_dot_product_efficient_attention": 6,
+    "_scaled_dot_product_cudnn_attention": 6, "_scaled_dot_product_fused_attention_overrideable": 5,
+    "_scaled_dot_product_flash_attention_for_cpu": 4, "_scaled_dot_product_flash_attention_backward": 11,
+    "_scaled_dot_product_efficient_attention_backward": 11, "_scaled_dot_product_cudnn_attention_backward": 14,
     "_scaled_dot_product_fused_attention_overrideable_backward": 13,
     "_scaled_dot_product_flash_attention_for_cpu_backward": 7,
-}
+}  # fmt: skip
 """Operators of fused attention, and which of their arguments says that the mask is causal."""
 _FIRST_FACTOR = {"addmm": 1, "baddbmm": 1, "addbmm": 1, "_addmm_activation": 1, "addmv": 1}
 """Where the operands of a product begin, and with them its type, if not with the first argument."""
@@ -330,7 +315,8 @@ _FORMULAS: dict[str, _Formula] = {
     "addmv": _vector(1, 2), "dot": _vector(0, 1),
     "convolution": _convolution, "convolution_backward": _convolution_backward,
     **{name: _attention(name) for name in CAUSAL},
-    "copy_": _copied, "_softmax": _same_size, "_log_softmax": _same_size, "native_layer_norm": _same_size,
+    "copy_": lambda call: (None, call.bytes),  # the first is written, the second read
+    "_softmax": _same_size, "_log_softmax": _same_size, "native_layer_norm": _same_size,
     "_fused_rms_norm": _same_size, "native_group_norm": _same_size, "native_batch_norm": _same_size,
     "cudnn_batch_norm": _same_size, "miopen_batch_norm": _same_size,
     "_softmax_backward_data": _same_size, "_log_softmax_backward_data": _same_size,
@@ -430,29 +416,21 @@ class Launched:
     steps: Ints
     at: Rows
 
-    def of(self, rows: Mask) -> "Launched":
-        """Some of them."""
-        return Launched(**{name: getattr(self, name)[rows] for name in self.__dataclass_fields__})
-
 
 def launched_work(trace: TraceFile, timeline: Timeline) -> Launched:
-    """All work of a trace, and the operator that each piece is for, by the rule of :mod:`refshard.analysis.labels`."""
-    if not timeline.on_device:
-        return _on_cpu(trace, timeline)
-    spans, calls = timeline.spans, timeline.spans.calls.astype(np.int64)
-    return Launched(
-        spans=np.arange(len(spans)), ns=spans.ends - spans.starts, calls=calls, names=spans.operators,
-        operands=column_at(trace.host.operands, calls), steps=spans.steps, at=spans.launches,
-    )  # fmt: skip
+    """All work of a trace, and the operator that each piece is for, by the rule of :mod:`refshard.analysis.labels`.
 
-
-def _on_cpu(trace: TraceFile, timeline: Timeline) -> Launched:
-    """The main thread's operators, each less the time of those that it calls, and of collectives that it issues.
-
-    They are those that count as compute, so that their sum is the union of these.
+    On a CPU it is the main thread's operators that count as compute, each less the time of those that it calls, and of
+    collectives that it issues, so that their sum is the union of these.
     """
-    host, main = trace.host, main_thread(trace, host_steps(trace)[1])
-    computes = named(trace, COMPUTE_OP)
+    host, spans = trace.host, timeline.spans
+    if timeline.on_device:
+        calls = spans.calls.astype(np.int64)
+        return Launched(
+            spans=np.arange(len(spans)), ns=spans.ends - spans.starts, calls=calls, names=spans.operators,
+            operands=column_at(host.operands, calls), steps=spans.steps, at=spans.launches,
+        )  # fmt: skip
+    main, computes = main_thread(trace, host_steps(trace)[1]), named(trace, COMPUTE_OP)
     is_mine = np.isin(host.categories, (HOST, ANNOTATION)) & (host.threads == main)
     rows = np.flatnonzero(is_mine & (computes | named(trace, IN_GRAPH)) & (host.ends > host.starts))
     rows = rows[nested_order(host.starts[rows], host.ends[rows])]
@@ -474,34 +452,26 @@ def same_work(spans: Spans, rows: Rows, operands: Ints) -> Rows:
     for many sizes. There, runs also need the same place in the same sequence of kernels: of a unit's forward,
     backward or optimizer step, as layers of one kind have, or of the whole step's for kernels of no unit.
     """
-    found = np.full(len(rows), UNKNOWN, np.int64)
-    shaped = operands != UNKNOWN
+    found, shaped = np.full(len(rows), UNKNOWN, np.int64), operands != UNKNOWN
     found[shaped] = grouped(spans.signatures[rows[shaped]], operands[shaped])[1]
     placed = np.flatnonzero(spans.launches[rows] != UNKNOWN)
-    places = _places(spans, rows[placed])
-    known = np.array([name.endswith("]") for name in spans.signature_names] or [False])  # grid and block
-    usable = ~shaped[placed] & known[spans.signatures[rows[placed]]]
-    found[placed[usable]] = places[usable] + found.max(initial=UNKNOWN) + 1
-    return found
-
-
-def _places(spans: Spans, rows: Rows) -> Rows:
-    """A number for each row: equal for those at one place of equal sequences."""
-    if not len(rows):
-        return rows
-    blocks = (spans.steps[rows], spans.units[rows], phases_of(spans)[rows])
-    order = np.lexsort((spans.launches[rows], *blocks))
-    changes = np.any([np.diff(column[order]) != 0 for column in blocks], axis=0)
-    first = np.append(True, changes)
-    starts = np.flatnonzero(first)
-    block = np.cumsum(first) - 1
-    position = np.arange(len(rows)) - starts[block]
+    if not len(placed):
+        return found
+    mine = rows[placed]
+    blocks = (spans.steps[mine], spans.units[mine], phases_of(spans)[mine])
+    order = np.lexsort((spans.launches[mine], *blocks))
+    first = np.append(True, np.any([np.diff(column[order]) != 0 for column in blocks], axis=0))
+    starts, block = np.flatnonzero(first), np.cumsum(first) - 1
+    position = np.arange(len(mine)) - starts[block]
     # A sequence's fingerprint: equal ones have equal sums, others only by a chance of 2^-64.
     random = np.random.default_rng(0).integers(0, 2**64, len(spans.signature_names), np.uint64)
-    tokens = random[spans.signatures[rows[order]]] * (2 * position.astype(np.uint64) + np.uint64(1))
+    tokens = random[spans.signatures[mine[order]]] * (2 * position.astype(np.uint64) + np.uint64(1))
     sequences = np.unique(np.add.reduceat(tokens, starts), return_inverse=True)[1]
-    found = np.empty(len(rows), np.int64)
-    found[order] = sequences[block] * len(rows) + position
+    places = np.empty(len(mine), np.int64)
+    places[order] = sequences[block] * len(mine) + position
+    known = np.array([name.endswith("]") for name in spans.signature_names] or [False])  # grid and block
+    usable = ~shaped[placed] & known[spans.signatures[mine]]
+    found[placed[usable]] = places[usable] + found.max(initial=UNKNOWN) + 1
     return found
 
 
@@ -632,33 +602,67 @@ _COMMUNICATION, _OPTIMIZER, _COPIES = map(CLASSES.index, ("communication", "opti
 
 def operator_report(trace: TraceFile, timeline: Timeline, device: str) -> OperatorReport | None:
     """The operators and kernels of a trace's steps, by what they take; None of a trace that holds no work."""
-    work = launched_work(trace, timeline)
+    work, spans = launched_work(trace, timeline), timeline.spans
     steps = [window.step for window in timeline.host_windows if window.step is not None]
-    if steps:
-        work = work.of(work.steps != UNKNOWN)
+    work = rows_of(work, work.steps != UNKNOWN) if steps else work
     if not len(work.ns):
         return None
     classes = _classes(trace, timeline, work)
     computes = classes != _COMMUNICATION
-    mine, its = work.of(computes), classes[computes]
-    work_ns, shorts, contention = int(mine.ns.sum()), dict[int, str](), None
+    mine, its = rows_of(work, computes), classes[computes]
+    work_ns, shorts, contention, kernels = int(mine.ns.sum()), dict[int, str](), None, list[KernelFigures]()
     if timeline.on_device:
-        spans, rows = timeline.spans, mine.spans
-        codes = np.unique(spans.names[rows]).tolist()
+        names = spans.names[mine.spans]
+        codes = np.unique(names).tolist()
         shorts = dict(zip(codes, short_kernel_names([spans.name_table[code] for code in codes])))
         # Of kernels alone: how long a copy takes depends on its bytes, which nothing here tells.
-        is_kernel = (trace.device.categories[device_order(trace)] == KERNEL)[rows]
-        contention = find_contention(timeline, rows[is_kernel], its[is_kernel], mine.operands[is_kernel], shorts)
-    operators = _operators(trace, timeline, mine, its, device, shorts)
-    totals = _totals(operators)
-    kernels = _kernels(timeline, mine, its, shorts) if timeline.on_device else []
-    peaks = peaks_of(device)
+        is_kernel = (trace.device.categories[device_order(trace)] == KERNEL)[mine.spans]
+        contention = find_contention(timeline, mine.spans[is_kernel], its[is_kernel], mine.operands[is_kernel], shorts)
+        sample, group = grouped(names, its)
+        totals, counts = sums(group, mine.ns, len(sample)).tolist(), np.bincount(group, minlength=len(sample)).tolist()
+        for place in np.argsort(-np.array(totals, np.int64), kind="stable").tolist():
+            code, ns = int(names[sample[place]]), totals[place]
+            kernels.append(
+                KernelFigures(
+                    name=spans.name_table[code], short=shorts[code], kind=CLASSES[its[sample[place]]],
+                    count=counts[place], ns=ns, share=ns / work_ns if work_ns else 0.0,
+                )
+            )  # fmt: skip
+    of_class = []
+    for code in np.unique(classes).tolist():
+        ns, count = int(work.ns[classes == code].sum()), int((classes == code).sum())
+        share = None if code == _COMMUNICATION or not work_ns else ns / work_ns
+        of_class.append(ClassFigures(name=CLASSES[code], count=count, ns=ns, share=share))
+    operators, peaks = _operators(trace, timeline, mine, its, device, shorts), peaks_of(device)
+    by_name: dict[tuple[str, OperatorClass], list[OperatorFigures]] = {}
+    for one in operators:
+        by_name.setdefault((one.name, one.kind), []).append(one)
+    every = []
+    for (name, kind), members in by_name.items():
+        counted = [one for one in members if one.flops and one.flops_per_s]
+        held, peaked = ([o for o in members if getattr(o, key) is not None] for key in ("of_roofline", "of_peak"))
+        every.append(
+            OperatorTotal(
+                name=name, kind=kind, calls=sum(one.calls for one in members), shapes=len(members),
+                ns=sum(one.ns for one in members), share=sum(one.share for one in members),
+                known_ns=sum(one.ns for one in held), flops_per_s=_mean(counted, "flops_per_s"),
+                of_peak=_mean(peaked, "of_peak"), of_roofline=_mean(held, "of_roofline"),
+            )
+        )  # fmt: skip
     return OperatorReport(
-        steps=len(steps) or 1, work_ns=work_ns, classes=_class_figures(work.ns, classes, work_ns),
-        totals=totals[:MOST], total_count=len(totals), operators=tuple(operators[:MOST]),
-        operator_count=len(operators), kernels=tuple(kernels[:MOST]), kernel_count=len(kernels),
-        contention=contention, hardware=peaks.profile if peaks else None, has_shapes=len(trace.operands) > 0,
+        steps=len(steps) or 1, work_ns=work_ns,
+        classes=tuple(sorted(of_class, key=lambda one: (one.share is None, -one.ns))),
+        totals=tuple(sorted(every, key=lambda one: -one.ns)[:MOST]), total_count=len(every),
+        operators=tuple(operators[:MOST]), operator_count=len(operators), kernels=tuple(kernels[:MOST]),
+        kernel_count=len(kernels), contention=contention, hardware=peaks.profile if peaks else None,
+        has_shapes=len(trace.operands) > 0,
     )  # fmt: skip
+
+
+def _mean(over: Sequence[OperatorFigures], key: str) -> float | None:
+    """Weighted by time, so that it is all the work over all the time; None of none."""
+    total = sum(one.ns for one in over)
+    return sum(one.ns * (getattr(one, key) or 0.0) for one in over) / total if total else None
 
 
 def _classes(trace: TraceFile, timeline: Timeline, work: Launched) -> npt.NDArray[np.int8]:
@@ -690,17 +694,6 @@ def _by_name(table: Sequence[str], codes: Ints, class_of: Callable[[str], int]) 
     return np.array([class_of(table[code]) for code in used.tolist()], np.int8)[group]
 
 
-def _class_figures(ns: Rows, classes: npt.NDArray[np.int8], work_ns: int) -> tuple[ClassFigures, ...]:
-    """Classes that occur, the longest first and communication last."""
-    found = []
-    for code in np.unique(classes).tolist():
-        mine = classes == code
-        total = int(ns[mine].sum())
-        share = None if code == _COMMUNICATION or not work_ns else total / work_ns
-        found.append(ClassFigures(name=CLASSES[code], count=int(mine.sum()), ns=total, share=share))
-    return tuple(sorted(found, key=lambda one: (one.share is None, -one.ns)))
-
-
 def _operators(
     trace: TraceFile, timeline: Timeline, work: Launched, classes: npt.NDArray[np.int8], device: str,
     shorts: Mapping[int, str],
@@ -708,99 +701,37 @@ def _operators(
     """All operators by their arguments' shapes, those that take longest first, with rates of the first ones."""
     sample, group = grouped(work.names, work.operands, classes)
     totals, work_ns = sums(group, work.ns, len(sample)), int(work.ns.sum())
-    calls = _calls(group, work.calls, len(sample))
-    tf32 = _holds(TF32_KERNEL, timeline, work, group, len(sample))
-    over_link = _holds(_TO_OR_FROM_HOST, timeline, work, group, len(sample))
-    found = []
+    # How many calls the work of each group is of; work of which no call is known is one each.
+    order = np.lexsort((work.calls, group))
+    ordered, own = group[order], work.calls[order]
+    is_new = np.ones(len(group), np.bool_)
+    is_new[1:] = (ordered[1:] != ordered[:-1]) | (own[1:] != own[:-1]) | (own[1:] == UNKNOWN)
+    counts, peaks = np.bincount(ordered[is_new], minlength=len(sample)), peaks_of(device)
+    tf32, over_link = np.zeros((2, len(sample)), np.bool_)
+    for found, pattern in ((tf32, TF32_KERNEL), (over_link, _TO_OR_FROM_HOST)) if timeline.on_device else ():
+        holds = np.array([bool(pattern.search(name)) for name in timeline.spans.name_table] or [False])
+        found[group[holds[timeline.spans.names[work.spans]]]] = True
+    figures = []
     for rank, place in enumerate(np.argsort(-totals, kind="stable").tolist()):
         row = int(sample[place])
-        code = int(work.names[row])
+        code, calls, ns = int(work.names[row]), int(counts[place]), int(totals[place])
         name = shorts.get(code, trace.names[code]) if work.calls[row] == UNKNOWN else trace.names[code]
-        operands = trace.operands[work.operands[row]] if work.operands[row] != UNKNOWN else None
-        known = (
-            work_of(name, operands) if operands and rank < _MOST_HELD else Work(shapes="", dtype=None, reason=_LACKS)
-        )
+        known = Work(shapes="", dtype=None, reason=_LACKS)
+        if work.operands[row] != UNKNOWN and rank < _MOST_HELD:
+            known = work_of(name, trace.operands[work.operands[row]])
         if over_link[place]:
             known = replace(known, flops=None, bytes=None, reason=_OVER_LINK)
-        calls_here, ns = int(calls[place]), int(totals[place])
-        found.append(
+        rates: dict[str, Any] = {"reason": known.reason or "it takes no time"}
+        if not known.reason and ns:
+            flops, size = (None if each is None else each * calls for each in (known.flops, known.bytes))
+            held = roofline(
+                peaks, device, dtype=known.dtype, flops=flops, size=size, seconds=ns / 1e9, tf32=bool(tf32[place])
+            )
+            rates = {"flops_per_s": flops / (ns / 1e9) if flops else None, **msgspec.structs.asdict(held)}
+        figures.append(
             OperatorFigures(
-                name=name, kind=CLASSES[classes[row]], shapes=known.shapes or None, dtype=known.dtype, calls=calls_here,
-                ns=ns, share=ns / work_ns if work_ns else 0.0, flops=known.flops, bytes=known.bytes,
-                **_held(known, calls_here, ns / 1e9, device, tf32=bool(tf32[place])),
+                name=name, kind=CLASSES[classes[row]], shapes=known.shapes or None, dtype=known.dtype, calls=calls,
+                ns=ns, share=ns / work_ns if work_ns else 0.0, flops=known.flops, bytes=known.bytes, **rates,
             )
         )  # fmt: skip
-    return found
-
-
-def _held(found: Work, calls: int, seconds: float, device: str, *, tf32: bool) -> dict[str, Any]:
-    """The rate of some calls, and how close it comes to the peaks."""
-    if found.reason or not seconds:
-        return {"reason": found.reason or "it takes no time"}
-    flops, size = (None if each is None else each * calls for each in (found.flops, found.bytes))
-    held = roofline(peaks_of(device), device, dtype=found.dtype, flops=flops, size=size, seconds=seconds, tf32=tf32)
-    return {"flops_per_s": flops / seconds if flops else None, **msgspec.structs.asdict(held)}
-
-
-def _holds(pattern: "re.Pattern[str]", timeline: Timeline, work: Launched, group: Rows, count: int) -> Mask:
-    """Which groups hold a kernel or a copy with such a name."""
-    found = np.zeros(count, np.bool_)
-    if timeline.on_device:
-        named = np.array([bool(pattern.search(name)) for name in timeline.spans.name_table] or [False])
-        found[group[named[timeline.spans.names[work.spans]]]] = True
-    return found
-
-
-def _totals(operators: Sequence[OperatorFigures]) -> tuple[OperatorTotal, ...]:
-    """Operators by name, those that take longest first."""
-    members: dict[tuple[str, OperatorClass], list[OperatorFigures]] = {}
-    for one in operators:
-        members.setdefault((one.name, one.kind), []).append(one)
-    found = [_total(name, kind, every) for (name, kind), every in members.items()]
-    return tuple(sorted(found, key=lambda one: -one.ns))
-
-
-def _total(name: str, kind: OperatorClass, every: Sequence[OperatorFigures]) -> OperatorTotal:
-    counted = [one for one in every if one.flops and one.flops_per_s]
-    held, peaked = ([o for o in every if getattr(o, key) is not None] for key in ("of_roofline", "of_peak"))
-    return OperatorTotal(
-        name=name, kind=kind, calls=sum(one.calls for one in every), shapes=len(every),
-        ns=sum(one.ns for one in every), share=sum(one.share for one in every), known_ns=sum(one.ns for one in held),
-        flops_per_s=_mean(counted, [one.flops_per_s for one in counted]),
-        of_peak=_mean(peaked, [one.of_peak for one in peaked]),
-        of_roofline=_mean(held, [one.of_roofline for one in held]),
-    )  # fmt: skip
-
-
-def _mean(over: Sequence[OperatorFigures], values: Sequence[float | None]) -> float | None:
-    """Weighted by time, so that it is all the work over all the time; None of none."""
-    total = sum(one.ns for one in over)
-    return sum(one.ns * (value or 0.0) for one, value in zip(over, values)) / total if total else None
-
-
-def _kernels(
-    timeline: Timeline, work: Launched, classes: npt.NDArray[np.int8], shorts: Mapping[int, str]
-) -> list[KernelFigures]:
-    """All kernels and copies, those that take longest first."""
-    names = timeline.spans.names[work.spans]
-    sample, group = grouped(names, classes)
-    totals, counts = sums(group, work.ns, len(sample)), np.bincount(group, minlength=len(sample))
-    work_ns = int(work.ns.sum())
-    return [
-        KernelFigures(
-            name=timeline.spans.name_table[names[row]], short=shorts[int(names[row])], kind=CLASSES[classes[row]],
-            count=int(counts[place]), ns=int(totals[place]),
-            share=int(totals[place]) / work_ns if work_ns else 0.0,
-        )
-        for place in np.argsort(-totals, kind="stable").tolist()
-        for row in [int(sample[place])]
-    ]  # fmt: skip
-
-
-def _calls(group: Rows, calls: Rows, count: int) -> Rows:
-    """How many calls the work of each group is of; work of which no call is known is one each."""
-    order = np.lexsort((calls, group))
-    group, calls = group[order], calls[order]
-    is_new = np.ones(len(group), np.bool_)
-    is_new[1:] = (group[1:] != group[:-1]) | (calls[1:] != calls[:-1]) | (calls[1:] == UNKNOWN)
-    return np.bincount(group[is_new], minlength=count)
+    return figures

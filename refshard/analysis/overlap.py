@@ -1,8 +1,8 @@
 """Where the time of a window goes: its classes, exposed communication, lone copies, and idle time by cause."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from refshard.events.timeline import (
     Spans,
     Timeline,
     ranges,
+    rows_of,
     sums,
 )
 
@@ -61,17 +62,12 @@ class Gaps:
         first = np.searchsorted(self.ends, starts, side="right")
         windows, rows = ranges(first, np.where(starts < ends, np.searchsorted(self.starts, ends, side="left"), first))
         cut = self.of(rows)
-        return Gaps(
-            starts=np.maximum(cut.starts, starts[windows]), ends=np.minimum(cut.ends, ends[windows]),
-            followers=cut.followers, before=cut.before, causes=cut.causes, calls=cut.calls,
-        )  # fmt: skip
+        starts, ends = np.maximum(cut.starts, starts[windows]), np.minimum(cut.ends, ends[windows])
+        return replace(cut, starts=starts, ends=ends)
 
     def of(self, rows: Mask | Rows) -> "Gaps":
         """Some of them."""
-        return Gaps(
-            starts=self.starts[rows], ends=self.ends[rows], followers=self.followers[rows], before=self.before[rows],
-            causes=self.causes[rows], calls=self.calls[rows],
-        )  # fmt: skip
+        return rows_of(self, rows)
 
     def caused_by(self, *causes: Cause) -> Mask:
         """Which have one of these causes."""
@@ -83,18 +79,15 @@ def knows_launches(spans: Spans) -> bool:
     return bool(np.any(spans.launches != UNKNOWN))
 
 
-def latest_launches(spans: Spans) -> Nanoseconds:
-    """When each span was launched, or, where that is unknown, at the latest; :data:`NEVER` where nothing bounds it.
+def latest_launches(spans: Spans, times: Nanoseconds | None = None) -> Nanoseconds:
+    """When each span was launched (or another of its ``times``), or, where that is unknown, at the latest;
+    :data:`NEVER` where nothing bounds it.
 
     A lane runs in the order of launches, so a span was launched no later than the next one on its lane.
     """
-    return _latest(spans, spans.launches)
-
-
-def _latest(spans: Spans, times: Nanoseconds) -> Nanoseconds:
+    times = spans.launches if times is None else times
     order = np.argsort(spans.lanes, kind="stable")
-    launches = np.where(times == UNKNOWN, NEVER, times)[order]
-    lanes = spans.lanes[order]
+    launches, lanes = np.where(times == UNKNOWN, NEVER, times)[order], spans.lanes[order]
     known = np.where(launches == NEVER, len(order), np.arange(len(order)))
     following = np.minimum.accumulate(known[::-1])[::-1]
     bounded = following < len(order)
@@ -118,24 +111,19 @@ def idle_gaps(timeline: Timeline, start: int, end: int) -> Gaps:
     order = lasting[np.lexsort((spans.lanes[lasting], launches[lasting], spans.starts[lasting]))]
     followers = np.full(len(ends), UNKNOWN, np.int64)
     followers[:-1] = order[np.searchsorted(spans.starts[order], ends[:-1], side="left")]
+    # A row that ends as the gap begins, one on the follower's lane if there is any.
+    order = lasting[np.lexsort((spans.lanes[lasting], spans.ends[lasting]))]
+    first, last = (np.searchsorted(spans.ends[order], starts, side=side) for side in ("left", "right"))
+    before = np.where(first < last, np.append(order, UNKNOWN)[np.minimum(first, len(order))], UNKNOWN)
+    for gap in np.flatnonzero((last - first > 1) & (followers != UNKNOWN)).tolist():  # streams rarely end together
+        ending = order[first[gap] : last[gap]]
+        same = ending[spans.lanes[ending] == spans.lanes[followers[gap]]]
+        before[gap] = same[0] if len(same) else before[gap]
     found = Gaps(
-        starts=starts, ends=ends, followers=followers, before=_before(spans, lasting, starts, followers),
+        starts=starts, ends=ends, followers=followers, before=before,
         causes=np.full(len(ends), CAUSES.index(Cause.UNKNOWN), np.int8), calls=np.full(len(ends), UNKNOWN, np.int64),
     )  # fmt: skip
     return _explained(found, timeline, launches) if knows_launches(spans) else found
-
-
-def _before(spans: Spans, lasting: Rows, starts: Nanoseconds, followers: Rows) -> Rows:
-    """For each gap a row that ends as it begins, one on the follower's lane if there is any."""
-    order = lasting[np.lexsort((spans.lanes[lasting], spans.ends[lasting]))]
-    ends, lanes = spans.ends[order], spans.lanes[order]
-    first, last = (np.searchsorted(ends, starts, side=side) for side in ("left", "right"))
-    found = np.where(first < last, np.append(order, UNKNOWN)[np.minimum(first, len(order))], UNKNOWN)
-    for gap in np.flatnonzero(last - first > 1).tolist():  # streams rarely fall silent at the same nanosecond
-        same = np.flatnonzero(lanes[first[gap] : last[gap]] == spans.lanes[followers[gap]])
-        if followers[gap] != UNKNOWN and len(same):
-            found[gap] = order[first[gap] + same[0]]
-    return found
 
 
 def _explained(gaps: Gaps, timeline: Timeline, launches: Nanoseconds) -> Gaps:
@@ -143,7 +131,7 @@ def _explained(gaps: Gaps, timeline: Timeline, launches: Nanoseconds) -> Gaps:
     spans, calls = timeline.spans, timeline.calls
     lengths, comes = gaps.ends - gaps.starts, gaps.followers != UNKNOWN
     launched = np.where(comes, launches[gaps.followers], NEVER)
-    queued = np.where(comes, _latest(spans, spans.queued)[gaps.followers], NEVER)
+    queued = np.where(comes, latest_launches(spans, spans.queued)[gaps.followers], NEVER)
     late = launched > gaps.starts
     measured = late & comes & (launched <= gaps.ends)
     measured[:1] = False  # before the first gap no queue is known
@@ -160,10 +148,8 @@ def _explained(gaps: Gaps, timeline: Timeline, launches: Nanoseconds) -> Gaps:
         [CAUSES.index(c) for c in (Cause.CALL, Cause.LAUNCH, Cause.BACK_TO_BACK, Cause.DEPENDENCY)],
         CAUSES.index(Cause.UNKNOWN),
     )
-    return Gaps(
-        starts=gaps.starts, ends=gaps.ends, followers=gaps.followers, before=before,
-        causes=causes.astype(np.int8), calls=np.where(empty & blocked, call, UNKNOWN),
-    )  # fmt: skip
+    calls_of = np.where(empty & blocked, call, UNKNOWN)
+    return replace(gaps, before=before, causes=causes.astype(np.int8), calls=calls_of)
 
 
 def _dependencies(gaps: Gaps, timeline: Timeline, near: Mask) -> tuple[Mask, Rows]:
@@ -214,47 +200,39 @@ def _blocked(gaps: Gaps, until: Nanoseconds, calls: HostCalls | None) -> tuple[M
 
 def idle_figures(timeline: Timeline) -> tuple[IdleFigures, ...]:
     """The gaps in the windows of a timeline, those that took most time first; empty where no launch is known."""
-    if not len(timeline.spans) or not knows_launches(timeline.spans):
+    spans, calls = timeline.spans, timeline.calls
+    if not len(spans) or not knows_launches(spans):
         return ()
     starts, ends = bounds(timeline.windows)
-    gaps = idle_gaps(timeline, int(starts.min()), int(ends.max())).split(starts, ends)
-    gaps = gaps.of(gaps.ends > gaps.starts)
-    found = [one for cause in Cause for one in _of_cause(cause, gaps.of(gaps.caused_by(cause)), timeline)]
+    every = idle_gaps(timeline, int(starts.min()), int(ends.max())).split(starts, ends)
+    found, count = [], len(spans.lane_names) + 1
+    for cause in Cause:
+        gaps = every.of(every.caused_by(cause) & (every.ends > every.starts))
+        keys = np.append(spans.operators, UNKNOWN)[gaps.followers].astype(np.int64)
+        if cause is Cause.BACK_TO_BACK:
+            keys[:] = 0
+        elif cause is Cause.CALL and calls is not None:
+            keys = calls.names[gaps.calls].astype(np.int64)
+        elif cause is Cause.DEPENDENCY:
+            lanes = np.append(spans.lanes, UNKNOWN).astype(np.int64)
+            keys = (lanes[gaps.followers] + 1) * count + lanes[gaps.before] + 1
+        lengths, (keys, place, counts) = (
+            gaps.ends - gaps.starts,
+            np.unique(keys, return_inverse=True, return_counts=True),
+        )
+        longest = np.zeros(len(keys), np.int64)
+        np.maximum.at(longest, place, lengths)
+        rows = (keys.tolist(), sums(place, lengths, len(keys)).tolist(), counts.tolist(), longest.tolist())
+        for key, ns, number, most in zip(*rows):
+            what = ""
+            if cause is Cause.DEPENDENCY:
+                waiting, other = (place - 1 for place in divmod(key, count))
+                names = [spans.lane_names[lane] if lane >= 0 else "an unknown stream" for lane in (waiting, other)]
+                what = f"{names[0]} waits for {'an event' if waiting == other else names[1]}"
+            elif cause is not Cause.BACK_TO_BACK:
+                what = spans.name_table[key] if key >= 0 else "nothing runs any more"
+            found.append(IdleFigures(cause=cause, what=what, ns=ns, count=number, longest_ns=most))
     return tuple(sorted(found, key=lambda one: (-one.ns, one.cause, one.what)))
-
-
-def _of_cause(cause: Cause, gaps: Gaps, timeline: Timeline) -> Iterator[IdleFigures]:
-    lengths = gaps.ends - gaps.starts
-    keys, place, counts = np.unique(_keys(cause, gaps, timeline), return_inverse=True, return_counts=True)
-    longest = np.zeros(len(keys), np.int64)
-    np.maximum.at(longest, place, lengths)
-    totals = sums(place, lengths, len(keys))
-    for key, ns, count, most in zip(keys.tolist(), totals.tolist(), counts.tolist(), longest.tolist()):
-        yield IdleFigures(cause=cause, what=_what(cause, key, timeline), ns=ns, count=count, longest_ns=most)
-
-
-def _keys(cause: Cause, gaps: Gaps, timeline: Timeline) -> Nanoseconds:
-    """A number for each gap; gaps of one number are summed. :data:`UNKNOWN` where nothing follows."""
-    spans, followers = timeline.spans, gaps.followers
-    if cause is Cause.BACK_TO_BACK:
-        return np.zeros(len(followers), np.int64)
-    if cause is Cause.CALL and timeline.calls is not None:
-        return timeline.calls.names[gaps.calls].astype(np.int64)
-    if cause is Cause.DEPENDENCY:
-        lanes = np.append(spans.lanes, UNKNOWN).astype(np.int64)
-        return (lanes[followers] + 1) * (len(spans.lane_names) + 1) + lanes[gaps.before] + 1
-    return np.append(spans.operators, UNKNOWN)[followers].astype(np.int64)
-
-
-def _what(cause: Cause, key: int, timeline: Timeline) -> str:
-    spans = timeline.spans
-    if cause is Cause.BACK_TO_BACK:
-        return ""
-    if cause is Cause.DEPENDENCY:
-        waiting, other = (place - 1 for place in divmod(key, len(spans.lane_names) + 1))
-        names = [spans.lane_names[lane] if lane >= 0 else "an unknown stream" for lane in (waiting, other)]
-        return f"{names[0]} waits for an event" if waiting == other else f"{names[0]} waits for {names[1]}"
-    return spans.name_table[key] if key >= 0 else "nothing runs any more"
 
 
 def lone(timeline: Timeline) -> Intervals:
@@ -262,14 +240,18 @@ def lone(timeline: Timeline) -> Intervals:
 
     Copies into and out of the buffers of collectives count as something else: they have figures of their own.
     """
-    copies = _copies(timeline)
-    return timeline.spans.covered(copies) - timeline.spans.covered(~copies) if copies.any() else Intervals.of([])
+    spans, copies = timeline.spans, _copies(timeline.spans)
+    return spans.covered(copies) - spans.covered(~copies) if copies.any() else Intervals.of([])
+
+
+def _copies(spans: Spans) -> Mask:
+    return np.asarray(spans.of_kind(Kind.COPY) & (spans.under & (Meaning.COPY_IN | Meaning.COPY_OUT) == 0))
 
 
 def lone_copies(timeline: Timeline, starts: Nanoseconds, ends: Nanoseconds) -> tuple[LoneCopy, ...]:
     """The copies of the windows ``[starts[i], ends[i])`` by name, those with most time alone first."""
     spans, alone = timeline.spans, lone(timeline) & Intervals.union(starts, ends)
-    rows = np.flatnonzero(_copies(timeline))
+    rows = np.flatnonzero(_copies(spans))
     each = alone.within(spans.starts[rows], spans.ends[rows])
     rows, each = rows[each > 0], each[each > 0]
     names, group, counts = np.unique(spans.names[rows], return_inverse=True, return_counts=True)
@@ -278,15 +260,6 @@ def lone_copies(timeline: Timeline, starts: Nanoseconds, ends: Nanoseconds) -> t
         LoneCopy(name=spans.name_table[names[place]], ns=int(total[place]), count=int(counts[place]))
         for place in np.argsort(-total, kind="stable").tolist()
     )
-
-
-def _copies(timeline: Timeline) -> Mask:
-    spans = timeline.spans
-    found: Mask = spans.of_kind(Kind.COPY) & ((spans.under & (Meaning.COPY_IN | Meaning.COPY_OUT)) == 0)
-    return found
-
-
-_KNOWN = tuple(cause for cause in Cause if cause is not Cause.UNKNOWN)
 
 
 def exposed_communication(timeline: Timeline) -> Intervals:
@@ -308,33 +281,22 @@ def breakdowns(timeline: Timeline, starts: Nanoseconds, ends: Nanoseconds) -> tu
     # |comm without others| = |comm or others| - |others|, which needs no set difference.
     exposed_any = busy.within(starts, ends) - others.within(starts, ends)
     columns = {
-        "span_ns": ends - starts,
-        "busy_ns": busy.within(starts, ends),
-        **{f"{kind}_ns": inside[kind] for kind in Kind},
-        "exposed_ns": exposed,
-        "exposed_any_ns": exposed_any,
-        "idle_ns": ends - starts - busy.within(starts, ends),
+        "span_ns": ends - starts, "busy_ns": busy.within(starts, ends), **{f"{kind}_ns": inside[kind] for kind in Kind},
+        "exposed_ns": exposed, "exposed_any_ns": exposed_any, "idle_ns": ends - starts - busy.within(starts, ends),
         "lone_copy_ns": lone(timeline).within(starts, ends),
-    }
+    }  # fmt: skip
+    causes = {cause: f"idle_{cause}_ns" for cause in Cause if cause is not Cause.UNKNOWN}
+    if len(starts) and knows_launches(timeline.spans):
+        gaps = idle_gaps(timeline, int(starts.min()), int(ends.max()))
+        for cause, name in causes.items():
+            mine = gaps.caused_by(cause)
+            columns[name] = Intervals(gaps.starts[mine], gaps.ends[mine]).within(starts, ends)
     found = []
-    for row, idle in zip(zip(*(column.tolist() for column in columns.values())), _idle(timeline, starts, ends)):
-        parts: dict[str, Any] = {**dict(zip(columns, row)), **idle}
-        parts["idle_unknown_ns"] = parts["idle_ns"] - sum(ns or 0 for ns in idle.values())
+    for row in zip(*(column.tolist() for column in columns.values())):
+        parts: dict[str, Any] = {**dict.fromkeys(causes.values()), **dict(zip(columns, row))}
+        parts["idle_unknown_ns"] = parts["idle_ns"] - sum(parts[name] or 0 for name in causes.values())
         found.append(Breakdown(**parts, overlap_ratio=_ratio(parts["exposed_ns"], parts["comm_ns"])))
     return tuple(found)
-
-
-def _idle(timeline: Timeline, starts: Nanoseconds, ends: Nanoseconds) -> list[dict[str, int | None]]:
-    """Idle nanoseconds of each window by cause, as far as causes are known; None each where no launch is."""
-    fields = [f"idle_{cause}_ns" for cause in _KNOWN]
-    if not len(starts) or not knows_launches(timeline.spans):
-        return [dict.fromkeys(fields) for _ in starts]
-    gaps = idle_gaps(timeline, int(starts.min()), int(ends.max()))
-    columns = []
-    for cause in _KNOWN:
-        rows = gaps.caused_by(cause)
-        columns.append(Intervals(gaps.starts[rows], gaps.ends[rows]).within(starts, ends).tolist())
-    return [dict(zip(fields, row)) for row in zip(*columns)]
 
 
 def step_breakdowns(timeline: Timeline) -> tuple[Breakdown, ...]:

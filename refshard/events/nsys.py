@@ -195,16 +195,10 @@ class _Export:
             for device, process, stream in zip(*(column.tolist() for column in places))
         ]
         return (
-            starts,
-            ends,
-            np.full(len(starts), category, np.int8),
-            names,
-            np.array(lanes, np.int32)[which],
-            self._correlated(correlations, processes),
-            np.full(len(starts), -1, np.int64),
-            signatures,
+            starts, ends, np.full(len(starts), category, np.int8), names, np.array(lanes, np.int32)[which],
+            self._correlated(correlations, processes), np.full(len(starts), -1, np.int64), signatures,
             np.zeros(len(starts), np.bool_),
-        )
+        )  # fmt: skip
 
     def _device_of(self, device: int, global_pid: int) -> str:
         """CUDA's number of a device; with the process where several count theirs from 0, as ranks of a job may."""
@@ -253,15 +247,9 @@ class _Export:
         threads = [self._threads.setdefault(_pid_and_tid(tid), len(self._threads)) for tid in tids.tolist()]
         unknown = np.full(len(starts), -1, np.int64)
         return (
-            starts,
-            ends,
-            np.full(len(starts), category, np.int8),
-            names,
-            np.array(threads, np.int32)[which],
-            unknown if correlations is None else correlations,
-            unknown,
-            unknown.astype(np.int32),
-        )
+            starts, ends, np.full(len(starts), category, np.int8), names, np.array(threads, np.int32)[which],
+            unknown if correlations is None else correlations, unknown, unknown.astype(np.int32),
+        )  # fmt: skip
 
     def _correlated(self, correlations: Column, global_ids: Column) -> Column:
         """Correlation ids, which are unique within a process, with the process in their upper bits; -1 for none.

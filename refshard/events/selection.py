@@ -4,7 +4,7 @@ Recorders' clocks err: one kernel with the time 0 among events of today would ma
 share of time rounds to nothing.
 """
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from refshard.errors import TraceError
 from refshard.events.table import LAUNCH, DeviceEvents, HostEvents, MemoryEvents, TraceFile
+from refshard.events.timeline import rows_of
 
 HOUR_NS = 3600 * 10**9
 SPANS = 100
@@ -20,7 +21,6 @@ RULES = ((HOUR_NS, 0.99), (24 * HOUR_NS, 0.5))
 """Apart by how much, and by what share of the events, others are told from those that were recorded. A pause of an hour
 may be meant, but hardly for a single event; no recording pauses for a day."""
 
-Columns = TypeVar("Columns", HostEvents, DeviceEvents, MemoryEvents)
 T = TypeVar("T")
 Rows = npt.NDArray[np.bool_]
 
@@ -95,19 +95,15 @@ def _near_memory(events: MemoryEvents, bounds: tuple[int, int]) -> MemoryEvents:
     """Without what is far, unless a device would be left without events."""
     near = (events.times >= bounds[0]) & (events.times <= bounds[1])
     is_whole = len(np.unique(events.devices[near])) == len(np.unique(events.devices))
-    return _at(events, np.asarray(near, np.bool_)) if is_whole else events
+    return rows_of(events, np.asarray(near, np.bool_)) if is_whole else events
 
 
 def _with(trace: TraceFile, host: Rows, device: Rows) -> TraceFile:
     """The trace with these of its host and device events, and their arguments."""
     return replace(
-        trace, host=_at(trace.host, host), device=_at(trace.device, device),
+        trace, host=rows_of(trace.host, host), device=rows_of(trace.device, device),
         host_args=_renumbered(trace.host_args, host), device_args=_renumbered(trace.device_args, device),
     )  # fmt: skip
-
-
-def _at(events: Columns, rows: Rows) -> Columns:
-    return replace(events, **{field.name: getattr(events, field.name)[rows] for field in fields(events)})
 
 
 def _renumbered(args: dict[int, T], kept: Rows) -> dict[int, T]:

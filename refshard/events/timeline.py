@@ -5,9 +5,9 @@ All times are int64 nanoseconds. A measured trace, an emulated one and a simulat
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from enum import IntFlag, StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ Nanoseconds = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int32]
+Table = TypeVar("Table")
 
 
 class Intervals:
@@ -361,6 +362,13 @@ class Timeline:
     def busy(self, *kinds: Kind) -> Intervals:
         """Union of the spans of these kinds."""
         return self.spans.covered(self.spans.of_kind(*kinds))
+
+
+def rows_of(table: Table, rows: Rows | Mask) -> Table:
+    """Some rows of a dataclass of columns; what is no column stays."""
+    every = cast(Any, table)
+    columns = {field.name: getattr(every, field.name) for field in fields(every)}
+    return cast(Table, replace(every, **{k: one[rows] for k, one in columns.items() if isinstance(one, np.ndarray)}))
 
 
 def grouped(*columns: npt.NDArray[np.generic]) -> tuple[Rows, Rows]:
