@@ -56,13 +56,9 @@ def places(path: Path, events: Events) -> list[HostStall]:
 def item() -> Events:
     """A kernel to 100; ``.item()`` copies from 101 to 103, and returns at 112; the next kernel starts at 135."""
     return [
-        *launched(1, 10, 20, 80),
-        event("aten::item", 50, 62),
-        event("aten::_local_scalar_dense", 51, 61),
-        *copied(2, 52, 56, DTOH, 101, 2),
-        call("cudaStreamSynchronize", 109, 2),
-        *launched(3, 130, 135, 65),
-    ]
+        *launched(1, 10, 20, 80), event("aten::item", 50, 62), event("aten::_local_scalar_dense", 51, 61),
+        *copied(2, 52, 56, DTOH, 101, 2), call("cudaStreamSynchronize", 109, 2), *launched(3, 130, 135, 65),
+    ]  # fmt: skip
 
 
 def test_item_makes_the_gpu_idle_until_the_next_launch(tmp_path: Path) -> None:
@@ -83,11 +79,9 @@ def test_a_call_causes_no_more_idle_time_than_it_takes(tmp_path: Path) -> None:
 
 def test_calls_before_one_launch_share_the_gap_by_their_durations(tmp_path: Path) -> None:
     events = [
-        *launched(1, 10, 20, 80),
-        call("cudaDeviceSynchronize", 40, 60),
-        call("cudaMalloc", 110, 20),
+        *launched(1, 10, 20, 80), call("cudaDeviceSynchronize", 40, 60), call("cudaMalloc", 110, 20),
         *launched(2, 135, 140, 10),
-    ]
+    ]  # fmt: skip
     wait, allocation = places(tmp_path, events)
     # Idle from 100 to 140; without the calls the launch would have come 80 earlier. The shares are 60 and 20 of 80.
     assert (wait.call, wait.idle_ns, wait.followed_ns) == ("cudaDeviceSynchronize", 30 * US, 10 * US)
@@ -133,12 +127,9 @@ def test_a_pageable_copy_blocks_if_it_returns_after_its_end_or_late(tmp_path: Pa
 )
 def test_a_wait_is_named_by_the_operator_around_it(tmp_path: Path, operator: str, kind: Stall) -> None:
     events = [
-        *launched(1, 10, 20, 80),
-        event(operator, 30, 80),
-        call("cudaStreamSynchronize", 40, 30),
-        call("cudaStreamSynchronize", 72, 30),
-        *launched(2, 120, 125, 10),
-    ]
+        *launched(1, 10, 20, 80), event(operator, 30, 80), call("cudaStreamSynchronize", 40, 30),
+        call("cudaStreamSynchronize", 72, 30), *launched(2, 120, 125, 10),
+    ]  # fmt: skip
     (one,) = places(tmp_path, events)
     assert (one.kind, one.operator, one.count) == (kind, operator, 2 if kind is Stall.SYNC else 1)
 
@@ -174,32 +165,22 @@ def test_what_long_calls_are_for(tmp_path: Path, name: str, kind: Stall | None) 
 
 def test_the_place_is_the_innermost_function_of_the_users_code(tmp_path: Path) -> None:
     events = [
-        *item(),
-        frame("train.py(5): main", 0, 200),
-        frame("train.py(40): log", 45, 70),
-        frame("torch/_tensor.py(3): item", 47, 67),
-        frame("<built-in method item of Tensor object at 0x7>", 48, 65),
+        *item(), frame("train.py(5): main", 0, 200), frame("train.py(40): log", 45, 70),
+        frame("torch/_tensor.py(3): item", 47, 67), frame("<built-in method item of Tensor object at 0x7>", 48, 65),
         frame("other.py(1): run", 0, 200, tid=2),
-    ]
+    ]  # fmt: skip
     (one,) = places(tmp_path, events)
     assert one.line == "train.py(40): log"
 
 
 def test_without_stacks_the_place_is_the_operator_with_its_layer_or_annotation(tmp_path: Path) -> None:
     events = [
-        step(3, 0, 400),
-        *launched(1, 10, 20, 10),
-        event("FSDP::pre_forward (layers.3)", 30, 4, cat="user_annotation"),
-        event("aten::empty", 38, 9),
-        call("cudaMalloc", 40, 5),
-        event("FSDP::post_forward (layers.3)", 50, 4, cat="user_annotation"),
-        *launched(2, 60, 65, 10),
-        event("validation", 80, 40, cat="user_annotation"),
-        call("cudaFree", 90, 6),
-        *launched(3, 100, 105, 10),
-        call("cudaDeviceSynchronize", 130, 7, tid=9),
-        *launched(4, 140, 145, 10),
-    ]
+        step(3, 0, 400), *launched(1, 10, 20, 10), event("FSDP::pre_forward (layers.3)", 30, 4, cat="user_annotation"),
+        event("aten::empty", 38, 9), call("cudaMalloc", 40, 5),
+        event("FSDP::post_forward (layers.3)", 50, 4, cat="user_annotation"), *launched(2, 60, 65, 10),
+        event("validation", 80, 40, cat="user_annotation"), call("cudaFree", 90, 6), *launched(3, 100, 105, 10),
+        call("cudaDeviceSynchronize", 130, 7, tid=9), *launched(4, 140, 145, 10),
+    ]  # fmt: skip
     found = {one.call: one for one in places(tmp_path, events)}
     assert [(one.line, one.operator, one.unit) for one in found.values()] == [
         (None, None, "validation"),

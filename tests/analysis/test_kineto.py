@@ -72,17 +72,12 @@ def test_gloo_spans_know_when_and_for_which_unit_they_were_announced(tmp_path: P
         label = event(f"refshard::reduce_scatter({unit})", start, 2, cat="user_annotation")
         return [label, event(name, start + 0.5, 1, **shaped([[8], [16]], ["float", "float"]))]
 
-    path = write(
-        tmp_path / "t.json",
-        [
-            step(0, 0, 100),
-            event("gloo:all_reduce", 1, 4, cat="user_annotation", tid=2, **shaped([[3]], ["float"])),
-            *announced("c10d::_reduce_scatter_base_", "a", 10),
-            *announced("c10d::_reduce_scatter_base_", "b", 20),
-            event("gloo:all_reduce", 40, 9, cat="user_annotation", tid=3, **shaped([[16]], ["float"])),
-            event("gloo:all_reduce", 30, 9, cat="user_annotation", tid=2, **shaped([[16]], ["float"])),
-        ],
-    )
+    path = write(tmp_path / "t.json", [
+        step(0, 0, 100), event("gloo:all_reduce", 1, 4, cat="user_annotation", tid=2, **shaped([[3]], ["float"])),
+        *announced("c10d::_reduce_scatter_base_", "a", 10), *announced("c10d::_reduce_scatter_base_", "b", 20),
+        event("gloo:all_reduce", 40, 9, cat="user_annotation", tid=3, **shaped([[16]], ["float"])),
+        event("gloo:all_reduce", 30, 9, cat="user_annotation", tid=2, **shaped([[16]], ["float"])),
+    ])  # fmt: skip
     timeline = read_timeline(path)
     facts = [(c.op, c.unit, c.bytes, c.announced, c.start and c.start - BASE_US * 1000) for c in timeline.collectives]
     assert facts == [
@@ -126,18 +121,13 @@ def test_on_a_gpu_whatever_kernels_an_emulated_collective_runs_are_communication
             event(name, start, duration, cat="kernel", stream=stream, correlation=number),
         ]
 
-    path = write(
-        tmp_path / "t.json",
-        [
-            step(0, 0, 100),
-            event("c10d::_allgather_base_", 5, 5, cat="user_annotation", **shaped([[16], [8]], ["float", "float"])),
-            event("emulated:all_gather", 6, 3, cat="user_annotation"),
-            *launched("refshard_emulated_start", 6, 20, 2, 9),
-            *launched("elementwise_kernel", 7, 22, 8, 9),
-            *launched("refshard_emulated_hold", 8, 30, 30, 9),
-            *launched("gemm", 12, 25, 40, 7),
-        ],
-    )
+    path = write(tmp_path / "t.json", [
+        step(0, 0, 100),
+        event("c10d::_allgather_base_", 5, 5, cat="user_annotation", **shaped([[16], [8]], ["float", "float"])),
+        event("emulated:all_gather", 6, 3, cat="user_annotation"), *launched("refshard_emulated_start", 6, 20, 2, 9),
+        *launched("elementwise_kernel", 7, 22, 8, 9), *launched("refshard_emulated_hold", 8, 30, 30, 9),
+        *launched("gemm", 12, 25, 40, 7),
+    ])  # fmt: skip
     timeline = read_timeline(path)
     assert {(s.name, s.kind) for s in timeline.spans} == {
         ("refshard_emulated_start", Kind.COMM), ("elementwise_kernel", Kind.COMM),
@@ -166,18 +156,13 @@ def test_times_are_exact_to_the_nanosecond(tmp_path: Path) -> None:
 
 def test_gpu_trace_by_hand(tmp_path: Path) -> None:
     """Kernels, copies and an nccl kernel on streams; host operators and sync events do not count."""
-    path = write(
-        tmp_path / "t.json",
-        [
-            step(5, 0, 100),
-            event("aten::mm", 0, 90),
-            event("ampere_sgemm", 10, 30, cat="kernel", stream=7),
-            event("Memcpy HtoD", 35, 10, cat="gpu_memcpy", stream=7),
-            event("ncclDevKernel_AllGather", 20, 40, cat="kernel", stream=20),
-            event("my_comm", 60, 10, cat="kernel", stream=21, collective="allreduce"),
-            event("Stream Wait Event", 70, 20, cat="cuda_sync", stream=20),
-        ],
-    )
+    path = write(tmp_path / "t.json", [
+        step(5, 0, 100), event("aten::mm", 0, 90), event("ampere_sgemm", 10, 30, cat="kernel", stream=7),
+        event("Memcpy HtoD", 35, 10, cat="gpu_memcpy", stream=7),
+        event("ncclDevKernel_AllGather", 20, 40, cat="kernel", stream=20),
+        event("my_comm", 60, 10, cat="kernel", stream=21, collective="allreduce"),
+        event("Stream Wait Event", 70, 20, cat="cuda_sync", stream=20),
+    ])  # fmt: skip
     timeline = read_timeline(path)
     assert {(s.kind, s.lane) for s in timeline.spans} == {
         (Kind.COMPUTE, "stream 7"), (Kind.COPY, "stream 7"), (Kind.COMM, "stream 20"), (Kind.COMM, "stream 21"),
@@ -248,17 +233,11 @@ def test_a_correlation_of_another_numbering_launches_nothing(tmp_path: Path) -> 
 
     What ran around the call did.
     """
-    path = write(
-        tmp_path / "t.json",
-        [
-            step(0, 0, 100),
-            event("aten::mm", 1, 2, External_id=5),
-            event("aten::add", 10, 5, External_id=6),
-            *launched("a", 8, 20, 1, 1, External_id=5),
-            *launched("b", 12, 22, 1, 2, External_id=6),
-            *launched("c", 13, 24, 1, 3, External_id=5),
-        ],
-    )
+    path = write(tmp_path / "t.json", [
+        step(0, 0, 100), event("aten::mm", 1, 2, External_id=5), event("aten::add", 10, 5, External_id=6),
+        *launched("a", 8, 20, 1, 1, External_id=5), *launched("b", 12, 22, 1, 2, External_id=6),
+        *launched("c", 13, 24, 1, 3, External_id=5),
+    ])  # fmt: skip
     spans = read_timeline(path).spans
     assert [spans.name_table[code] for code in spans.operators] == ["a", "aten::add", "aten::add"]
 
@@ -291,14 +270,10 @@ def test_spans_know_the_operators_inputs_calls_and_whether_autograd_made_them(tm
 
 
 def test_inputs_too_long_to_keep_are_not_told(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "t.json",
-        [
-            step(0, 0, 100),
-            event("aten::_foreach_add_", 1, 5, **shaped([[[1024, 1024]] * 100], ["TensorList"])),
-            *launched("a", 2, 20, 1, 1),
-        ],
-    )
+    path = write(tmp_path / "t.json", [
+        step(0, 0, 100), event("aten::_foreach_add_", 1, 5, **shaped([[[1024, 1024]] * 100], ["TensorList"])),
+        *launched("a", 2, 20, 1, 1),
+    ])  # fmt: skip
     spans = read_timeline(path).spans
     assert spans.inputs.tolist() == [-1]
     assert spans.input_names == ()

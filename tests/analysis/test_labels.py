@@ -14,22 +14,19 @@ from refshard.events.timeline import Meaning
 from tests.analysis.handmade import BASE_US, event, write
 
 
-@pytest.mark.parametrize(
-    ("name", "meaning", "unit"),
-    [
-        ("refshard::all_gather(layers.0)", Meaning.ALL_GATHER | Meaning.COPY_IN, "layers.0"),
-        ("refshard::reduce_scatter(a(b))", Meaning.REDUCE | Meaning.WAIT, "a(b)"),
-        ("refshard::wait(x)", Meaning.WAIT, "x"),
-        ("refshard::all_to_all(x)", Meaning.COPY_IN, "x"),
-        ("refshard::backward(x)", Meaning.BACKWARD, "x"),
-        ("FSDP::all_gather (layers.0)", Meaning.ALL_GATHER, "layers.0"),
-        ("FSDP::all_gather", Meaning.ALL_GATHER, ROOT),
-        ("FSDP::post_backward_reduce (layers.7.mlp)", Meaning.REDUCE, "layers.7.mlp"),
-        ("FSDP::post_backward_rs_wait (None)", Meaning.REDUCE_WAIT | Meaning.WAIT, ROOT),
-        ("fsdp::chunk_cat", Meaning.REDUCE | Meaning.COPY_IN, None),
-        ("Optimizer.step#AdamW.step", Meaning.OPTIMIZER, None),
-    ],
-)
+@pytest.mark.parametrize(("name", "meaning", "unit"), [
+    ("refshard::all_gather(layers.0)", Meaning.ALL_GATHER | Meaning.COPY_IN, "layers.0"),
+    ("refshard::reduce_scatter(a(b))", Meaning.REDUCE | Meaning.WAIT, "a(b)"),
+    ("refshard::wait(x)", Meaning.WAIT, "x"),
+    ("refshard::all_to_all(x)", Meaning.COPY_IN, "x"),
+    ("refshard::backward(x)", Meaning.BACKWARD, "x"),
+    ("FSDP::all_gather (layers.0)", Meaning.ALL_GATHER, "layers.0"),
+    ("FSDP::all_gather", Meaning.ALL_GATHER, ROOT),
+    ("FSDP::post_backward_reduce (layers.7.mlp)", Meaning.REDUCE, "layers.7.mlp"),
+    ("FSDP::post_backward_rs_wait (None)", Meaning.REDUCE_WAIT | Meaning.WAIT, ROOT),
+    ("fsdp::chunk_cat", Meaning.REDUCE | Meaning.COPY_IN, None),
+    ("Optimizer.step#AdamW.step", Meaning.OPTIMIZER, None),
+])  # fmt: skip
 def test_labels_of_every_peer_have_one_meaning(name: str, meaning: Meaning, unit: str | None) -> None:
     assert meaning_of(name) == (meaning, unit)
 
@@ -94,13 +91,10 @@ def test_the_innermost_label_is_the_last_begun_that_holds(tree: Any) -> None:
     end = laid_out(tree, 0, spans)
     count = len(spans)
     labels = Labels(
-        starts=np.array([s for s, _ in spans], np.int64),
-        ends=np.array([e for _, e in spans], np.int64),
-        threads=np.zeros(count, np.int32),
-        meanings=np.full(count, int(Meaning.WAIT), np.int16),
-        units=np.arange(count, dtype=np.int32),
-        unit_names=tuple(map(str, range(count))),
-    )
+        starts=np.array([s for s, _ in spans], np.int64), ends=np.array([e for _, e in spans], np.int64),
+        threads=np.zeros(count, np.int32), meanings=np.full(count, int(Meaning.WAIT), np.int16),
+        units=np.arange(count, dtype=np.int32), unit_names=tuple(map(str, range(count))),
+    )  # fmt: skip
     points = np.arange(-1, end + 2)
     threads = np.zeros(len(points), np.int32)
     expected = [max((i for i, (s, e) in enumerate(spans) if s <= p < e), default=-1) for p in points.tolist()]

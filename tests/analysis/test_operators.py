@@ -312,15 +312,12 @@ def test_a_run_is_beside_communication_if_more_than_half_of_it_is() -> None:
     assert (few.kernels, few.beside_ns, few.compared_ns) == ((), 40, 0)
 
 
-@pytest.mark.parametrize(
-    ("beside", "alone", "lost"),
-    [
-        ((11, 12, 13), (8, 9, 10), 9),  # 3 above 3: z = 1.964
-        ((11, 12, 9), (8, 10, 10), 0),  # mixed: chance
-        ((8, 9, 10), (11, 12, 13), 0),  # faster: nothing is lost, and nothing won
-        ((10, 10, 10), (10, 10, 10), 0),
-    ],
-)
+@pytest.mark.parametrize(("beside", "alone", "lost"), [
+    ((11, 12, 13), (8, 9, 10), 9),  # 3 above 3: z = 1.964
+    ((11, 12, 9), (8, 10, 10), 0),  # mixed: chance
+    ((8, 9, 10), (11, 12, 13), 0),  # faster: nothing is lost, and nothing won
+    ((10, 10, 10), (10, 10, 10), 0),
+])  # fmt: skip
 def test_a_difference_within_noise_or_the_wrong_way_is_no_loss(
     beside: tuple[int, ...], alone: tuple[int, ...], lost: int
 ) -> None:
@@ -328,14 +325,11 @@ def test_a_difference_within_noise_or_the_wrong_way_is_no_loss(
     assert (one.lost_ns, one.slower, one.times is None) == (lost, lost > 0, lost == 0)
 
 
-@pytest.mark.parametrize(
-    ("groups", "slower"),
-    [
-        ([((3, 3, 3, 4, 3), (2, 3, 3, 2, 2))], True),  # but for its ties z would be 1.87
-        ([((1, 2, 4, 2), (1, 1, 1)), ((5, 3, 5), (4, 4, 3, 2, 3, 2, 4, 2, 3, 5, 5, 3))], True),  # unweighted 1.86
-        ([((2,) * 12, (1,) * 12), ((80, 81, 82), (93, 94, 95))], False),  # most runs are slower, but all take less
-    ],
-)
+@pytest.mark.parametrize(("groups", "slower"), [
+    ([((3, 3, 3, 4, 3), (2, 3, 3, 2, 2))], True),  # but for its ties z would be 1.87
+    ([((1, 2, 4, 2), (1, 1, 1)), ((5, 3, 5), (4, 4, 3, 2, 3, 2, 4, 2, 3, 5, 5, 3))], True),  # unweighted 1.86
+    ([((2,) * 12, (1,) * 12), ((80, 81, 82), (93, 94, 95))], False),  # most runs are slower, but all take less
+])  # fmt: skip
 def test_rank_sums_are_joined_over_shapes(groups: list[tuple[tuple[int, ...], tuple[int, ...]]], slower: bool) -> None:
     runs = [
         (code, ns, part and ns)

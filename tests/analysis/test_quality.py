@@ -25,12 +25,8 @@ def kernel(number: int, start: float, duration: float = 5, name: str = "gemm", *
 
 CLEAN = [step(0, 0, 50), launch(1, 1), kernel(1, 10), launch(2, 2), kernel(2, 20), launch(3, 3), kernel(3, 30)]
 GROUP: dict[str, Any] = {
-    "Process Group Name": "0",
-    "Group size": 2,
-    "In msg nelems": 4,
-    "Out msg nelems": 4,
-    "dtype": "Float",
-}
+    "Process Group Name": "0", "Group size": 2, "In msg nelems": 4, "Out msg nelems": 4, "dtype": "Float",
+}  # fmt: skip
 
 
 def warnings(path: Path, events: list[dict[str, Any]]) -> dict[str, TraceWarning]:
@@ -95,18 +91,10 @@ NCCL = [launch(4, 4), kernel(4, 36, name="ncclDevKernel_AllReduce", stream=9, co
 COPY = event("Memcpy PtoP (Device -> Device)", 40, 1, cat="gpu_memcpy", tid=7, stream=7)
 
 
-@pytest.mark.parametrize(
-    ("info", "more", "warned"),
-    [
-        ("{}", [], False),
-        ('{"world_size": 1}', [], False),
-        ('{"world_size": 4}', [], True),
-        ("{}", NCCL, True),
-        ('{"world_size": 1}', NCCL, False),
-        ("{}", [COPY], False),
-        ('{"rank": 2, "world_size": 4}', NCCL, False),
-    ],
-)
+@pytest.mark.parametrize(("info", "more", "warned"), [
+    ("{}", [], False), ('{"world_size": 1}', [], False), ('{"world_size": 4}', [], True), ("{}", NCCL, True),
+    ('{"world_size": 1}', NCCL, False), ("{}", [COPY], False), ('{"rank": 2, "world_size": 4}', NCCL, False),
+])  # fmt: skip
 def test_only_a_trace_that_has_peers_lacks_a_rank(
     tmp_path: Path, info: str, more: list[dict[str, Any]], warned: bool
 ) -> None:

@@ -240,17 +240,14 @@ def test_nothing_that_a_file_names_is_run(tmp_path: Path, call: Any) -> None:
     assert not mark.exists()
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        b"cos\nsystem\n(S'true'\ntR.",  # GLOBAL
-        b"(S'true'\nios\nsystem\n.",  # INST
-        b"(cos\nsystem\nS'true'\no.",  # OBJ
-        b"\x8c\x02os\x8c\x06system\x93.",  # STACK_GLOBAL
-        b"Pkey\n.",  # PERSID
-        b"\x82\x01.",  # EXT1
-    ],
-)
+@pytest.mark.parametrize("code", [
+    b"cos\nsystem\n(S'true'\ntR.",  # GLOBAL
+    b"(S'true'\nios\nsystem\n.",  # INST
+    b"(cos\nsystem\nS'true'\no.",  # OBJ
+    b"\x8c\x02os\x8c\x06system\x93.",  # STACK_GLOBAL
+    b"Pkey\n.",  # PERSID
+    b"\x82\x01.",  # EXT1
+])  # fmt: skip
 def test_no_opcode_finds_a_way_around(tmp_path: Path, code: bytes) -> None:
     path = tmp_path / "s.pickle"
     path.write_bytes(b"\x80\x04" + code)

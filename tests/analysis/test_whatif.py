@@ -51,26 +51,22 @@ def run_again(program: Program, changes: list[str]) -> int:
     """How long the program takes under other rules."""
     course = run(program)
     rules = Rules(
-        communication_free=whatif.OVERLAPPED in changes,
-        launches_free=whatif.LAUNCHES in changes,
-        no_sync=whatif.NO_SYNC in changes,
-        fast=largest(program) if whatif.KERNEL in changes else "",
+        communication_free=whatif.OVERLAPPED in changes, launches_free=whatif.LAUNCHES in changes,
+        no_sync=whatif.NO_SYNC in changes, fast=largest(program) if whatif.KERNEL in changes else "",
         since=course.start,
-    )
+    )  # fmt: skip
     communication = Intervals.of([(start, end) for op, _, start, end in course.kernels if op.communicates]).length
     return max(run(program, rules).end - course.start, communication if rules.communication_free else 0)
 
 
 ops = st.one_of(
     st.builds(
-        Launch,
-        st.sampled_from([MAIN, SIDE]),
-        st.integers(1, 300).map(lambda n: n * US),
+        Launch, st.sampled_from([MAIN, SIDE]), st.integers(1, 300).map(lambda n: n * US),
         st.sampled_from(["small", "gemm", "ncclKernel_AllReduce"]),
     ),
     st.builds(Cpu, st.integers(1, 200).map(lambda n: n * US)),
     st.sampled_from([Wait(MAIN, SIDE), Wait(SIDE, MAIN), Sync()]),
-)
+)  # fmt: skip
 
 
 @settings(max_examples=150, deadline=None)

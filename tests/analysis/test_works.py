@@ -35,20 +35,13 @@ class Row:
 
 rows = st.lists(
     st.builds(
-        Row,
-        kind=st.sampled_from((Kind.COMPUTE, Kind.COPY, Kind.COMM)),
-        name=st.integers(2, 3),
-        operator=st.integers(UNKNOWN, 1),
-        launch=st.integers(UNKNOWN, 30),
-        step=st.integers(UNKNOWN, 1),
-        unit=st.integers(UNKNOWN, 1),
-        under=st.sampled_from(MEANINGS).map(int),
-        call=st.integers(UNKNOWN, 9),
-        inputs=st.integers(UNKNOWN, 1),
-        autograd=st.booleans(),
+        Row, kind=st.sampled_from((Kind.COMPUTE, Kind.COPY, Kind.COMM)), name=st.integers(2, 3),
+        operator=st.integers(UNKNOWN, 1), launch=st.integers(UNKNOWN, 30), step=st.integers(UNKNOWN, 1),
+        unit=st.integers(UNKNOWN, 1), under=st.sampled_from(MEANINGS).map(int), call=st.integers(UNKNOWN, 9),
+        inputs=st.integers(UNKNOWN, 1), autograd=st.booleans(),
     ),
     max_size=14,
-)
+)  # fmt: skip
 
 
 def timeline_of(found: list[Row], collectives: tuple[Collective, ...] = ()) -> Timeline:
@@ -97,17 +90,13 @@ def expected(found: list[Row]) -> list[Work]:
             ordinals[place] = number
     return [
         Work(
-            kind=row.kind.value,
-            operator=names[place],
-            unit=None if row.unit == UNKNOWN else UNITS[row.unit],
-            phase=phase(row, found),
-            dims="" if row.inputs == UNKNOWN else INPUTS[row.inputs].dims,
-            dtype="" if row.inputs == UNKNOWN else INPUTS[row.inputs].dtype,
-            ordinal=ordinals.get(place),
+            kind=row.kind.value, operator=names[place], unit=None if row.unit == UNKNOWN else UNITS[row.unit],
+            phase=phase(row, found), dims="" if row.inputs == UNKNOWN else INPUTS[row.inputs].dims,
+            dtype="" if row.inputs == UNKNOWN else INPUTS[row.inputs].dtype, ordinal=ordinals.get(place),
             by_name=by_name[place],
         )
         for place, row in enumerate(found)
-    ]
+    ]  # fmt: skip
 
 
 @given(rows)

@@ -33,16 +33,8 @@ def test_a_float_would_have_lost_them() -> None:
 
 def test_what_is_no_time_is_marked_and_costs_its_neighbours_nothing() -> None:
     texts = [
-        b"7.5",
-        b"null",
-        b"[1, 2]",
-        b'"12.5"',
-        b"",
-        b"1e999",
-        b"99999999999999999999",
-        b"8",
-        b"9223372036854775.807",
-    ]
+        b"7.5", b"null", b"[1, 2]", b'"12.5"', b"", b"1e999", b"99999999999999999999", b"8", b"9223372036854775.807",
+    ]  # fmt: skip
     found, known = nanoseconds(texts)
     assert known.tolist() == [True, False, False, True, False, False, False, True, False]
     assert found[known].tolist() == [7500, 12500, 8000]

@@ -86,12 +86,9 @@ def test_every_way_of_writing_a_trace_reads_alike(tmp_path: Path) -> None:
     events = [kernel(name, 10 * i, 5) for i, name in enumerate(HOSTILE_NAMES)]
     whole = {"a": {"traceEvents": [1]}, "traceEvents": events, "distributedInfo": {"rank": 2}}
     texts = [
-        json.dumps(whole).encode(),
-        json.dumps(whole, indent=3).encode(),
-        b"\xef\xbb\xbf" + json.dumps(whole).encode(),
-        gzip.compress(json.dumps(whole).encode()),
-        json.dumps(events).encode(),
-    ]
+        json.dumps(whole).encode(), json.dumps(whole, indent=3).encode(), b"\xef\xbb\xbf" + json.dumps(whole).encode(),
+        gzip.compress(json.dumps(whole).encode()), json.dumps(events).encode(),
+    ]  # fmt: skip
     for number, text in enumerate(texts):
         path = tmp_path / f"{number}.json"
         path.write_bytes(text)
@@ -103,12 +100,9 @@ def test_every_way_of_writing_a_trace_reads_alike(tmp_path: Path) -> None:
 
 def test_the_schema_of_2021_reads_like_todays(tmp_path: Path) -> None:
     old = {
-        "Kernel": "kernel",
-        "Memcpy": "gpu_memcpy",
-        "Memset": "gpu_memset",
-        "Operator": "cpu_op",
+        "Kernel": "kernel", "Memcpy": "gpu_memcpy", "Memset": "gpu_memset", "Operator": "cpu_op",
         "Runtime": "cuda_runtime",
-    }
+    }  # fmt: skip
     then, now = (
         read_trace(
             written(
@@ -143,17 +137,13 @@ def test_numbers_that_json_does_not_know_are_absent_and_counted(tmp_path: Path) 
 ONE, TWO = (json.dumps(kernel(name, start, 2)) for name, start in (("a,}", 1), ("b", 5)))
 
 
-@pytest.mark.parametrize(
-    ("text", "skipped"),
-    [
-        (f"[{ONE}, {TWO},]", {"trailing_commas": 1}),
-        (f'{{"traceEvents": [{ONE}, {TWO} ,\n], "traceName": "x",}}', {"trailing_commas": 2}),
-        (f"[{ONE[:-2]},}},}},{TWO}]", {"trailing_commas": 2}),
-        (f"[{ONE}, {TWO}", {"unclosed_array": 1}),
-        (f"[{ONE},\n{TWO},\n", {"unclosed_array": 1}),
-        (f"[{ONE}, {TWO[:-2]},}}}}, ", {"unclosed_array": 1, "trailing_commas": 1}),
-    ],
-)
+@pytest.mark.parametrize(("text", "skipped"), [
+    (f"[{ONE}, {TWO},]", {"trailing_commas": 1}),
+    (f'{{"traceEvents": [{ONE}, {TWO} ,\n], "traceName": "x",}}', {"trailing_commas": 2}),
+    (f"[{ONE[:-2]},}},}},{TWO}]", {"trailing_commas": 2}), (f"[{ONE}, {TWO}", {"unclosed_array": 1}),
+    (f"[{ONE},\n{TWO},\n", {"unclosed_array": 1}),
+    (f"[{ONE}, {TWO[:-2]},}}}}, ", {"unclosed_array": 1, "trailing_commas": 1}),
+])  # fmt: skip
 def test_what_chrome_and_perfetto_allow_is_read(tmp_path: Path, text: str, skipped: dict[str, int]) -> None:
     path = tmp_path / "t.json"
     path.write_text(text)
@@ -180,15 +170,11 @@ def test_of_several_categories_the_first_known_counts(tmp_path: Path) -> None:
 
 def test_odd_events_are_left_out_and_counted(tmp_path: Path) -> None:
     events = [
-        kernel("good", 1, 2),
-        kernel("negative", 5, -1),
-        {**kernel("no time", 0, 0), "ts": None},
-        {**kernel("no name", 0, 0), "name": 7},
-        7,
+        kernel("good", 1, 2), kernel("negative", 5, -1), {**kernel("no time", 0, 0), "ts": None},
+        {**kernel("no name", 0, 0), "name": 7}, 7,
         {**kernel("odd arguments", 9, 1), "args": {"correlation": "seven", "stream": 3}},
-        {**kernel("no arguments", 11, 1), "args": []},
-        kernel("last", 12, 1),
-    ]
+        {**kernel("no arguments", 11, 1), "args": []}, kernel("last", 12, 1),
+    ]  # fmt: skip
     trace = read_trace(written(tmp_path / "t.json", events))  # type: ignore[arg-type]
     assert names(trace) == ["good", "odd arguments", "no arguments", "last"]
     assert trace.skipped == {
@@ -323,13 +309,8 @@ def test_times_keep_their_nanoseconds(tmp_path: Path) -> None:
 
 def test_memory_events_are_kept_in_the_order_of_time(tmp_path: Path) -> None:
     args = {
-        "Device Type": 1,
-        "Device Id": 0,
-        "Bytes": -512,
-        "Addr": 4096,
-        "Total Allocated": 512,
-        "Total Reserved": 2048,
-    }
+        "Device Type": 1, "Device Id": 0, "Bytes": -512, "Addr": 4096, "Total Allocated": 512, "Total Reserved": 2048,
+    }  # fmt: skip
     first = {"ph": "i", "s": "t", "name": "[memory]", "pid": 1, "tid": 1, "ts": 3, "args": {"Bytes": 8}}
     later = {**first, "tid": "2", "ts": 5, "args": args}
     trace = read_trace(written(tmp_path / "t.json", [later, event_of(2), first, {**first, "name": "else"}]))
@@ -375,23 +356,8 @@ SEEDS = {
                               **shaped([[3]], ["float"])), event("aten::mm", 3, 4)]).read_bytes(),
 }  # fmt: skip
 JUNK = [
-    b"9" * 30,
-    b"-",
-    b"e99",
-    b"null",
-    b"[",
-    b"{",
-    b"}",
-    b"]",
-    b'"',
-    b"\\",
-    b"NaN",
-    b",",
-    b"\0",
-    b"\xff",
-    b"1e400",
-    b"",
-]
+    b"9" * 30, b"-", b"e99", b"null", b"[", b"{", b"}", b"]", b'"', b"\\", b"NaN", b",", b"\0", b"\xff", b"1e400", b"",
+]  # fmt: skip
 
 
 def outcome(path: Path) -> str:
