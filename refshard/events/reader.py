@@ -368,14 +368,10 @@ class _Reader:
         self._rows[1] += count
         self._device.append(
             (
-                *columns.all,
-                lanes,
-                np.array([a.correlation for a in found], np.int64),
-                np.array(externals, np.int64),
-                np.fromiter(signatures, np.int32, count),
-                np.array([bool(a.collective) for a in found], np.bool_),
+                *columns.all, lanes, np.array([a.correlation for a in found], np.int64), np.array(externals, np.int64),
+                np.fromiter(signatures, np.int32, count), np.array([bool(a.collective) for a in found], np.bool_),
             )
-        )
+        )  # fmt: skip
 
     def _take_syncs(self, events: list[_Complete], columns: "_Columns") -> None:
         known = [event for event in events if event.name in SYNC_KINDS]

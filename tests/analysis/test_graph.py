@@ -82,25 +82,6 @@ def test_a_thread_with_operators_of_its_own_was_not_handed_over(tmp_path: Path) 
     assert graph(tmp_path, made).calls.parents.tolist() == [-1, 0, 0]
 
 
-def test_a_stream_waits_for_the_event_that_was_recorded_for_it(tmp_path: Path) -> None:
-    """The profiler names the record: the kernel before it is waited for, not the one after it."""
-    wait = event("Stream Wait Event", 25, 1, cat="cuda_sync", tid=20)
-    wait["args"] = {
-        "correlation": 4, "device": 0, "stream": 20, "wait_on_stream": 7, "wait_on_cuda_event_record_corr_id": 2,
-    }  # fmt: skip
-    made = [
-        call("cudaLaunchKernel", 0, 5, 1), kernel("first", 10, 100, 1),
-        call("cudaEventRecord", 8, 2, 2),
-        call("cudaLaunchKernel", 15, 5, 3), kernel("second", 112, 300, 3),
-        call("cudaStreamWaitEvent", 25, 2, 4), wait,
-        call("cudaLaunchKernel", 30, 5, 5), kernel("other", 115, 10, 5, 20),
-    ]  # fmt: skip
-    found = graph(tmp_path, made)
-    names = [found.spans.name_table[code] for code in found.spans.names.tolist()]
-    pairs = [(names[found.rows[one]], names[found.rows[other]]) for one, other in zip(found.waiting, found.waited_for)]
-    assert (found.recorded, found.inferred, pairs) == (1, 0, [("other", "first")])
-
-
 def test_a_launch_into_a_full_queue_waits_for_the_device(tmp_path: Path) -> None:
     """The host runs ahead until the queue is full; then each launch lasts until a kernel has left it."""
     made, starts, host = list[dict[str, Any]](), list[int](), 0

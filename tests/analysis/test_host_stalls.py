@@ -183,10 +183,8 @@ def test_without_stacks_the_place_is_the_operator_with_its_layer_or_annotation(t
     ]  # fmt: skip
     found = {one.call: one for one in places(tmp_path, events)}
     assert [(one.line, one.operator, one.unit) for one in found.values()] == [
-        (None, None, "validation"),
-        (None, "aten::empty", "layers.3"),
-        (None, None, None),
-    ]
+        (None, None, "validation"), (None, "aten::empty", "layers.3"), (None, None, None),
+    ]  # fmt: skip
     assert found["cudaDeviceSynchronize"].thread == "7/9"
     # Nothing is launched on that thread, so that no gap is due to it.
     assert [one.idle_ns for one in found.values()] == [6 * US, 5 * US, 0]

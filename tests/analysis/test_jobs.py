@@ -72,10 +72,8 @@ def test_odd_metadata_tells_nothing(tmp_path: Path, odd: str) -> None:
 
 def test_a_rank_in_a_files_name() -> None:
     assert [rank_in_name(Path(name)) for name in ("rank3.json", "a/trace_RANK-12.json.gz", "rank0/t.json")] == [
-        3,
-        12,
-        None,
-    ]
+        3, 12, None,
+    ]  # fmt: skip
 
 
 def test_the_files_order_does_not_matter() -> None:

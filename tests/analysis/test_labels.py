@@ -5,8 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from refshard.analysis.labels import ROOT, Labels, find_labels, meaning_of
 from refshard.events.reader import read_trace
@@ -64,40 +62,3 @@ def test_the_unit_that_computes_is_the_last_begun_and_not_left(tmp_path: Path) -
 def test_an_optimizer_ends_whatever_was_begun(tmp_path: Path) -> None:
     labels = labels_of(tmp_path, ("FSDP::pre_backward (a)", 0, 1), ("Optimizer.step#AdamW.step", 5, 3))
     assert units_computing(labels, [2, 6, 20]) == ["a", None, None]
-
-
-nested = st.recursive(
-    st.just(()),
-    lambda inner: st.lists(st.tuples(st.integers(0, 2), inner, st.integers(0, 2)), max_size=3),
-    max_leaves=12,
-)
-
-
-def laid_out(tree: Any, start: int, found: list[tuple[int, int]]) -> int:
-    """Nested intervals, outer ones first; the end of the last."""
-    for before, inside, after in tree:
-        start += before
-        place = len(found)
-        found.append((start, 0))
-        end = laid_out(inside, start + 1, found) + after
-        found[place] = (start, end)
-        start = end
-    return start
-
-
-@given(nested)
-def test_the_innermost_label_is_the_last_begun_that_holds(tree: Any) -> None:
-    spans: list[tuple[int, int]] = []
-    end = laid_out(tree, 0, spans)
-    count = len(spans)
-    labels = Labels(
-        starts=np.array([s for s, _ in spans], np.int64), ends=np.array([e for _, e in spans], np.int64),
-        threads=np.zeros(count, np.int32), meanings=np.full(count, int(Meaning.WAIT), np.int16),
-        units=np.arange(count, dtype=np.int32), unit_names=tuple(map(str, range(count))),
-    )  # fmt: skip
-    points = np.arange(-1, end + 2)
-    threads = np.zeros(len(points), np.int32)
-    expected = [max((i for i, (s, e) in enumerate(spans) if s <= p < e), default=-1) for p in points.tolist()]
-    assert labels.unit_at(threads, points).tolist() == expected
-    assert labels.under(threads, points).tolist() == [int(Meaning.WAIT) if i >= 0 else 0 for i in expected]
-    assert (labels.unit_at(threads + 1, points) == -1).all()

@@ -125,10 +125,8 @@ def test_what_was_there_before_is_told_apart_by_whether_the_trace_frees_it(tmp_p
     allocator.free(2, 1 << 40, size=300)
     (peak,) = peaks_of(tmp_path / "t.json", [event("aten::mm", 0, 9), *allocator.events])
     assert held(peak) == {
-        ("before, freed later", None): 300,
-        ("before, kept", None): BEFORE - 300,
-        ("forward", None): 5,
-    }
+        ("before, freed later", None): 300, ("before, kept", None): BEFORE - 300, ("forward", None): 5,
+    }  # fmt: skip
     assert [one.blocks for one in peak.holders if one.category == "before, freed later"] == [1]
 
 

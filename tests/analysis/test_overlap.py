@@ -52,25 +52,6 @@ def test_every_window_is_broken_down_as_its_points_say(found: list[Row], inside:
     assert breakdowns(timeline_of(found), *bounds(inside)) == tuple(counted(found, *one, *ends) for one in inside)
 
 
-def test_a_training_run_is_broken_down_as_it_was_laid_out() -> None:
-    """Exposed: the first gather and the last reduction. Delay and tail are the host's; the stall is as short as between
-    two kernels of a queue.
-    """
-    plan = Training(layers=4, steps=3)
-    n = plan.layers
-    compute = n * plan.forward + n * plan.backward + plan.optimizer
-    comm = n * plan.gather + n * plan.reduce
-    idle = plan.delay + plan.stall + plan.tail
-    expected = Breakdown(
-        span_ns=plan.step_ns, busy_ns=plan.step_ns - idle, compute_ns=compute, comm_ns=comm,
-        prep_ns=2 * plan.prep * (plan.stretch * (n - 1) + 1), copy_ns=n * plan.copy, unclassified_ns=0,
-        exposed_ns=plan.gather + plan.reduce, exposed_any_ns=plan.gather + plan.reduce,
-        overlap_ratio=1 - (plan.gather + plan.reduce) / comm, idle_ns=idle, idle_launch_ns=plan.delay + plan.tail,
-        idle_call_ns=0, idle_back_to_back_ns=plan.stall, idle_dependency_ns=0, idle_unknown_ns=0,
-    )  # fmt: skip
-    assert step_breakdowns(plan.trace().timeline()) == (expected,) * 3
-
-
 def test_a_trace_without_launches_has_no_split() -> None:
     spans = Training(steps=1).trace().timeline().spans
     (found,) = breakdowns(Timeline(rank=0, windows=(), spans=Spans.of(spans)), *bounds([(0, 100)]))

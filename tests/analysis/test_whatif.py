@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from refshard.analysis import figures as whatif
 from refshard.analysis.analyse import analyse, join
-from refshard.analysis.figures import WhatIf, WhatIfFigures
+from refshard.analysis.figures import WhatIfFigures
 from refshard.analysis.graph import graph_of
 from refshard.analysis.kineto import timeline_of
 from refshard.analysis.whatif import what_ifs
@@ -139,10 +139,8 @@ def test_a_stall_without_a_cause_is_unexplained_and_ranks_nothing(tmp_path: Path
 def test_a_step_takes_as_long_as_its_communication() -> None:
     """Nothing waits for 500 us of it, and 100 us of compute are hidden beside it, but it takes its time."""
     program: Program = [
-        Launch(SIDE, 500 * US, "ncclKernel_AllGather"),
-        Wait(SIDE, MAIN),
-        Launch(MAIN, 100 * US, "gemm"),
-    ]
+        Launch(SIDE, 500 * US, "ncclKernel_AllGather"), Wait(SIDE, MAIN), Launch(MAIN, 100 * US, "gemm"),
+    ]  # fmt: skip
     figures = of_program(program)
     assert figures.step_ns > 600 * US
     assert steps_of(figures)[whatif.OVERLAPPED] == 500 * US
@@ -188,16 +186,3 @@ def test_a_lead_of_the_host_is_used_up(tmp_path: Path) -> None:
     assert figures.step_ns == 1000 * US
     # From the first call of three steps to the last call.
     assert steps_of(figures)[whatif.OVERLAPPED] == (2 * 900 + 9 * 99) * US // 3
-
-
-def test_a_cpu_trace_has_no_what_if(tmp_path: Path) -> None:
-    made = [event("ProfilerStep#0", 0, 100, cat="user_annotation"), event("aten::mm", 10, 50)]
-    assert analyse(write(tmp_path / "trace.json", made)).figures.what_if is None
-
-
-def test_names_are_those_of_the_json() -> None:
-    """Programs read them."""
-    assert [whatif.OVERLAPPED, whatif.ON_TIME, whatif.LAUNCHES, whatif.NO_SYNC, whatif.KERNEL] == [
-        "communication_overlapped", "ranks_on_time", "launches_free", "no_synchronisation", "kernel_twice_as_fast",
-    ]  # fmt: skip
-    assert WhatIf.__struct_fields__ == ("what", "step_ns", "gain_ns", "detail")
