@@ -242,15 +242,11 @@ class Labels:
         found = np.zeros(len(points), np.int16)
         for thread in np.unique(self.threads):
             mine, there = self.threads == thread, np.flatnonzero(threads == thread)
-            if not len(there):
-                continue
-            for meaning in Meaning:
+            for meaning in Meaning if len(there) else ():
                 rows = mine & (self.meanings & meaning > 0)
                 if rows.any():
-                    inside = Intervals.union(self.starts[rows], self.ends[rows]).within(
-                        points[there], points[there] + 1
-                    )
-                    found[there] |= np.where(inside > 0, meaning, 0)
+                    held = Intervals.union(self.starts[rows], self.ends[rows])
+                    found[there] |= np.where(held.within(points[there], points[there] + 1) > 0, meaning, 0)
         return found
 
     def unit_at(self, threads: Ints, points: Rows) -> Ints:

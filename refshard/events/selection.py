@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refshard.errors import TraceError
-from refshard.events.table import LAUNCH, DeviceEvents, HostEvents, MemoryEvents, TraceFile
+from refshard.events.table import LAUNCH, DeviceEvents, HostEvents, TraceFile
 from refshard.events.timeline import rows_of
 
 HOUR_NS = 3600 * 10**9
@@ -60,10 +60,14 @@ def without_far_events(trace: TraceFile) -> TraceFile:
     if bounds is None:
         return trace
     near_host, near_device = _near(host, bounds), _near(device, bounds)
+    memory = trace.memory
+    near = (memory.times >= bounds[0]) & (memory.times <= bounds[1])
+    if set(memory.devices[near].tolist()) == set(memory.devices.tolist()):  # or a device would be left without events
+        memory = rows_of(memory, near)
     far = int((~near_host).sum() + (~near_device).sum())
     return replace(
         _with(trace, near_host, near_device),
-        memory=_near_memory(trace.memory, bounds),
+        memory=memory,
         skipped={**trace.skipped, "far_events": far},
     )
 
@@ -89,13 +93,6 @@ def _bounds(
 
 def _near(events: HostEvents | DeviceEvents, bounds: tuple[int, int]) -> Rows:
     return np.asarray((events.starts >= bounds[0]) & (events.ends <= bounds[1]), np.bool_)
-
-
-def _near_memory(events: MemoryEvents, bounds: tuple[int, int]) -> MemoryEvents:
-    """Without what is far, unless a device would be left without events."""
-    near = (events.times >= bounds[0]) & (events.times <= bounds[1])
-    is_whole = len(np.unique(events.devices[near])) == len(np.unique(events.devices))
-    return rows_of(events, np.asarray(near, np.bool_)) if is_whole else events
 
 
 def _with(trace: TraceFile, host: Rows, device: Rows) -> TraceFile:

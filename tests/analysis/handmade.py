@@ -23,7 +23,7 @@ def event(
     }  # fmt: skip
 
 
-def write(path: Path, events: list[dict[str, Any]], *, rank: int = 0) -> Path:
+def write(path: Path, events: list[dict[str, Any]], *, rank: int = 0, **metadata: Any) -> Path:
     """Write a trace as Kineto does: decimal microseconds with three digits, gzipped where the name says so."""
     lines = []
     for e in events:
@@ -31,7 +31,8 @@ def write(path: Path, events: list[dict[str, Any]], *, rank: int = 0) -> Path:
         whole, nanoseconds = divmod(round(start * 1000), 1000)
         text = json.dumps({k: v for k, v in e.items() if k != "ts"})[:-1]
         lines.append(f'{text}, "ts": {BASE_US + whole}.{nanoseconds:03d}}}')
-    body = f'{{"schemaVersion": 1, "distributedInfo": {{"rank": {rank}}}, "traceEvents": [{", ".join(lines)}]}}'
+    head = json.dumps({**metadata, "schemaVersion": 1, "distributedInfo": {"rank": rank}})
+    body = f'{head[:-1]}, "traceEvents": [{", ".join(lines)}]}}'
     path.write_bytes(gzip.compress(body.encode()) if path.suffix == ".gz" else body.encode())
     return path
 

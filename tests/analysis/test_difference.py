@@ -14,6 +14,8 @@ from refshard.analysis.figures import TraceFigures
 from tests.analysis.builder import Training
 from tests.report import traces
 
+Side = list[tuple[dict[Work, tuple[int, int]], int]]
+
 works = st.builds(
     Work, kind=st.sampled_from(("compute", "comm", "idle")),
     operator=st.sampled_from(("aten::mm", "aten::add", "gather")),
@@ -33,7 +35,7 @@ def made(owned: dict[Work, tuple[int, int]], steps: int) -> Attribution:
     return Attribution(step_ns=(total, *[0] * (steps - 1)), owners=tuple(owners))
 
 
-def mean(side: list[tuple[dict[Work, tuple[int, int]], int]], place: int) -> Fraction:
+def mean(side: Side, place: int) -> Fraction:
     of_ranks = [Fraction(sum(row[place] for row in owned.values()), steps) for owned, steps in side]
     return sum(of_ranks, Fraction(0)) / len(side)
 
@@ -43,9 +45,7 @@ def total(found: Difference, what: str) -> Fraction:
 
 
 @given(ranks, ranks)
-def test_the_changes_add_up_to_the_change_of_the_mean_step(
-    a: list[tuple[dict[Work, tuple[int, int]], int]], b: list[tuple[dict[Work, tuple[int, int]], int]]
-) -> None:
+def test_the_changes_add_up_to_the_change_of_the_mean_step(a: Side, b: Side) -> None:
     """To the rounding of floats, of which each part has one."""
     found = difference([made(*one) for one in a], [made(*one) for one in b])
     mean_a, mean_b = mean(a, 0), mean(b, 0)
@@ -77,7 +77,7 @@ def test_ranks_that_are_paired_change_by_what_each_changes_by(
 
 
 @given(ranks)
-def test_a_job_does_not_differ_from_itself(side: list[tuple[dict[Work, tuple[int, int]], int]]) -> None:
+def test_a_job_does_not_differ_from_itself(side: Side) -> None:
     same = [made(*one) for one in side]
     found = difference(same, same, range(len(side)))
     assert found.delta_ns == 0
@@ -90,9 +90,7 @@ def least(work: Work) -> tuple[object, ...]:
 
 
 @given(ranks, ranks)
-def test_no_operator_is_both_new_and_gone(
-    a: list[tuple[dict[Work, tuple[int, int]], int]], b: list[tuple[dict[Work, tuple[int, int]], int]]
-) -> None:
+def test_no_operator_is_both_new_and_gone(a: Side, b: Side) -> None:
     changes = difference([made(*one) for one in a], [made(*one) for one in b]).changes
     new, gone = ({least(c.work) for c in changes if getattr(c, what)} for what in ("new", "gone"))
     assert not new & gone

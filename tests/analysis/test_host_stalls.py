@@ -89,19 +89,17 @@ def test_calls_before_one_launch_share_the_gap_by_their_durations(tmp_path: Path
     assert allocation.kind is Stall.ALLOCATOR
 
 
-def test_a_long_launch_loads_if_the_gpu_has_nothing_to_do_meanwhile(tmp_path: Path) -> None:
-    short = [part for n in range(9) for part in launched(10 + n, 1 + 3 * n, 40 + n, 1)]
-    events = [*short, *launched(2, 60, 1590, 10, takes=1500)]
-    (one,) = places(tmp_path, events)
-    assert (one.kind, one.call) == (Stall.LOADING, "cudaLaunchKernel")
-    assert (one.host_ns, one.idle_ns, one.followed_ns) == (1500 * US, 1500 * US, 1530 * US)
-
-
-def test_a_long_launch_waits_for_a_full_queue_if_the_gpu_is_busy(tmp_path: Path) -> None:
-    short = [part for n in range(9) for part in launched(10 + n, 1 + 3 * n, 40 + 300 * n, 299)]
-    events = [*short, *launched(2, 60, 2739, 10, takes=1500)]
-    (one,) = places(tmp_path, events)
-    assert (one.kind, one.host_ns, one.idle_ns, one.followed_ns) == (Stall.QUEUE, 1500 * US, 0, 0)
+@pytest.mark.parametrize(("apart", "lasting", "start", "expected"), [
+    (1, 1, 1590, (Stall.LOADING, 1500 * US, 1500 * US, 1530 * US)),  # the GPU has nothing to do meanwhile
+    (300, 299, 2739, (Stall.QUEUE, 1500 * US, 0, 0)),  # it is busy: the queue is full
+])  # fmt: skip
+def test_a_long_launch_loads_or_waits_for_a_full_queue(
+    tmp_path: Path, apart: int, lasting: int, start: int, expected: tuple[Stall, int, int, int]
+) -> None:
+    short = [part for n in range(9) for part in launched(10 + n, 1 + 3 * n, 40 + apart * n, lasting)]
+    (one,) = places(tmp_path, [*short, *launched(2, 60, start, 10, takes=1500)])
+    assert one.call == "cudaLaunchKernel"
+    assert (one.kind, one.host_ns, one.idle_ns, one.followed_ns) == expected
 
 
 def test_a_pinned_copy_that_returns_at_once_holds_nothing_up(tmp_path: Path) -> None:
@@ -134,32 +132,23 @@ def test_a_wait_is_named_by_the_operator_around_it(tmp_path: Path, operator: str
     assert (one.kind, one.operator, one.count) == (kind, operator, 2 if kind is Stall.SYNC else 1)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("cudaEventSynchronize", Stall.SYNC), ("hipStreamSynchronize", Stall.SYNC), ("cuCtxSynchronize", Stall.SYNC),
-        ("cudaMalloc", Stall.ALLOCATOR), ("hipFree", Stall.ALLOCATOR), ("cudaMemGetInfo", Stall.ALLOCATOR),
-        ("cudaHostAlloc", Stall.ALLOCATOR), ("cuMemMap", Stall.ALLOCATOR), ("hipExtMallocWithFlags", Stall.ALLOCATOR),
-        ("cuModuleLoadData", Stall.LOADING), ("hipModuleLoadData", Stall.LOADING), ("cuLibraryLoadData", Stall.LOADING),
-        ("cudaMemcpy", Stall.COPY), ("hipMemcpyWithStream", Stall.COPY), ("cudaMemcpy2D", Stall.COPY),
-        ("cudaMallocAsync", None), ("cudaStreamWaitEvent", None), ("cudaEventRecord", None), ("cudaEventQuery", None),
-        ("cudaFuncGetAttributes", None), ("hipModuleLaunchKernel", None), ("cudaGraphLaunch", None),
-    ],
-)  # fmt: skip
-def test_what_calls_are_for(tmp_path: Path, name: str, kind: Stall | None) -> None:
-    found = places(tmp_path, [*launched(1, 10, 20, 80), call(name, 40, 5), *launched(2, 120, 125, 10)])
-    assert [one.kind for one in found] == ([] if kind is None else [kind])
+CALLS = {
+    Stall.SYNC: "cudaEventSynchronize hipStreamSynchronize cuCtxSynchronize",
+    Stall.ALLOCATOR: "cudaMalloc hipFree cudaMemGetInfo cudaHostAlloc cuMemMap hipExtMallocWithFlags",
+    Stall.LOADING: "cuModuleLoadData hipModuleLoadData cuLibraryLoadData",
+    Stall.COPY: "cudaMemcpy hipMemcpyWithStream cudaMemcpy2D",
+    None: "cudaMallocAsync cudaStreamWaitEvent cudaEventRecord cudaEventQuery cudaFuncGetAttributes "
+    "hipModuleLaunchKernel cudaGraphLaunch",
+}
+LONG = [("cudaFuncGetAttributes", Stall.LOADING, 150), ("cudaStreamCreateWithFlags", Stall.OTHER, 150),
+        ("cudaGraphLaunch", None, 150), ("hipGraphLaunch", None, 150)]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("cudaFuncGetAttributes", Stall.LOADING), ("cudaStreamCreateWithFlags", Stall.OTHER),
-        ("cudaGraphLaunch", None), ("hipGraphLaunch", None),
-    ],
-)  # fmt: skip
-def test_what_long_calls_are_for(tmp_path: Path, name: str, kind: Stall | None) -> None:
-    found = places(tmp_path, [*launched(1, 10, 20, 80), call(name, 200, 150), *launched(2, 420, 425, 10)])
+    ("name", "kind", "us"), [*((name, kind, 5) for kind, names in CALLS.items() for name in names.split()), *LONG]
+)
+def test_what_calls_are_for(tmp_path: Path, name: str, kind: Stall | None, us: int) -> None:
+    found = places(tmp_path, [*launched(1, 10, 20, 80), call(name, 200, us), *launched(2, 420, 425, 10)])
     assert [one.kind for one in found] == ([] if kind is None else [kind])
 
 

@@ -78,18 +78,14 @@ def test_gloo_spans_know_when_and_for_which_unit_they_were_announced(tmp_path: P
 
 def test_emulated_spans_are_communication_and_run_by_their_own_names(tmp_path: Path) -> None:
     """Step [0, 100): compute [10, 50), a reduce-scatter [30, 70) that nothing calls an all-reduce."""
-    path = write(
-        tmp_path / "t.json",
-        [
-            step(0, 0, 100),
-            event("aten::mm", 10, 40),
-            event("c10d::_reduce_scatter_base_", 5, 1, cat="user_annotation",
-                  **shaped([[8], [16]], ["float", "float"])),
-            event("c10d::allreduce_", 7, 1, cat="user_annotation", **shaped([[[4]]], ["TensorList"])),
-            event("emulated:all_reduce", 75, 5, cat="user_annotation", tid=2, **shaped([[4]], ["double"])),
-            event("emulated:reduce_scatter", 30, 40, cat="user_annotation", tid=2, **shaped([[16]], ["float"])),
-        ],
-    )  # fmt: skip
+    path = write(tmp_path / "t.json", [
+        step(0, 0, 100), event("aten::mm", 10, 40),
+        event("c10d::_reduce_scatter_base_", 5, 1, cat="user_annotation",
+              **shaped([[8], [16]], ["float", "float"])),
+        event("c10d::allreduce_", 7, 1, cat="user_annotation", **shaped([[[4]]], ["TensorList"])),
+        event("emulated:all_reduce", 75, 5, cat="user_annotation", tid=2, **shaped([[4]], ["double"])),
+        event("emulated:reduce_scatter", 30, 40, cat="user_annotation", tid=2, **shaped([[16]], ["float"])),
+    ])  # fmt: skip
     timeline = read_timeline(path)
     assert [(c.op, c.bytes, c.announced, c.lane) for c in timeline.collectives] == [
         ("reduce_scatter", 64, True, "emulated 2"), ("all_reduce", 32, True, "emulated 2"),
@@ -157,15 +153,12 @@ def launched(name: str, at: float, start: float, duration: float, number: int, *
 
 def test_a_kernel_belongs_to_the_step_that_launched_it(tmp_path: Path) -> None:
     """The device runs behind the host: the last kernel of step 1 runs in step 2, as the host counts."""
-    path = write(
-        tmp_path / "t.json",
-        [
-            step(1, 0, 20), step(2, 20, 20), step(3, 40, 20),
-            *launched("a", 1, 5, 10, 1), *launched("b", 12, 18, 12, 2),
-            *launched("ncclDevKernel_AllGather", 21, 22, 10, 3, stream=20), *launched("c", 25, 35, 10, 4),
-            *launched("outside", 61, 62, 3, 5),
-        ],
-    )  # fmt: skip
+    path = write(tmp_path / "t.json", [
+        step(1, 0, 20), step(2, 20, 20), step(3, 40, 20),
+        *launched("a", 1, 5, 10, 1), *launched("b", 12, 18, 12, 2),
+        *launched("ncclDevKernel_AllGather", 21, 22, 10, 3, stream=20), *launched("c", 25, 35, 10, 4),
+        *launched("outside", 61, 62, 3, 5),
+    ])  # fmt: skip
     timeline = read_timeline(path)
     assert [(w.step, w.start - BASE_US * 1000, w.end - BASE_US * 1000) for w in timeline.windows] == [
         (1, 5_000, 30_000), (2, 30_000, 45_000),
@@ -180,18 +173,15 @@ def test_classes_stand_in_order_of_precedence(tmp_path: Path) -> None:
         return event(name, start, 9, cat="user_annotation")
 
     memcpy = event("Memcpy DtoD", 26, 1, cat="gpu_memcpy", stream=7, correlation=6)
-    path = write(
-        tmp_path / "t.json",
-        [
-            step(0, 0, 100),
-            annotation("FSDP::post_backward_reduce (layers.1)", 0),
-            *launched("chunk_cat", 1, 20, 1, 1), *launched("ncclDevKernel_ReduceScatter", 2, 21, 1, 2),
-            event("cudaMemcpyAsync", 3, 1, cat="cuda_runtime", correlation=6), memcpy,
-            annotation("FSDP::all_gather_copy_out (layers.0)", 10),
-            *launched("split", 11, 22, 1, 3),
-            *launched("gemm", 30, 31, 1, 4), *launched("", 32, 33, 1, 5),
-        ],
-    )  # fmt: skip
+    path = write(tmp_path / "t.json", [
+        step(0, 0, 100),
+        annotation("FSDP::post_backward_reduce (layers.1)", 0),
+        *launched("chunk_cat", 1, 20, 1, 1), *launched("ncclDevKernel_ReduceScatter", 2, 21, 1, 2),
+        event("cudaMemcpyAsync", 3, 1, cat="cuda_runtime", correlation=6), memcpy,
+        annotation("FSDP::all_gather_copy_out (layers.0)", 10),
+        *launched("split", 11, 22, 1, 3),
+        *launched("gemm", 30, 31, 1, 4), *launched("", 32, 33, 1, 5),
+    ])  # fmt: skip
     spans = read_timeline(path).spans
     assert [(s.name, s.kind) for s in spans] == [
         ("chunk_cat", Kind.PREP), ("ncclDevKernel_ReduceScatter", Kind.COMM), ("split", Kind.COPY),
@@ -218,18 +208,15 @@ def test_a_correlation_of_another_numbering_launches_nothing(tmp_path: Path) -> 
 def test_spans_know_the_operators_inputs_calls_and_whether_autograd_made_them(tmp_path: Path) -> None:
     """The innermost operator counts, by id or around the call; a step is none, though it was written as one in 2021."""
     shapes = shaped([[2, 3], [3, 4], []], ["c10::BFloat16", "c10::BFloat16", "Scalar"])
-    path = write(
-        tmp_path / "t.json",
-        [
-            event("ProfilerStep#0", 0, 100, cat="operator"),
-            event("aten::linear", 1, 9),
-            event("aten::mm", 2, 7, External_id=5, **shapes),
-            *launched("a", 3, 20, 1, 1, External_id=5), *launched("b", 4, 22, 1, 2),
-            *launched("c", 9, 24, 1, 3), *launched("d", 12, 26, 1, 4),
-            event("autograd::engine::evaluate_function: MmBackward0", 30, 10, External_id=9),
-            event("aten::mm", 31, 5, **shapes), *launched("e", 32, 40, 1, 5),
-        ],
-    )  # fmt: skip
+    path = write(tmp_path / "t.json", [
+        event("ProfilerStep#0", 0, 100, cat="operator"),
+        event("aten::linear", 1, 9),
+        event("aten::mm", 2, 7, External_id=5, **shapes),
+        *launched("a", 3, 20, 1, 1, External_id=5), *launched("b", 4, 22, 1, 2),
+        *launched("c", 9, 24, 1, 3), *launched("d", 12, 26, 1, 4),
+        event("autograd::engine::evaluate_function: MmBackward0", 30, 10, External_id=9),
+        event("aten::mm", 31, 5, **shapes), *launched("e", 32, 40, 1, 5),
+    ])  # fmt: skip
     spans = read_timeline(path).spans
     assert [spans.name_table[code] for code in spans.operators] == ["aten::mm"] * 2 + ["aten::linear", "d", "aten::mm"]
     inputs = [spans.input_names[code] if code >= 0 else None for code in spans.inputs]
@@ -286,25 +273,19 @@ def test_steps_of_one_thread_count_and_none_within_another(tmp_path: Path) -> No
 
 def test_a_step_without_compute_ends_before_the_next_computes(tmp_path: Path) -> None:
     copy = event("Memcpy HtoD", 30, 90, cat="gpu_memcpy", stream=9, correlation=2)
-    path = write(
-        tmp_path / "t.json",
-        [
-            step(0, 0, 10), step(1, 10, 10), step(2, 20, 10), *launched("a", 1, 5, 20, 1),
-            event("cudaMemcpyAsync", 12, 1, cat="cuda_runtime", correlation=2), copy, *launched("b", 22, 40, 20, 3),
-        ],
-    )  # fmt: skip
+    path = write(tmp_path / "t.json", [
+        step(0, 0, 10), step(1, 10, 10), step(2, 20, 10), *launched("a", 1, 5, 20, 1),
+        event("cudaMemcpyAsync", 12, 1, cat="cuda_runtime", correlation=2), copy, *launched("b", 22, 40, 20, 3),
+    ])  # fmt: skip
     assert windows_of(path) == [(0, 5_000, 25_000), (1, 25_000, 40_000), (2, 40_000, 120_000)]
 
 
 def test_of_launches_with_one_correlation_the_last_before_the_kernel_counts_and_zero_is_none(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "t.json",
-        [
-            step(0, 0, 50), step(1, 50, 50), *launched("a", 1, 5, 10, 4), *launched("b", 60, 65, 10, 4),
-            event("cudaMalloc", 2, 1, cat="cuda_runtime", correlation=0),
-            event("c", 80, 5, cat="kernel", stream=7, correlation=0),
-        ],
-    )  # fmt: skip
+    path = write(tmp_path / "t.json", [
+        step(0, 0, 50), step(1, 50, 50), *launched("a", 1, 5, 10, 4), *launched("b", 60, 65, 10, 4),
+        event("cudaMalloc", 2, 1, cat="cuda_runtime", correlation=0),
+        event("c", 80, 5, cat="kernel", stream=7, correlation=0),
+    ])  # fmt: skip
     assert read_timeline(path).spans.steps.tolist() == [0, 1, -1]
 
 

@@ -33,40 +33,28 @@ class Gpu:
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
-        self.count = 0
-        self.host = 0.0
-        self.device = 1000.0
+        self.count, self.host, self.device = 0, 0.0, 1000.0
 
     def operator(self, names: str | tuple[str, ...], *kernels: tuple[str, float], **args: Any) -> None:
         """Operators within each other, of which the innermost launches; ``args`` are the outermost one's."""
-        start, names = self.host, (names,) if isinstance(names, str) else names
+        names = (names,) if isinstance(names, str) else names
         for depth, name in enumerate(names):
-            self.events.append(event(name, start + depth, 20 - 2 * depth, **(args if depth == 0 else {})))
+            self.events.append(event(name, self.host + depth, 20 - 2 * depth, **(args if depth == 0 else {})))
         for place, (kernel, ns) in enumerate(kernels):
             self.count += 1
-            self.events.append(
-                event("cudaLaunchKernel", start + 8 + place, 0.5, cat="cuda_runtime", correlation=self.count)
-            )
-            self.events.append(self._run(kernel, self.device, ns))
+            self.events += [
+                event("cudaLaunchKernel", self.host + 8 + place, 0.5, cat="cuda_runtime", correlation=self.count),
+                event(kernel, self.device, ns, cat="kernel", tid=7, correlation=self.count, stream=7, device=0,
+                      grid=[1, 1, 1], block=[128, 1, 1]),
+            ]  # fmt: skip
             self.device += ns
         self.host += 30
 
-    def _run(self, name: str, start: float, duration: float, stream: int = 7) -> dict[str, Any]:
-        return event(
-            name, start, duration, cat="kernel", tid=stream, correlation=self.count, stream=stream, device=0,
-            grid=[1, 1, 1], block=[128, 1, 1],
-        )  # fmt: skip
-
     def report(self, path: Path, steps: int = 1, device: str = H100) -> OperatorReport:
-        self.events.append(
-            event("ncclDevKernel_AllReduce", self.device + 100, 50, cat="kernel", tid=9, stream=9, device=0)
-        )
-        length = max(self.host, 1)
-        write(path, [*(step(n, n * length / steps, length / steps) for n in range(steps)), *self.events])
-        properties = json.dumps([{"id": 0, "name": device}])
-        path.write_text(
-            path.read_text().replace('"schemaVersion"', f'"deviceProperties": {properties}, "schemaVersion"')
-        )
+        nccl = event("ncclDevKernel_AllReduce", self.device + 100, 50, cat="kernel", tid=9, stream=9, device=0)
+        length = max(self.host, 1) / steps
+        events = [*(step(n, n * length, length) for n in range(steps)), *self.events, nccl]
+        write(path, events, deviceProperties=[{"id": 0, "name": device}])
         found = analyse(path).figures.operators
         assert found is not None
         return found
@@ -373,25 +361,25 @@ class Layers:
         return [numbers.setdefault(code, len(numbers) - 1) for code in found]
 
 
-def test_without_shapes_the_same_place_in_the_same_layer_is_the_same_work() -> None:
-    alike = Layers((0, 0, 0), (0, 0, 3), (0, 0, 0), (0, 1, 0), (0, 1, 3), (0, 1, 0), (1, 0, 0), (1, 0, 3), (1, 0, 0))
-    assert alike.works() == [0, 1, 2, 0, 1, 2, 0, 1, 2]
+N = UNKNOWN
 
 
-def test_layers_that_run_other_kernels_do_other_work() -> None:
-    """The second layer has one kernel more, the third has them in another order."""
-    assert Layers((0, 0, 0), (0, 0, 3), (0, 1, 0), (0, 1, 3), (0, 1, 3)).works() == [0, 1, 2, 3, 4]
-    assert Layers((0, 0, 0), (0, 0, 3), (0, 1, 3), (0, 1, 0)).works() == [0, 1, 2, 3]
-
-
-def test_without_units_it_is_the_same_place_in_the_same_step() -> None:
-    none = UNKNOWN
-    assert Layers((0, none, 0), (0, none, 0), (1, none, 0), (1, none, 0)).works() == [0, 1, 0, 1]
-    assert Layers((0, none, 0), (0, none, 0), (1, none, 0)).works() == [0, 1, 2]
+@pytest.mark.parametrize(("kernels", "works"), [
+    # Without shapes the same place in the same layer is the same work.
+    ([(0, 0, 0), (0, 0, 3), (0, 0, 0), (0, 1, 0), (0, 1, 3), (0, 1, 0), (1, 0, 0), (1, 0, 3), (1, 0, 0)],
+     [0, 1, 2, 0, 1, 2, 0, 1, 2]),
+    # The second layer has one kernel more, or has them in another order.
+    ([(0, 0, 0), (0, 0, 3), (0, 1, 0), (0, 1, 3), (0, 1, 3)], [0, 1, 2, 3, 4]),
+    ([(0, 0, 0), (0, 0, 3), (0, 1, 3), (0, 1, 0)], [0, 1, 2, 3]),
+    # Without units it is the same place in the same step.
+    ([(0, N, 0), (0, N, 0), (1, N, 0), (1, N, 0)], [0, 1, 0, 1]), ([(0, N, 0), (0, N, 0), (1, N, 0)], [0, 1, 2]),
+])  # fmt: skip
+def test_kernels_at_the_same_place_do_the_same_work(kernels: list[tuple[int, int, int]], works: list[int]) -> None:
+    assert Layers(*kernels).works() == works
 
 
 def test_shapes_decide_where_they_are_known() -> None:
-    kernels = ((0, UNKNOWN, 0), (0, UNKNOWN, 0), (1, UNKNOWN, 0), (1, UNKNOWN, 3))
+    kernels = ((0, N, 0), (0, N, 0), (1, N, 0), (1, N, 3))
     assert Layers(*kernels).works([5, 5, 5, 5]) == [0, 0, 0, 1]
-    assert Layers(*kernels).works([5, 6, 6, UNKNOWN]) == [0, 1, 1, 2]
-    assert Layers(*kernels, geometry="  ").works([5, 5, UNKNOWN, UNKNOWN]) == [0, 0, UNKNOWN, UNKNOWN]
+    assert Layers(*kernels).works([5, 6, 6, N]) == [0, 1, 1, 2]
+    assert Layers(*kernels, geometry="  ").works([5, 5, N, N]) == [0, 0, N, N]

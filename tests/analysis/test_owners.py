@@ -49,27 +49,24 @@ def inside(folder: Path, *names: str, call: str = "cudaLaunchKernel") -> str:
     return owners(folder, [*around, launch(1, 10, call), kernel(1)])[0][1]
 
 
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
-        (("aten::linear", "aten::addmm"), "aten::addmm"),
-        (("aten::conv2d", "aten::convolution", "aten::_convolution", "aten::cudnn_convolution"), "aten::convolution"),
-        (("aten::convolution", "aten::add_"), "aten::convolution"),
-        ((ATTENTION, "aten::_flash_attention_forward", "aten::fill_"), ATTENTION),
-        (("c10d::allreduce_", "record_param_comms"), "c10d::allreduce_"),
-        (("record_param_comms",), "k1"),
-        (("autograd::engine::evaluate_function: MmBackward0", "MmBackward0", "aten::mm"), "aten::mm"),
-        (("autograd::engine::evaluate_function: MineBackward", "MineBackward"), "MineBackward"),
-        (("autograd::engine::evaluate_function: x", CPP_NODE), CPP_NODE),
-        (("autograd::engine::evaluate_function: x", "torch::autograd::AccumulateGrad"), "k1"),
-        (("Torch-Compiled Region: 0/0", "CompiledFunction"), "k1"),
-        (("Torch-Compiled Region: 0/0", "triton_poi_fused_add_0"), "triton_poi_fused_add_0"),
-        (("ProfilerStep#3", "Optimizer.step#SGD.step", "aten::add_"), "aten::add_"),
-        (("ProfilerStep#3", "Optimizer.step#SGD.step"), "k1"),
-        (("## forward ##",), "k1"),
-        ((), "k1"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("names", "expected"), [
+    (("aten::linear", "aten::addmm"), "aten::addmm"),
+    (("aten::conv2d", "aten::convolution", "aten::_convolution", "aten::cudnn_convolution"), "aten::convolution"),
+    (("aten::convolution", "aten::add_"), "aten::convolution"),
+    ((ATTENTION, "aten::_flash_attention_forward", "aten::fill_"), ATTENTION),
+    (("c10d::allreduce_", "record_param_comms"), "c10d::allreduce_"),
+    (("record_param_comms",), "k1"),
+    (("autograd::engine::evaluate_function: MmBackward0", "MmBackward0", "aten::mm"), "aten::mm"),
+    (("autograd::engine::evaluate_function: MineBackward", "MineBackward"), "MineBackward"),
+    (("autograd::engine::evaluate_function: x", CPP_NODE), CPP_NODE),
+    (("autograd::engine::evaluate_function: x", "torch::autograd::AccumulateGrad"), "k1"),
+    (("Torch-Compiled Region: 0/0", "CompiledFunction"), "k1"),
+    (("Torch-Compiled Region: 0/0", "triton_poi_fused_add_0"), "triton_poi_fused_add_0"),
+    (("ProfilerStep#3", "Optimizer.step#SGD.step", "aten::add_"), "aten::add_"),
+    (("ProfilerStep#3", "Optimizer.step#SGD.step"), "k1"),
+    (("## forward ##",), "k1"),
+    ((), "k1"),
+])  # fmt: skip
 def test_the_innermost_that_is_more_than_a_name_for_others(
     tmp_path: Path, names: tuple[str, ...], expected: str
 ) -> None:

@@ -40,29 +40,24 @@ def test_a_clean_trace_has_none(tmp_path: Path) -> None:
     assert warnings(tmp_path, [*CLEAN, launch(4, 4), nccl]) == {}
 
 
-@pytest.mark.parametrize(
-    ("more", "code", "count", "ns"),
-    [
-        ([kernel(9, 36)], "launches_missing", 1, None),
-        ([launch(4, 45), kernel(4, 40)], "kernels_before_launch", 1, 5000),
-        ([launch(4, 45), kernel(4, 41, name="ncclDevKernel_AllGather", collective="allgather", **GROUP)],
-         "collectives_before_launch", 1, 4000),
-        ([launch(4, 0.2)], "kernels_dropped_at_start", 1, None),
-        ([launch(4, 1.7), launch(5, 1.8)], "kernels_dropped", 2, None),
-        ([launch(4, 9), launch(5, 9.5, "hipExtModuleLaunchKernel")], "kernels_cut_off", 2, None),
-        ([launch(4, 4), kernel(4, 32)], "overlap_on_stream", 1, 3000),
-        ([launch(4, 4), kernel(4, 40, name="")], "unclassified", 1, 5000),
-        ([launch(4, 4), kernel(4, 40, device=1)], "several_devices", 2, None),
-        ([step(1, 50, 10)], "steps_cut_off", 1, None),
-        ([launch(4, 60), kernel(4, 61)], "outside_steps", 1, 5000),
-        ([event("Activity Buffer Request", 12, 9, cat="overhead", tid=3)], "profiler_overhead", 1, 9000),
-        ([launch(4, 4), kernel(4, 40, name="ncclDevKernel_AllReduce", **{**GROUP, "Process Group Name": None})],
-         "no_process_group_metadata", 1, None),
-        ([event("c10d::allreduce_", 5, 1, **shaped([[[4]], []], ["TensorList", ""]))],
-         "collectives_without_execution", 1, None),
-        ([kernel(4, -3, -1)], "negative_durations", 1, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("more", "code", "count", "ns"), [
+    ([kernel(9, 36)], "launches_missing", 1, None), ([launch(4, 45), kernel(4, 40)], "kernels_before_launch", 1, 5000),
+    ([launch(4, 45), kernel(4, 41, name="ncclDevKernel_AllGather", collective="allgather", **GROUP)],
+     "collectives_before_launch", 1, 4000),
+    ([launch(4, 0.2)], "kernels_dropped_at_start", 1, None),
+    ([launch(4, 1.7), launch(5, 1.8)], "kernels_dropped", 2, None),
+    ([launch(4, 9), launch(5, 9.5, "hipExtModuleLaunchKernel")], "kernels_cut_off", 2, None),
+    ([launch(4, 4), kernel(4, 32)], "overlap_on_stream", 1, 3000),
+    ([launch(4, 4), kernel(4, 40, name="")], "unclassified", 1, 5000),
+    ([launch(4, 4), kernel(4, 40, device=1)], "several_devices", 2, None),
+    ([step(1, 50, 10)], "steps_cut_off", 1, None), ([launch(4, 60), kernel(4, 61)], "outside_steps", 1, 5000),
+    ([event("Activity Buffer Request", 12, 9, cat="overhead", tid=3)], "profiler_overhead", 1, 9000),
+    ([launch(4, 4), kernel(4, 40, name="ncclDevKernel_AllReduce", **{**GROUP, "Process Group Name": None})],
+     "no_process_group_metadata", 1, None),
+    ([event("c10d::allreduce_", 5, 1, **shaped([[[4]], []], ["TensorList", ""]))],
+     "collectives_without_execution", 1, None),
+    ([kernel(4, -3, -1)], "negative_durations", 1, None),
+])  # fmt: skip
 def test_each_doubt_is_named(tmp_path: Path, more: list[dict[str, Any]], code: str, count: int, ns: int | None) -> None:
     found = warnings(tmp_path, [*CLEAN, *more])
     assert code in found, found
@@ -108,18 +103,15 @@ def test_a_rank_from_the_files_name_is_told(tmp_path: Path) -> None:
     assert told.endswith("; 3 is taken from the file's name")
 
 
-@pytest.mark.parametrize(
-    ("more", "cause"),
-    [
-        ([event("c10d::allreduce_", 3.5, 2), launch(4, 4), kernel(4, 36, name="ncclAllReduce")],
-         "no operator has its shapes; record with record_shapes=True"),
-        ([event("c10d::allreduce_", 3.5, 2, **shaped([[["x"]], []], ["TensorList", ""])), launch(4, 4),
-          kernel(4, 36, name="ncclAllReduce")], "the shapes of their operators do not give it"),
-        ([kernel(4, 36, name="ncclAllReduce")], "the launches of their kernels are not in the trace"),
-        ([launch(4, 4), kernel(4, 36, name="ncclAllReduce")], "no c10d operator of theirs; the cause is unknown"),
-        ([launch(4, 4), kernel(4, 36, name="cross_device_reduce_1stage")], "outside of torch's process groups"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("more", "cause"), [
+    ([event("c10d::allreduce_", 3.5, 2), launch(4, 4), kernel(4, 36, name="ncclAllReduce")],
+     "no operator has its shapes; record with record_shapes=True"),
+    ([event("c10d::allreduce_", 3.5, 2, **shaped([[["x"]], []], ["TensorList", ""])), launch(4, 4),
+      kernel(4, 36, name="ncclAllReduce")], "the shapes of their operators do not give it"),
+    ([kernel(4, 36, name="ncclAllReduce")], "the launches of their kernels are not in the trace"),
+    ([launch(4, 4), kernel(4, 36, name="ncclAllReduce")], "no c10d operator of theirs; the cause is unknown"),
+    ([launch(4, 4), kernel(4, 36, name="cross_device_reduce_1stage")], "outside of torch's process groups"),
+])  # fmt: skip
 def test_the_cause_of_a_missing_size_is_what_the_trace_shows(
     tmp_path: Path, more: list[dict[str, Any]], cause: str
 ) -> None:
@@ -153,19 +145,16 @@ def call(name: str, at: float = 5, cat: str = "cuda_runtime") -> dict[str, Any]:
     return event(name, at, 1, cat=cat, correlation=int(at))
 
 
-@pytest.mark.parametrize(
-    ("more", "told"),
-    [
-        ([call("cudaLaunchKernel"), call("cudaMemcpyAsync", 7)], "the host made 2 launches and copies, but"),
-        ([call("hipExtModuleLaunchKernel")], "the host made 1 launches and copies, but"),
-        ([call("hipGraphLaunch")], "the host made 1 launches and copies, but"),
-        ([call("runFunction - job_prep_and_submit_for_execution", cat="mtia_runtime")], "the host made 1 launches"),
-        ([event("dma_request", 3, 2, cat="mtia_ccp_events")], "1 events of an MTIA device are not read"),
-        ([event("nccl:all_reduce", 3, 2, cat="user_annotation")], "1 collectives ran over NCCL"),
-        ([call("cudaStreamBeginCapture", 4), call("cudaLaunchKernel"), call("cudaStreamEndCapture", 8)],
-         "all 1 launches of the trace were captured"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("more", "told"), [
+    ([call("cudaLaunchKernel"), call("cudaMemcpyAsync", 7)], "the host made 2 launches and copies, but"),
+    ([call("hipExtModuleLaunchKernel")], "the host made 1 launches and copies, but"),
+    ([call("hipGraphLaunch")], "the host made 1 launches and copies, but"),
+    ([call("runFunction - job_prep_and_submit_for_execution", cat="mtia_runtime")], "the host made 1 launches"),
+    ([event("dma_request", 3, 2, cat="mtia_ccp_events")], "1 events of an MTIA device are not read"),
+    ([event("nccl:all_reduce", 3, 2, cat="user_annotation")], "1 collectives ran over NCCL"),
+    ([call("cudaStreamBeginCapture", 4), call("cudaLaunchKernel"), call("cudaStreamEndCapture", 8)],
+     "all 1 launches of the trace were captured"),
+])  # fmt: skip
 def test_a_device_without_events_is_named(tmp_path: Path, more: list[dict[str, Any]], told: str) -> None:
     found = analyse(write(tmp_path / "t.json", [*HOST, *more]))
     figures = found.figures

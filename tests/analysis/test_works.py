@@ -130,21 +130,18 @@ def test_a_sharded_unit_reduces_in_its_backward() -> None:
         assert works[codes[0]].phase == expected_phase
 
 
-@pytest.mark.parametrize(
-    ("kernel", "plain"),
-    [
-        ("sm80_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_stage4_warpsize2x2x1_tensor16x8x16_kernel",
-         "xmma_gemm_bf16bf16_bf16f32_f32_tn_n_stage4_kernel"),
-        ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>(T::Params)",
-         "cutlass::Kernel2"),
-        ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<at::native::(anonymous namespace)::O<2u>, 4>(O*)",
-         "at::native::CatArrayBatchedCopy"),
-        ("void f<g<(x)1, {lambda(int)#1}>, int (*)(int)>(h)", "f"),
-        ("Memcpy DtoD (Device -> Device)", "Memcpy DtoD (Device -> Device)"),
-        ("attn_fwd", "attn_fwd"),
-        ("", ""),
-        ("128x64", "128x64"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kernel", "plain"), [
+    ("sm80_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_stage4_warpsize2x2x1_tensor16x8x16_kernel",
+     "xmma_gemm_bf16bf16_bf16f32_f32_tn_n_stage4_kernel"),
+    ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>(T::Params)",
+     "cutlass::Kernel2"),
+    ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<at::native::(anonymous namespace)::O<2u>, 4>(O*)",
+     "at::native::CatArrayBatchedCopy"),
+    ("void f<g<(x)1, {lambda(int)#1}>, int (*)(int)>(h)", "f"),
+    ("Memcpy DtoD (Device -> Device)", "Memcpy DtoD (Device -> Device)"),
+    ("attn_fwd", "attn_fwd"),
+    ("", ""),
+    ("128x64", "128x64"),
+])  # fmt: skip
 def test_a_kernels_plain_name_has_no_arguments_and_no_tiles(kernel: str, plain: str) -> None:
     assert plain_name(kernel) == plain
