@@ -42,6 +42,11 @@ def step(number: int, start: float, duration: float) -> dict[str, Any]:
     return event(f"ProfilerStep#{number}", start, duration, cat="user_annotation")
 
 
+def note(name: str, start: float, duration: float, **args: Any) -> dict[str, Any]:
+    """An annotation of the host."""
+    return event(name, start, duration, cat="user_annotation", **args)
+
+
 def shaped(dims: list[Any], types: list[str]) -> dict[str, Any]:
     """The arguments that record_shapes adds."""
     return {"Input Dims": dims, "Input type": types}

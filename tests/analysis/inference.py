@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from tests.analysis.handmade import event, write
+from tests.analysis.handmade import event, note, write
 
 
 def batch(name: str, start: float, end: float, *, tid: int = 1) -> dict[str, Any]:
-    return event(name, start, end - start, cat="user_annotation", tid=tid)
+    return note(name, start, end - start, tid=tid)
 
 
 def kernel(number: int, launch: float, start: float, end: float, name: str = "gemm", stream: int = 7) -> list[Any]:

@@ -383,10 +383,8 @@ def test_latency_is_judged_by_the_duration_without_waiting() -> None:
 
 
 def test_nothing_bounds_what_is_not_exposed() -> None:
-    nothing = Exposure(
+    hidden = communication(Traffic(exposure=Exposure(
         pieces=Pieces(starts=np.array([], np.int64), ends=np.array([], np.int64), owners=np.array([], np.int64)),
         steps=(None,), starts=np.array([0]), ends=np.array([10]), launch=(0,), no_launch=None,
-    )  # fmt: skip
-    traffic = Traffic(exposure=nothing, groups={}, links=Links())
-    hidden = communication(traffic, [ran("all_reduce", MIB, US)], {}, alone=True)
+    ), groups={}, links=Links()), [ran("all_reduce", MIB, US)], {}, alone=True)  # fmt: skip
     assert (hidden.bound, hidden.missing, hidden.whole.exposed_ns) == (None, None, 0)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from refshard.analysis.analyse import analyse
 from refshard.analysis.figures import HostStall, HostStalls, Stall
-from tests.analysis.handmade import event, step, write
+from tests.analysis.handmade import event, note, step, write
 
 Events = list[dict[str, Any]]
 US = 1000
@@ -164,10 +164,9 @@ def test_the_place_is_the_innermost_function_of_the_users_code(tmp_path: Path) -
 
 def test_without_stacks_the_place_is_the_operator_with_its_layer_or_annotation(tmp_path: Path) -> None:
     events = [
-        step(3, 0, 400), *launched(1, 10, 20, 10), event("FSDP::pre_forward (layers.3)", 30, 4, cat="user_annotation"),
-        event("aten::empty", 38, 9), call("cudaMalloc", 40, 5),
-        event("FSDP::post_forward (layers.3)", 50, 4, cat="user_annotation"), *launched(2, 60, 65, 10),
-        event("validation", 80, 40, cat="user_annotation"), call("cudaFree", 90, 6), *launched(3, 100, 105, 10),
+        step(3, 0, 400), *launched(1, 10, 20, 10), note("FSDP::pre_forward (layers.3)", 30, 4),
+        event("aten::empty", 38, 9), call("cudaMalloc", 40, 5), note("FSDP::post_forward (layers.3)", 50, 4),
+        *launched(2, 60, 65, 10), note("validation", 80, 40), call("cudaFree", 90, 6), *launched(3, 100, 105, 10),
         call("cudaDeviceSynchronize", 130, 7, tid=9), *launched(4, 140, 145, 10),
     ]  # fmt: skip
     found = {one.call: one for one in places(tmp_path, events)}

@@ -9,7 +9,7 @@ import pytest
 from refshard.analysis.labels import ROOT, Labels, find_labels, meaning_of
 from refshard.events.reader import read_trace
 from refshard.events.timeline import Meaning
-from tests.analysis.handmade import BASE_US, event, write
+from tests.analysis.handmade import BASE_US, note, write
 
 
 @pytest.mark.parametrize(("name", "meaning", "unit"), [
@@ -37,7 +37,7 @@ def test_other_names_mean_nothing(name: str) -> None:
 
 
 def labels_of(path: Path, *named: tuple[str, float, float]) -> Labels:
-    events: list[dict[str, Any]] = [event(n, s, d, cat="user_annotation") for n, s, d in named]
+    events: list[dict[str, Any]] = [note(n, s, d) for n, s, d in named]
     return find_labels(read_trace(write(path / "t.json", events)))
 
 

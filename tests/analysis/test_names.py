@@ -152,8 +152,7 @@ MANGLED = "_ZN2ck16tensor_operation6device12_GLOBAL__N_111kernel_gemmINS_9Gridwi
     ),
     (MANGLED, "kernel_gemm<Gridwise1, bf16, 256, 16>"),
     (
-        "std::enable_if<(8)>(0), void>::type vllm::rms_norm_kernel<c10::BFloat16, 8>(int)",
-        "rms_norm_kernel<bf16, 8>",
+        "std::enable_if<(8)>(0), void>::type vllm::rms_norm_kernel<c10::BFloat16, 8>(int)", "rms_norm_kernel<bf16, 8>",
     ),
     ("void at::native::(anonymous namespace)::copy_kernel<c10::Half>(int) [clone .kd]", "copy_kernel<fp16>"),
 ])  # fmt: skip

@@ -21,7 +21,7 @@ from refshard.analysis.figures import CLASSES, Contention, OperatorReport, Slowd
 from refshard.analysis.operators import find_contention, same_work
 from refshard.events.reader import read_trace
 from refshard.events.timeline import UNKNOWN, Kind
-from tests.analysis.handmade import event, shaped, step, write
+from tests.analysis.handmade import event, note, shaped, step, write
 from tests.analysis.small import NAMES, Row, timeline_of
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -152,7 +152,7 @@ def test_classes_and_their_order(tmp_path: Path) -> None:
     made.operator("aten::mul_", ("elementwise_kernel", 30))
     made.operator("aten::bmm", ("gemm", 40))
     made.operator("aten::native_layer_norm", ("vectorized_layer_norm", 20))
-    made.events.append(event("Optimizer.step#AdamW.step", made.host, 30, cat="user_annotation"))
+    made.events.append(note("Optimizer.step#AdamW.step", made.host, 30))
     made.operator("aten::mul_", ("elementwise_kernel", 10))
     made.operator("my::op", ("unknown", 5))
     report = made.report(tmp_path / "t.json")

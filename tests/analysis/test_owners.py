@@ -81,9 +81,8 @@ def test_kernels_of_a_graph_go_by_their_own_names(tmp_path: Path, call: str) -> 
 def test_ids_of_another_numbering_tell_nothing(tmp_path: Path) -> None:
     """Those of 2022: an id may be that of an operator that was over, or on another thread, or around the right one."""
     events = [
-        event("aten::early", 0, 5, External_id=1),
-        event("aten::outer", 10, 20, External_id=2), event("aten::inner", 12, 10, External_id=3),
-        event("aten::elsewhere", 8, 30, tid=2, External_id=4),
+        event("aten::early", 0, 5, External_id=1), event("aten::outer", 10, 20, External_id=2),
+        event("aten::inner", 12, 10, External_id=3), event("aten::elsewhere", 8, 30, tid=2, External_id=4),
         *(launch(n, 13 + n) for n in range(1, 5)), *(kernel(n, external=n) for n in range(1, 5)),
     ]  # fmt: skip
     assert owners(tmp_path, events) == [(f"k{n}", "aten::inner") for n in range(1, 5)]
@@ -91,8 +90,7 @@ def test_ids_of_another_numbering_tell_nothing(tmp_path: Path) -> None:
 
 def test_without_its_call_a_kernel_belongs_to_the_operator_with_its_id(tmp_path: Path) -> None:
     events = [
-        event("aten::convolution", 10, 20, External_id=2),
-        event("aten::cudnn_convolution", 10, 20, External_id=3),
+        event("aten::convolution", 10, 20, External_id=2), event("aten::cudnn_convolution", 10, 20, External_id=3),
         event("aten::mm", 40, 20, External_id=4), event("aten::first", 40, 5, External_id=5),
         *(kernel(n, external=n) for n in (3, 4, 9)),
     ]  # fmt: skip

@@ -9,7 +9,7 @@ from refshard.analysis.analyse import analyse
 from refshard.analysis.figures import TraceWarning
 from refshard.report.trace.answer import as_objects, trace_answer
 from refshard.report.trace.tables import steps as steps_table
-from tests.analysis.handmade import event, shaped, step, write
+from tests.analysis.handmade import event, note, shaped, step, write
 from tests.report import traces
 from tests.report.printed import as_json, notes, rows, tables, verdict
 
@@ -72,7 +72,7 @@ def without_rank(path: Path, events: list[dict[str, Any]], info: str = "{}", nam
 
 
 def test_a_trace_without_steps_says_so(tmp_path: Path) -> None:
-    wait = event("FSDP::post_backward_rs_wait (a)", 2.5, 0.25, cat="user_annotation")
+    wait = note("FSDP::post_backward_rs_wait (a)", 2.5, 0.25)
     figures = analyse(without_rank(tmp_path, [*CLEAN[1:], wait])).figures
     assert {w.code for w in figures.warnings} == {"no_steps", "recorded_with_stacks"}
     assert figures.rank is None
@@ -151,7 +151,7 @@ def call(name: str, at: float = 5, cat: str = "cuda_runtime") -> dict[str, Any]:
     ([call("hipGraphLaunch")], "the host made 1 launches and copies, but"),
     ([call("runFunction - job_prep_and_submit_for_execution", cat="mtia_runtime")], "the host made 1 launches"),
     ([event("dma_request", 3, 2, cat="mtia_ccp_events")], "1 events of an MTIA device are not read"),
-    ([event("nccl:all_reduce", 3, 2, cat="user_annotation")], "1 collectives ran over NCCL"),
+    ([note("nccl:all_reduce", 3, 2)], "1 collectives ran over NCCL"),
     ([call("cudaStreamBeginCapture", 4), call("cudaLaunchKernel"), call("cudaStreamEndCapture", 8)],
      "all 1 launches of the trace were captured"),
 ])  # fmt: skip
@@ -173,9 +173,7 @@ def test_a_device_without_events_is_named(tmp_path: Path, more: list[dict[str, A
     assert [str(row["span"]) for row in steps_table(figures)] == ["100 us", "100 us"]
 
 
-@pytest.mark.parametrize(
-    "more", [[], [call("cudaGetDeviceCount")], [event("gloo:all_reduce", 3, 2, cat="user_annotation", tid=4)]]
-)
+@pytest.mark.parametrize("more", [[], [call("cudaGetDeviceCount")], [note("gloo:all_reduce", 3, 2, tid=4)]])
 def test_a_cpu_trace_is_one(tmp_path: Path, more: list[dict[str, Any]]) -> None:
     figures = analyse(write(tmp_path / "t.json", [*HOST, *more])).figures
     assert (figures.host_only, figures.unavailable, figures.device) == (False, None, "cpu")

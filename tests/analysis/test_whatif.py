@@ -17,7 +17,7 @@ from refshard.analysis.whatif import what_ifs
 from refshard.events.reader import read_trace
 from refshard.events.timeline import Intervals
 from tests.analysis.builder import Training
-from tests.analysis.handmade import event, write
+from tests.analysis.handmade import event, note, write
 from tests.analysis.programs import MAIN, PRELUDE, SIDE, Cpu, Launch, Program, Rules, Sync, Wait, events, run
 
 US, MS = 1_000, 1_000_000
@@ -175,7 +175,7 @@ def test_a_lead_of_the_host_is_used_up(tmp_path: Path) -> None:
     made = []
     for step in range(3):
         begin = step * 900
-        made.append(event(f"ProfilerStep#{step}", begin, 900, cat="user_annotation"))
+        made.append(note(f"ProfilerStep#{step}", begin, 900))
         for part in range(10):
             number = 10 * step + part + 1
             start = 5_000 + 100 * (number - 1)

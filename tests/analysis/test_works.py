@@ -49,15 +49,14 @@ def timeline_of(found: list[Row], collectives: tuple[Collective, ...] = ()) -> T
         return np.array([getattr(row, name) for row in found], dtype)
 
     places = np.arange(len(found), dtype=np.int64)
-    spans = Spans(
+    return Timeline(rank=0, windows=(), spans=Spans(
         starts=places, ends=places + 1, kinds=np.array([KINDS.index(row.kind) for row in found], np.int8),
         lanes=np.zeros(len(found), np.int32), names=column("name", np.int32), operators=column("operator", np.int32),
         launches=column("launch", np.int64), queued=column("launch", np.int64), steps=column("step", np.int32),
         units=column("unit", np.int32), under=column("under", np.int16), signatures=column("name", np.int32),
         lane_names=("stream 7",), name_table=NAMES, unit_names=UNITS, calls=column("call", np.int32),
         inputs=column("inputs", np.int32), in_autograd=column("autograd", np.bool_), input_names=INPUTS,
-    )  # fmt: skip
-    return Timeline(rank=0, windows=(), spans=spans, collectives=collectives, on_device=True)
+    ), collectives=collectives, on_device=True)  # fmt: skip
 
 
 def is_backward(row: Row) -> bool:
@@ -108,10 +107,9 @@ def test_each_span_does_what_a_loop_over_rows_says(found: list[Row]) -> None:
 
 @given(rows.filter(bool), st.booleans())
 def test_a_collectives_spans_do_what_it_does(found: list[Row], sized: bool) -> None:
-    collective = Collective(
+    works, codes = works_of(timeline_of(found, (Collective(
         op="all_gather", bytes=64 if sized else None, step=0, group="tp", group_size=8, unit="layers.0", rows=(0,)
-    )
-    works, codes = works_of(timeline_of(found, (collective,)))
+    ),)))  # fmt: skip
     assert works[codes[0]] == Work(
         kind="comm", operator="all_gather", unit="layers.0", phase=phase(found[0], found), bytes=64 if sized else None,
         group="tp, 8 ranks",

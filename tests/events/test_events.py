@@ -115,8 +115,7 @@ def test_the_schema_of_2021_reads_like_todays(tmp_path: Path) -> None:
             )
         )
         for generation, categories, tid, external in (
-            ("then", old.keys(), "25738", "external id"),
-            ("now", old.values(), 25738, "External id"),
+            ("then", old.keys(), "25738", "external id"), ("now", old.values(), 25738, "External id"),
         )
     )  # fmt: skip
     assert then.device.categories.tolist() == now.device.categories.tolist()
@@ -194,8 +193,7 @@ GOOD = json.dumps({"traceEvents": [kernel("a", 1, 2)], "traceName": "x"}).encode
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "not a Kineto trace (it is empty)"),
-        (b"  \n ", "not a Kineto trace (it is empty)"),
+        (b"", "not a Kineto trace (it is empty)"), (b"  \n ", "not a Kineto trace (it is empty)"),
         (b"hello", "not a Kineto trace (it is no JSON object)"),
         (b'{"a": 1}', "not a Kineto trace (it has no traceEvents)"),
         (b'{"b": {"traceEvents": []}}', "not a Kineto trace (it has no traceEvents)"),
@@ -205,11 +203,8 @@ GOOD = json.dumps({"traceEvents": [kernel("a", 1, 2)], "traceName": "x"}).encode
         (GOOD[:40], "truncated: it ends within its events"),
         (GOOD[: GOOD.index(b"]")], "truncated: it ends within its events"),
         (GOOD[: GOOD.index(b"]") + 1], "truncated: it ends within its events"),
-        (GOOD[:-1], "damaged before or after its events"),
-        (GOOD.replace(b'"dur"', b'dur"'), "damaged at byte"),
-        (b"[1, 2] 3", "damaged"),
-        (b"[" * 5000, "damaged"),
-        (b'{"traceEvents": [' + b'{"args":' * 5000, "damaged"),
+        (GOOD[:-1], "damaged before or after its events"), (GOOD.replace(b'"dur"', b'dur"'), "damaged at byte"),
+        (b"[1, 2] 3", "damaged"), (b"[" * 5000, "damaged"), (b'{"traceEvents": [' + b'{"args":' * 5000, "damaged"),
         (gzip.compress(GOOD * 100)[:-20], "truncated or damaged gzip"),
         (gzip.compress(GOOD)[:10] + b"\0" * 50, "truncated or damaged gzip"),
     ],
