@@ -13,13 +13,13 @@ ROOT = Path(__file__).parent.parent
 SLACK = 100
 """Most lines that a budget may exceed its package by."""
 BUDGETS = {
-    "refshard/analysis": 11_550,
+    "refshard/analysis": 10_600,
     "refshard/commands": 2_950,
     "refshard/dryrun": 4_000,
     "refshard/emit": 750,
     "refshard/emulate": 1_400,
     "refshard/engine": 8_000,
-    "refshard/events": 2_150,
+    "refshard/events": 2_100,
     "refshard/fakecuda": 750,
     "refshard/measure": 9_050,
     "refshard/models": 1_300,
@@ -28,7 +28,7 @@ BUDGETS = {
     "refshard/specs": 2_250,
     "refshard/strategies": 3_150,
     "refshard/*.py": 1_950,
-    "tests": 69_600,
+    "tests": 69_000,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

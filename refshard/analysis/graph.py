@@ -62,13 +62,6 @@ class CallOrder:
         return len(self.rows)
 
 
-def blocking_rows(trace: TraceFile, start: int, end: int) -> Rows:
-    """Rows of calls in ``[start, end)`` that block by their name."""
-    host = trace.host
-    inside = (host.starts >= start) & (host.starts < end) & (host.categories == LAUNCH)
-    return np.flatnonzero(inside & named(trace, AWAITS_WORK))
-
-
 def host_calls(host: HostEvents, rows: Rows, blocking: Rows) -> CallOrder:
     """The calls ``rows``, of which ``blocking`` wait for the device."""
     # An operator that stands for its launch goes on after it: it counts as a moment.
@@ -153,11 +146,16 @@ NEAR_NS = 10_000
 
 def inferred_waits(trace: TraceFile, spans: Spans, threads: Ints, streams: Streams) -> Pairs:
     """Waits of kernels for kernels of other streams that the trace implies: none contradicts its times."""
-    found = [
-        near_ends(spans, streams, np.ones(len(spans), np.bool_)),
-        _issued(spans, threads),
-        _after_stream_waits(trace, spans, threads, streams),
-    ]
+    # A collective waits for the work that its thread launched last on another lane.
+    known = np.flatnonzero(spans.launches != UNKNOWN)
+    order = known[np.lexsort((spans.launches[known], threads[known]))]
+    communicates = spans.kinds[order] == KINDS.index(Kind.COMM)
+    last = np.maximum.accumulate(np.where(communicates, -1, np.arange(len(order))))
+    mine, source = order[communicates & (last >= 0)], order[last[communicates & (last >= 0)]]
+    fits = (threads[mine] == threads[source]) & (spans.lanes[mine] != spans.lanes[source])
+    fits &= spans.ends[source] <= spans.starts[mine]
+    near = near_ends(spans, streams, np.ones(len(spans), np.bool_))
+    found = [near, (mine[fits], source[fits]), _after_stream_waits(trace, spans, threads, streams)]
     waiting, sources = (np.concatenate(columns) for columns in zip(*found))
     pairs = np.unique(np.stack((waiting, sources)), axis=1)
     return pairs[0], pairs[1]
@@ -179,19 +177,6 @@ def near_ends(spans: Spans, streams: Streams, among: Mask) -> Pairs:
         fits &= (spans.ends[row] >= late[idle]) & (spans.ends[row] > best)
         best, source = np.where(fits, spans.ends[row], best), np.where(fits, row, source)
     return idle[source != UNKNOWN], source[source != UNKNOWN]
-
-
-def _issued(spans: Spans, threads: Ints) -> Pairs:
-    """A collective waits for the work that its thread launched last on another lane."""
-    known = np.flatnonzero(spans.launches != UNKNOWN)
-    order = known[np.lexsort((spans.launches[known], threads[known]))]
-    communicates = spans.kinds[order] == KINDS.index(Kind.COMM)
-    last = np.maximum.accumulate(np.where(communicates, -1, np.arange(len(order))))
-    fits = communicates & (last >= 0)
-    mine, source = order[fits], order[last[fits]]
-    fits = (threads[mine] == threads[source]) & (spans.lanes[mine] != spans.lanes[source])
-    fits &= spans.ends[source] <= spans.starts[mine]
-    return mine[fits], source[fits]
 
 
 def _after_stream_waits(trace: TraceFile, spans: Spans, threads: Ints, streams: Streams) -> Pairs:
@@ -416,7 +401,14 @@ def graph_of(trace: TraceFile, timeline: Timeline, *, most_spans: int = MOST_SPA
     """
     if not timeline.on_device:
         return None
-    windows, first, last = _chosen(timeline, most_spans)
+    windows, starts = timeline.windows, timeline.spans.starts
+    first, last = 0, int(np.searchsorted(starts, windows[-1].end, "left"))
+    # Windows between which time passes, which a user chose, cannot be replayed together.
+    if len(starts) > most_spans or any(one.end != other.start for one, other in pairwise(windows)):
+        middle = sorted(windows, key=lambda window: window.end - window.start)[len(windows) // 2]
+        # Of a step alone, also the spans of as long a time before.
+        first, last = np.searchsorted(starts, (2 * middle.start - middle.end, middle.end), "left").tolist()
+        windows = (middle,)
     if not first < last <= first + TOO_MANY_SPANS or windows[0].start >= windows[-1].end:
         return None
     found = find_launches(trace)
@@ -432,21 +424,6 @@ def graph_of(trace: TraceFile, timeline: Timeline, *, most_spans: int = MOST_SPA
     return graph if ended.any() else None
 
 
-def _chosen(timeline: Timeline, most_spans: int) -> tuple[tuple[Window, ...], int, int]:
-    """The steps to look at and the rows of the spans needed: of a step alone, also those of as long a time before.
-
-    Windows between which time passes, which a user chose, cannot be replayed together.
-    """
-    windows, starts = timeline.windows, timeline.spans.starts
-    follow = all(one.end == other.start for one, other in pairwise(windows))
-    if len(starts) <= most_spans and follow:
-        return windows, 0, int(np.searchsorted(starts, windows[-1].end, "left"))
-    middle = sorted(windows, key=lambda window: window.end - window.start)[len(windows) // 2]
-    bounds = (2 * middle.start - middle.end, middle.end)
-    first, last = np.searchsorted(starts, bounds, "left").tolist()
-    return (middle,), first, last
-
-
 class _Builder:
     """Builds the graph of some spans. ``callers`` are the host's rows that launched them, on ``threads``."""
 
@@ -459,60 +436,49 @@ class _Builder:
         self.host_windows = {window.step: window for window in timeline.host_windows}
         self.streams = Streams.of(spans)
         known = callers[callers != UNKNOWN]
-        self.only_launches, named, host = False, known, trace.host
+        self.only_launches, blocking, host = False, known, trace.host
         if len(known):  # whether the host made no calls but those that launched, from the first of these to the last
             since, until = host.starts[known].min(), host.starts[known].max()
             inside = (host.starts >= since) & (host.starts <= until) & (host.categories == LAUNCH)
             self.only_launches = int(inside.sum()) <= len(np.unique(known))
-            named = blocking_rows(trace, int(since), windows[-1].end)
-        own = self._blocked_on_their_own(callers)
-        full = self._blocked_by_full_queue(np.unique(known))
-        ordered = host_calls(trace.host, np.union1d(known, named), np.union1d(named, np.union1d(own, full)))
+            inside = (host.starts >= since) & (host.starts < windows[-1].end) & (host.categories == LAUNCH)
+            blocking = np.flatnonzero(inside & named(trace, AWAITS_WORK))
+        # Calls during which the span that they launched ran: copies to pageable memory, CUDA_LAUNCH_BLOCKING.
+        mine = np.flatnonzero(callers != UNKNOWN)
+        rows, lengths = callers[mine], spans.ends[mine] - spans.starts[mine]
+        during = (host.categories[rows] == LAUNCH) & (spans.ends[mine] <= host.ends[rows])
+        copies = np.array([bool(_COPIES.match(name)) for name in spans.name_table] or [False])
+        during &= copies[spans.names[mine]] | (2 * lengths > host.ends[rows] - host.starts[rows])
+        own = np.unique(rows[during])
+        # Launches that took long while as many waited for the device as it takes.
+        rows = np.unique(known)
+        rows = rows[host.categories[rows] == LAUNCH]
+        lengths = host.ends[rows] - host.starts[rows]
+        pending = np.searchsorted(np.sort(spans.launches), host.starts[rows], "left")
+        pending -= np.searchsorted(spans.starts, host.starts[rows], "right")
+        long = lengths > ORDINARY * np.median(lengths) if len(rows) else lengths > 0
+        full = rows[long & (pending >= FULL_QUEUE)]
+        ordered = host_calls(trace.host, np.union1d(known, blocking), np.union1d(blocking, np.union1d(own, full)))
         self.calls = with_hidden_waits(ordered, trace, spans.ends)
         place = {row: i for i, row in enumerate(self.calls.rows.tolist())}
         self.launched_by = np.array([place.get(row, UNKNOWN) for row in callers.tolist()], np.int64)
-        by_name = np.array([place[row] for row in np.setdiff1d(named, own).tolist()], np.int64)
-        waits = blocked_for(trace, self.calls, self.streams, by_name, self._last_lanes())
+        by_name = np.array([place[row] for row in np.setdiff1d(blocking, own).tolist()], np.int64)
+        lanes = np.zeros(len(self.calls), np.int64)  # on which the thread of each call had launched last
+        for thread in np.unique(self.calls.threads).tolist():
+            rows = np.flatnonzero(threads == thread)
+            rows = rows[np.argsort(spans.launches[rows], kind="stable")]
+            mine = np.flatnonzero(self.calls.threads == thread)
+            last = np.searchsorted(spans.launches[rows], self.calls.begins[mine], "left") - 1
+            lanes[mine] = spans.lanes[rows[np.maximum(last, 0)]] if len(rows) else 0
+        waits = blocked_for(trace, self.calls, self.streams, by_name, lanes)
         own_spans = np.flatnonzero(np.isin(callers, own))
         self.full_calls = np.array(
-            [place[row] for row in np.setdiff1d(full, np.union1d(own, named)).tolist()], np.int64
+            [place[row] for row in np.setdiff1d(full, np.union1d(own, blocking)).tolist()], np.int64
         )
         self.blocked = np.concatenate((waits[0], self.launched_by[own_spans], self.full_calls))
         order = np.argsort(spans.ends, kind="stable")
         ended = np.searchsorted(spans.ends[order], self.calls.ends[self.full_calls], "right")
         self.blocked_for = np.concatenate((waits[1], own_spans, order[np.maximum(0, ended - 1)]))
-
-    def _blocked_on_their_own(self, callers: Rows) -> Rows:
-        """Calls during which the span that they launched ran: copies to pageable memory, ``CUDA_LAUNCH_BLOCKING``."""
-        host, spans = self.trace.host, self.spans
-        mine = np.flatnonzero(callers != UNKNOWN)
-        rows = callers[mine]
-        inside = (host.categories[rows] == LAUNCH) & (spans.ends[mine] <= host.ends[rows])
-        copies = np.array([bool(_COPIES.match(name)) for name in spans.name_table] or [False])
-        lengths = spans.ends[mine] - spans.starts[mine]
-        inside &= copies[spans.names[mine]] | (2 * lengths > host.ends[rows] - host.starts[rows])
-        return np.unique(rows[inside])
-
-    def _blocked_by_full_queue(self, rows: Rows) -> Rows:
-        """Launches that took long while as many waited for the device as it takes."""
-        host = self.trace.host
-        rows = rows[host.categories[rows] == LAUNCH]
-        lengths = host.ends[rows] - host.starts[rows]
-        launched = np.searchsorted(np.sort(self.spans.launches), host.starts[rows], "left")
-        pending = launched - np.searchsorted(self.spans.starts, host.starts[rows], "right")
-        long = lengths > ORDINARY * np.median(lengths) if len(rows) else lengths > 0
-        return rows[long & (pending >= FULL_QUEUE)]
-
-    def _last_lanes(self) -> Rows:
-        """The lane on which the thread of each call had launched last."""
-        lanes = np.zeros(len(self.calls), np.int64)
-        for thread in np.unique(self.calls.threads).tolist():
-            rows = np.flatnonzero(self.threads == thread)
-            rows = rows[np.argsort(self.spans.launches[rows], kind="stable")]
-            mine = np.flatnonzero(self.calls.threads == thread)
-            place = np.searchsorted(self.spans.launches[rows], self.calls.begins[mine], "left") - 1
-            lanes[mine] = self.spans.lanes[rows[np.maximum(place, 0)]] if len(rows) else 0
-        return lanes
 
     def build(self) -> Graph:
         """All of it."""
@@ -540,7 +506,13 @@ class _Builder:
         full = np.isin(waiting, self.node_of_call[self.full_calls])
         # A dependency on what comes later contradicts the trace's own times.
         fits = waited_for < waiting
-        host_span_ns, host_last = self._host_bounds()
+        # How long the host took for these steps, and the last node that it had passed.
+        own = [self.host_windows[one.step] for one in self.windows if one.step in self.host_windows]
+        inside = np.flatnonzero((calls.begins >= own[0].start) & (calls.begins < own[-1].end) if own else [])
+        host_span_ns, host_last = 0, None
+        if len(inside):
+            host_span_ns = int(calls.begins[inside[-1]] - calls.begins[inside[0]])
+            host_last = int(self._segment_nodes(inside[-1:])[0])
         return Graph(
             windows=self.windows, host_span_ns=host_span_ns, host_last=host_last, spans=spans, calls=calls,
             call_names=self.trace.names, waiting=waiting[fits], waited_for=waited_for[fits], wait_delays=delays[fits],
@@ -647,15 +619,3 @@ class _Builder:
         holds = np.clip(calls.ends - reached, 0, None)
         host = self._since_segment(blocks, calls.begins[blocks]) + own[blocks]
         return host, holds[blocks], (self.node_of_call[blocked], self.node_of_span[sources], delays)
-
-    def _host_bounds(self) -> tuple[int, int | None]:
-        """How long the host took for these steps, and the last node that it had passed."""
-        windows = [self.host_windows[one.step] for one in self.windows if one.step in self.host_windows]
-        inside = np.flatnonzero(
-            (self.calls.begins >= windows[0].start) & (self.calls.begins < windows[-1].end) if windows else []
-        )
-        if not len(inside):
-            return 0, None
-        last = int(inside[-1])
-        node = int(self._segment_nodes(np.array([last]))[0])
-        return int(self.calls.begins[last] - self.calls.begins[inside[0]]), node
