@@ -30,6 +30,7 @@ from refshard.report.gate.formats import GateCase, GateReport, gate_answer, nois
 from refshard.specs.cluster import load_cluster
 from tests.report.dryruns import analysed, doubtful
 from tests.report.pages import Page
+from tests.report.trace import scenarios
 
 ROOT = Path(__file__).parents[1]
 GOLDENS = Path(__file__).parent / "goldens"
@@ -153,6 +154,10 @@ def _outputs() -> dict[str, Callable[[], str]]:
         found[f"{name}.json"] = partial(
             lambda made, name, command: _readable(forms.as_json(made(name), command)), made, name, command
         )
+    found |= {
+        "trace-findings.txt": scenarios.findings_text, "trace-sections.txt": scenarios.sections_text,
+        "trace-lanes.txt": scenarios.lanes_text, "trace-snapshot.txt": scenarios.snapshot_text,
+    }  # fmt: skip
     return found | {f"{name}.txt": partial(_page, folder) for name, folder in PAGES.items()}
 
 

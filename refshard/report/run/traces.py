@@ -18,11 +18,11 @@ from refshard.report.blocks import Block, Marked, Quantity, Row, Section, table
 from refshard.report.draw.charts import Chart, chart
 from refshard.report.run.charts import drawn, exposed_text, step_parts
 from refshard.report.trace import charts as trace_charts
-from refshard.report.trace import tables as trace_tables
-from refshard.report.trace import wording
-from refshard.report.trace.idle import NAMES as IDLE
-from refshard.report.trace.lanes import drawn_windows
-from refshard.report.trace.spans_figure import View, find_layer, layer_chart
+from refshard.report.trace.charts import layer_chart
+from refshard.report.trace.lanes import View, drawn_windows, find_layer
+from refshard.report.trace.sections import blocking, middle_of
+from refshard.report.trace.text import IDLE
+from refshard.report.trace.text import parts as steps_of
 
 MOST_TRACED = 64
 """Traces that are analysed for one page; every trace keeps its link."""
@@ -119,13 +119,13 @@ def parts_of(figures: TraceFigures) -> dict[str, float]:
 
 def _row(one: Traced) -> Row:
     figures = one.figures
-    steps = len(wording.parts(figures))
+    steps = len(steps_of(figures))
     copies, idle = figures.copies, sum(step.breakdown.idle_host_ns or 0 for step in figures.steps)
     return {
         "case": Marked(one.case.full_label, href=one.link),
         "late reductions (give-way)": Quantity(figures.giveway.index, "share", 2),
-        "blocking gaps": trace_tables.blocking(figures.collectives, steps),
-        "queued": Quantity(trace_tables.middle_of([found.queued_ns for found in figures.collectives]), "ns"),
+        "blocking gaps": blocking(figures.collectives, steps),
+        "queued": Quantity(middle_of([found.queued_ns for found in figures.collectives]), "ns"),
         "copies": Quantity((copies.copy_in_ns + copies.copy_out_ns) / steps, "ns"),
         "exposed copies": Quantity(copies.exposed_ns / steps, "ns"),
         "waiting for the host": None if figures.whole.idle_host_ns is None else Quantity(idle / steps, "ns"),
