@@ -156,7 +156,8 @@ def _outputs() -> dict[str, Callable[[], str]]:
         )
     found |= {
         "trace-findings.txt": scenarios.findings_text, "trace-sections.txt": scenarios.sections_text,
-        "trace-lanes.txt": scenarios.lanes_text, "trace-snapshot.txt": scenarios.snapshot_text,
+        "trace-lanes.txt": scenarios.lanes_text, "trace-snapshots.txt": scenarios.snapshot_text,
+        "trace-differences.txt": scenarios.differences_text,
     }  # fmt: skip
     return found | {f"{name}.txt": partial(_page, folder) for name, folder in PAGES.items()}
 

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 import msgspec
 
@@ -38,9 +39,6 @@ from refshard.report.draw.embed import embedded
 from refshard.report.trace import sections
 from refshard.report.trace.findings import SMALL, Finding, findings, warnings_text
 from refshard.report.trace.text import each, has_steps, job_names, jobs, ns, parts, per, share, who
-
-if TYPE_CHECKING:
-    from refshard.report.draw.charts import Chart
 
 _OPTIONAL = (
     "device", "exposed to all", "copies alone", "idle, host late", "late reductions (give-way)", "warnings",
@@ -105,7 +103,7 @@ def trace_answer(analyses: Sequence[Analysis], checks: Sequence[Block] = (), mor
         ],
         blocks=[
             *blocks,
-            Charts(draw=lambda: _rank_charts(traces)),
+            Charts(draw=lambda: _charts().ranks_chart(traces)),
             *_each_trace(analyses),
             *checks,
             *_warnings(traces),
@@ -119,21 +117,19 @@ def trace_answer(analyses: Sequence[Analysis], checks: Sequence[Block] = (), mor
 
 
 def as_objects(traces: Sequence[TraceFigures]) -> list[dict[str, Any]]:
-    """One object per trace: its whole breakdown at the top, everything else below."""
-    return [_as_object(trace) for trace in traces]
+    """One object per trace: its whole breakdown at the top, everything else below.
 
-
-def _as_object(trace: TraceFigures) -> dict[str, Any]:
-    built: dict[str, Any] = msgspec.to_builtins(trace)
-
-    def known(breakdown: dict[str, Any]) -> dict[str, Any]:
-        """Only the length is known if the device's events are missing."""
-        return {key: None if trace.host_only and key != "span_ns" else value for key, value in breakdown.items()}
-
-    whole = known(built.pop("whole"))
-    identity = {key: built.pop(key) for key in ("file", "job", "rank", "world_size", "backend", "device", "events")}
-    steps = [{**known(step.pop("breakdown")), **step} for step in built.pop("steps")]
-    return {**identity, **whole, "giveway_index": trace.giveway.index, **built, "steps": steps}
+    Only the length of a breakdown is known if the device's events are missing.
+    """
+    objects = []
+    for trace in traces:
+        built: dict[str, Any] = msgspec.to_builtins(trace)
+        unknown = {key: None for key in built["whole"] if trace.host_only and key != "span_ns"}
+        identity = {key: built.pop(key) for key in ("file", "job", "rank", "world_size", "backend", "device", "events")}
+        whole = {**built.pop("whole"), **unknown}
+        steps = [{**step.pop("breakdown"), **unknown, **step} for step in built.pop("steps")]
+        objects.append({**identity, **whole, "giveway_index": trace.giveway.index, **built, "steps": steps})
+    return objects
 
 
 def _pattern(members: Sequence[TraceFigures]) -> str:
@@ -219,17 +215,8 @@ def rank_blocks(
     figures: TraceFigures, timeline: Timeline | None, prefix: str, trace: TraceFile | None = None
 ) -> list[Block]:
     """Charts of one trace, with ids that begin with ``prefix``, then its sections."""
-
-    def charts() -> "Sequence[Chart]":
-        from refshard.report.trace.charts import all_charts  # plotly takes a second to import
-
-        return all_charts(figures, timeline, prefix)
-
-    return [
-        Charts(draw=charts),
-        *([trace] if trace is not None else []),
-        *sections.sections_of(figures, timeline),
-    ]
+    charts = Charts(draw=lambda: _charts().all_charts(figures, timeline, prefix))
+    return [charts, *([trace] if trace is not None else []), *sections.sections_of(figures, timeline)]
 
 
 def job_blocks(figures: TraceFigures, finding: Finding) -> list[Block]:
@@ -237,11 +224,10 @@ def job_blocks(figures: TraceFigures, finding: Finding) -> list[Block]:
     return [_job_table([figures], ""), Notes(sentences=finding.more)]
 
 
-def _rank_charts(traces: Sequence[TraceFigures]) -> "Sequence[Chart]":
-    from refshard.report.trace.charts import ranks_chart
+def _charts() -> ModuleType:
+    from refshard.report.trace import charts  # plotly takes a second to import
 
-    drawn = ranks_chart(traces)
-    return [] if drawn is None else [drawn]
+    return charts
 
 
 def check_block(name: str, ours: HtaFigures | None, theirs: HtaFigures | HtaFailure) -> Block:

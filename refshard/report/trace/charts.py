@@ -63,10 +63,10 @@ _LINE, _LINES = 48, 6
 """Most characters of a line that pointing shows, and most lines."""
 
 
-def ranks_chart(figures: Sequence[TraceFigures]) -> Chart | None:
-    """A bar per rank, those of a job under its name; None for a single trace."""
+def ranks_chart(figures: Sequence[TraceFigures]) -> list[Chart]:
+    """A bar per rank, those of a job under its name; nothing for a single trace."""
     if len(figures) < 2:
-        return None
+        return []
     names, spans = job_names(figures), [mean([one], lambda part: part.span_ns) for one in figures]
     kept = sorted(sorted(range(len(figures)), key=lambda place: -spans[place])[:MOST_RANKS])
     shown = [figures[place] for place in kept]
@@ -88,7 +88,7 @@ def ranks_chart(figures: Sequence[TraceFigures]) -> Chart | None:
     text = f"Mean {each(figures[longest])} of each rank: from {span_of(shortest)} to {span_of(longest)}.{left_out}"
     figure = stacked(rows, bars, {part: STEP[part] for part in PARTS}, "s", "of the mean step")
     drawn = chart("ranks", "Ranks side by side", figure, text)
-    return _on_cpu(drawn) if all(one.device == "cpu" for one in figures) else drawn
+    return [_on_cpu(drawn) if all(one.device == "cpu" for one in figures) else drawn]
 
 
 def all_charts(figures: TraceFigures, timeline: Timeline | None, prefix: str) -> list[Chart]:

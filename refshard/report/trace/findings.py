@@ -261,7 +261,7 @@ def _exposed(members: Sequence[TraceFigures], loss: Loss) -> list[str]:
     waits = exposed_waits(worst)
     if sum(waits.values()) > exposed / 2:
         return [*where, _balance(members, worst, waits)]
-    unknown = unknown_waiting(worst)
+    unknown = unknown_waiting(worst, mostly=True)
     attempt = f"If the ranks hardly wait, try: {remedy}." if unknown else f"Try: {remedy}."
     named = attempt if where or unknown else f"To reduce exposed communication, try: {remedy}."
     return [*where, *filter(None, (bound_of(worst), unknown, named, late(members)))]
@@ -396,25 +396,18 @@ def _rate_of(found: CommunicationFigures, device: str) -> str:
     )
 
 
-def unknown_waiting(figures: TraceFigures) -> str:
-    """Whether most exposed communication may be waiting, and how to find out; empty if that is known.
+def unknown_waiting(figures: TraceFigures, *, mostly: bool = False) -> str:
+    """How much exposed communication may be transfer or waiting, why, and how to tell them apart; else empty.
 
-    A link that runs near its peak, or messages that are all latency, leave no room for waiting.
+    With ``mostly``, empty unless it is at least half and there is room for waiting: not if a link runs near its peak,
+    and not if messages are all latency.
     """
     found = figures.communication
-    if found is None or found.bound not in ("below", "unknown"):
+    if found is None or (mostly and found.bound not in ("below", "unknown")):
         return ""
     every = found.steps or (found.whole,)
-    mostly = 2 * sum(part.undivided_ns for part in every) >= sum(part.exposed_ns for part in every)
-    return undivided(figures) if mostly else ""
-
-
-def undivided(figures: TraceFigures) -> str:
-    """How much exposed communication may be transfer or waiting, why, and how to tell them apart; else empty."""
-    found = figures.communication
-    every = () if found is None else found.steps or (found.whole,)
     exposed, unknown = sum(one.exposed_ns for one in every), sum(one.undivided_ns for one in every)
-    if found is None or not found.missing or not unknown:
+    if not found.missing or not unknown or (mostly and 2 * unknown < exposed):
         return ""
     size = figures.world_size
     ranks = "both ranks" if size == 2 else "all ranks" if size is None else f"all {size} ranks"

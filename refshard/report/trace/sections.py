@@ -23,7 +23,7 @@ from refshard.analysis.names import name_in_words
 from refshard.events.timeline import Timeline
 from refshard.quantities import format_bytes, format_ns, format_part, format_percent
 from refshard.report.blocks import Cell, Part, Quantity, Row, Section
-from refshard.report.trace.findings import SMALL, exposed_waits, group_of, reach_of, short, size_of, undivided
+from refshard.report.trace.findings import SMALL, exposed_waits, group_of, reach_of, short, size_of, unknown_waiting
 from refshard.report.trace.lanes import idle_by_cause
 from refshard.report.trace.text import (
     count_per,
@@ -93,7 +93,7 @@ def exposed_communication(figures: TraceFigures) -> Section | None:
         "Exposed communication", [row(one) for one in every],
         "Transfer, waiting for a rank to enter, and what may be either. Besides: idle time before a collective that "
         "the host launched late",
-        [text for text in (undivided(figures), late) if text], text=("waits for",),
+        [text for text in (unknown_waiting(figures), late) if text], text=("waits for",),
     )  # fmt: skip
 
 

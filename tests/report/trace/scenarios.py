@@ -7,41 +7,15 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from refshard.analysis import figures as whatif
-from refshard.analysis.figures import (
-    Category,
-    Cause,
-    ClassFigures,
-    CommunicationFigures,
-    Contention,
-    CriticalPath,
-    ExposedSplit,
-    Holder,
-    HostStall,
-    HostStalls,
-    IdleFigures,
-    KernelFigures,
-    LoneCopy,
-    MemoryPeak,
-    MessageFigures,
-    OperatorFigures,
-    OperatorReport,
-    OperatorTotal,
-    PathPart,
-    PeerWait,
-    RankWait,
-    Slowdown,
-    Stall,
-    TraceFigures,
-    TraceWarning,
-    WhatIf,
-    WhatIfFigures,
-)
+from refshard.analysis import figures as f
+from refshard.analysis.attribution import Attribution, Owner, Work
+from refshard.analysis.difference import Unlike, difference
 from refshard.commands.trace import memory_snapshots
 from refshard.quantities import GIB
 from refshard.report import forms
 from refshard.report.blocks import Answer, Section
 from refshard.report.trace import sections
+from refshard.report.trace.difference import Compared, difference_answer
 from refshard.report.trace.findings import bound_of, findings
 from refshard.report.trace.lanes import drawn_windows, step_rows
 from tests.analysis.snapshots import Allocator, write
@@ -49,47 +23,47 @@ from tests.report import traces
 from tests.report.traces import MS, made, message
 
 
-def idle(cause: Cause, what: str, ms: int, count: int = 1) -> tuple[IdleFigures, ...]:
-    return (IdleFigures(cause=cause, what=what, ns=ms * MS, count=count, longest_ns=9 * MS),)
+def idle(cause: f.Cause, what: str, ms: int, count: int = 1) -> tuple[f.IdleFigures, ...]:
+    return (f.IdleFigures(cause=cause, what=what, ns=ms * MS, count=count, longest_ns=9 * MS),)
 
 
-def wait(rank: int, ms: int) -> RankWait:
-    return RankWait(rank=rank, waited_ns=ms * MS, collectives=1)
+def wait(rank: int, ms: int) -> f.RankWait:
+    return f.RankWait(rank=rank, waited_ns=ms * MS, collectives=1)
 
 
-def split(step: int | None = None, **given: Any) -> ExposedSplit:
+def split(step: int | None = None, **given: Any) -> f.ExposedSplit:
     known = {
         "exposed_ns": 10 * MS, "transfer_ns": None, "waiting_ns": None, "undivided_ns": 10 * MS, "launch_ns": 2 * MS,
     }  # fmt: skip
-    return ExposedSplit(step=step, **{**known, **given})
+    return f.ExposedSplit(step=step, **{**known, **given})
 
 
 def communicating(
-    bound: Any, *messages: MessageFigures, steps: int = 2, device: str = "H100", **given: Any
-) -> TraceFigures:
+    bound: Any, *messages: f.MessageFigures, steps: int = 2, device: str = "H100", **given: Any
+) -> f.TraceFigures:
     known = {
         "whole": split(), "steps": tuple(split(step) for step in range(steps)), "messages": messages or (message(),),
         "bound": bound, "profile": "mi300x", "missing": "the traces of the other ranks are not here", "no_launch": None,
     }  # fmt: skip
-    return made(communication=CommunicationFigures(**{**known, **given}), device=device)
+    return made(communication=f.CommunicationFigures(**{**known, **given}), device=device)
 
 
-def exposing(ms: int, waits: dict[int, int], **given: Any) -> CommunicationFigures:
+def exposing(ms: int, waits: dict[int, int], **given: Any) -> f.CommunicationFigures:
     """The exposed communication of two equal steps, with the waiting for each rank, in ms over both."""
-    peers = tuple(PeerWait(rank=rank, waited_ns=total * MS // 2) for rank, total in waits.items())
+    peers = tuple(f.PeerWait(rank=rank, waited_ns=total * MS // 2) for rank, total in waits.items())
     waiting = sum(peer.waited_ns for peer in peers)
     step = split(
         0, exposed_ns=ms * MS, transfer_ns=ms * MS - waiting, waiting_ns=waiting, undivided_ns=0, waits_for=peers
     )
     known = {"messages": (), "bound": None, "profile": None, "missing": None, "no_launch": None, **given}
-    return CommunicationFigures(whole=step, steps=(step, step), **known)
+    return f.CommunicationFigures(whole=step, steps=(step, step), **known)
 
 
 def collective(**changes: Any) -> Any:
     return replace(made().collectives[0], step=0, exposed_ns=40 * MS, **changes)
 
 
-def uneven(*lengths: int, rank: int = 0) -> TraceFigures:
+def uneven(*lengths: int, rank: int = 0) -> f.TraceFigures:
     """Steps of these lengths in ms; what one is longer than 100 ms by is blocked calls."""
     base, steps = made(exposed=3, rank=rank), []
     for number, length in enumerate(lengths, 4):
@@ -99,11 +73,11 @@ def uneven(*lengths: int, rank: int = 0) -> TraceFigures:
     return replace(base, steps=tuple(steps))
 
 
-def copied(name: str, ms: int = 100) -> list[TraceFigures]:
-    return [made(exposed=3, lone=60, lone_copies=(LoneCopy(name=name, ns=ms * MS, count=4),))]
+def copied(name: str, ms: int = 100) -> list[f.TraceFigures]:
+    return [made(exposed=3, lone=60, lone_copies=(f.LoneCopy(name=name, ns=ms * MS, count=4),))]
 
 
-def late(compute: int, **rest: Any) -> list[TraceFigures]:
+def late(compute: int, **rest: Any) -> list[f.TraceFigures]:
     """Two steps of 30 ms exposed; 16 of them wait for rank 0, which computes for so long."""
     waiting = made(exposed=30, rank=1, collectives=(), communication=exposing(30, {0: 32}))
     return [made(compute=compute, rank=0, **rest), waiting]
@@ -111,24 +85,24 @@ def late(compute: int, **rest: Any) -> list[TraceFigures]:
 
 SMALL: Mapping[str, Any] = {"exposed": 3, "collectives": ()}
 TWO = tuple(collective(op="all_gather", unit=unit) for unit in ("layers.0", "layers.1"))
-FINDINGS: Mapping[str, Sequence[TraceFigures]] = {
+FINDINGS: Mapping[str, Sequence[f.TraceFigures]] = {
     "communication": [made(collectives=())],
     "waiting for a stream": [made(**SMALL)],
     "launch-bound": [made(**SMALL, host=10, dependency=5)],
     "launch-bound in 40 gaps: launches one by one": [
-        made(exposed=3, host=10, dependency=5, idle=idle(Cause.LAUNCH, "aten::mm", 20, 40))
+        made(exposed=3, host=10, dependency=5, idle=idle(f.Cause.LAUNCH, "aten::mm", 20, 40))
     ],
     "launch-bound in 4 gaps: the host does something else": [
-        made(exposed=3, host=10, dependency=5, idle=idle(Cause.LAUNCH, "aten::mm", 20, 4))
+        made(exposed=3, host=10, dependency=5, idle=idle(f.Cause.LAUNCH, "aten::mm", 20, 4))
     ],
     "launch-bound without steps": [made(
         steps=(replace(made(exposed=3, host=10, dependency=5).steps[0], step=None),),
-        idle=idle(Cause.LAUNCH, "aten::mm", 20, 40),
+        idle=idle(f.Cause.LAUNCH, "aten::mm", 20, 40),
     )],
     "between operators of a CPU": [made(**SMALL, host=10, dependency=5, device="cpu")],
-    "blocking calls": [made(exposed=3, host=2, dependency=1, call=9, idle=idle(Cause.CALL, "cudaFree", 18))],
-    "one stream for another": [made(exposed=3, idle=idle(Cause.DEPENDENCY, "stream 0 waits for stream 4", 18))],
-    "unknown cause": [made(exposed=3, host=2, dependency=1, idle=idle(Cause.UNKNOWN, "aten::mm", 18))],
+    "blocking calls": [made(exposed=3, host=2, dependency=1, call=9, idle=idle(f.Cause.CALL, "cudaFree", 18))],
+    "one stream for another": [made(exposed=3, idle=idle(f.Cause.DEPENDENCY, "stream 0 waits for stream 4", 18))],
+    "unknown cause": [made(exposed=3, host=2, dependency=1, idle=idle(f.Cause.UNKNOWN, "aten::mm", 18))],
     "unknown without launches": [made(**SMALL, host=None, dependency=None)],
     "give-way": [made(**SMALL, lost=30)],
     "copies of buffers": [made(**SMALL, copies=30)],
@@ -146,7 +120,7 @@ FINDINGS: Mapping[str, Sequence[TraceFigures]] = {
     "the late rank computes": late(80),
     "the late rank computes as long": late(61),
     "the late rank computes less": late(40),
-    "the late rank stands in a call": late(40, idle=idle(Cause.CALL, "cudaFree", 20)),
+    "the late rank stands in a call": late(40, idle=idle(f.Cause.CALL, "cudaFree", 20)),
     "two late ranks, not here": [made(rank=1, exposed=30, communication=exposing(30, {5: 30, 3: 10}))],
     "less than half is waiting": [made(rank=1, exposed=30, communication=exposing(30, {0: 28}))],
     "concurrent collectives": [made(exposed=30, collectives=TWO)],
@@ -171,12 +145,12 @@ FINDINGS: Mapping[str, Sequence[TraceFigures]] = {
     "steps that hardly differ": [uneven(140, 100, 100)],
     "a step that is long on one rank": [uneven(400, 100, 100), uneven(100, 100, 100, rank=1)],
     "several devices": [made(**SMALL, warnings=(
-        TraceWarning(code="several_devices", message="events of 2 devices are counted together", count=2),
+        f.TraceWarning(code="several_devices", message="events of 2 devices are counted together", count=2),
     ))],
 }  # fmt: skip
 WAITED: Mapping[str, Any] = {
     "transfer_ns": 3 * MS, "waiting_ns": 6 * MS, "undivided_ns": MS,
-    "waits_for": (PeerWait(rank=5, waited_ns=4 * MS), PeerWait(rank=3, waited_ns=2 * MS)),
+    "waits_for": (f.PeerWait(rank=5, waited_ns=4 * MS), f.PeerWait(rank=3, waited_ns=2 * MS)),
 }  # fmt: skip
 BOUNDS = {
     "below the link": communicating("below"),
@@ -188,99 +162,99 @@ BOUNDS = {
     "skew": communicating("skew", steps=0, whole=split(**WAITED)),
     "nothing exposed": communicating(None),
 }
-STALL = HostStall(
-    kind=Stall.ITEM, call="cudaMemcpyAsync", line=None, operator="aten::_local_scalar_dense", unit=None, thread="7/7",
+STALL = f.HostStall(
+    kind=f.Stall.ITEM, call="cudaMemcpyAsync", line=None, operator="aten::_local_scalar_dense", unit=None, thread="7/7",
     copied=None, count=8, host_ns=40 * MS, idle_ns=20 * MS, followed_ns=30 * MS,
 )  # fmt: skip
 
 
-def stalled(*changes: dict[str, Any], steps: int | None = 4, **others: Any) -> TraceFigures:
+def stalled(*changes: dict[str, Any], steps: int | None = 4, **others: Any) -> f.TraceFigures:
     """Four steps of 100 ms."""
     places = tuple(replace(STALL, **change) for change in changes)
-    return made(host_stalls=HostStalls(places=places, steps=steps, span_ns=400 * MS, idle_ns=50 * MS), **others)
+    return made(host_stalls=f.HostStalls(places=places, steps=steps, span_ns=400 * MS, idle_ns=50 * MS), **others)
 
 
-def freed(calls: int) -> TraceFigures:
+def freed(calls: int) -> f.TraceFigures:
     """Four steps of 25 kernels each, and memory given back so often."""
     counts = {"hipFree": (20, calls - 20), "hipMalloc": (90,)}
-    places = [{"kind": Stall.ALLOCATOR, "call": call, "count": n} for call, of in counts.items() for n in of]
-    work = ClassFigures(name="GEMM", count=100, ns=300 * MS, share=1.0)
+    places = [{"kind": f.Stall.ALLOCATOR, "call": call, "count": n} for call, of in counts.items() for n in of]
+    work = f.ClassFigures(name="GEMM", count=100, ns=300 * MS, share=1.0)
     return stalled(*places, operators=worked(steps=4, classes=(work,)).operators)
 
 
-def mm(**others: Any) -> OperatorFigures:
+def mm(**others: Any) -> f.OperatorFigures:
     known: dict[str, Any] = {
         "name": "aten::mm", "kind": "GEMM", "shapes": "[64, 32], [32, 16]", "dtype": "bf16", "calls": 4, "ns": 120 * MS,
         "share": 0.6, "flops": 10**13, "bytes": 10**9, "flops_per_s": 333e12, "of_peak": 0.337, "of_roofline": 0.337,
         "bound": "compute",
     }  # fmt: skip
-    return OperatorFigures(**{**known, **others})
+    return f.OperatorFigures(**{**known, **others})
 
 
-def worked(device: str = "H100", **others: Any) -> TraceFigures:
+def worked(device: str = "H100", **others: Any) -> f.TraceFigures:
     """Two steps of 100 ms of work each: 60 % of it GEMMs."""
     known: dict[str, Any] = {
         "steps": 2, "work_ns": 200 * MS, "classes": (
-            ClassFigures(name="GEMM", count=4, ns=120 * MS, share=0.6),
-            ClassFigures(name="communication", count=2, ns=50 * MS, share=None),
+            f.ClassFigures(name="GEMM", count=4, ns=120 * MS, share=0.6),
+            f.ClassFigures(name="communication", count=2, ns=50 * MS, share=None),
         ),
-        "totals": (OperatorTotal(name="aten::mm", kind="GEMM", calls=4, shapes=1, ns=120 * MS, share=0.6),),
+        "totals": (f.OperatorTotal(name="aten::mm", kind="GEMM", calls=4, shapes=1, ns=120 * MS, share=0.6),),
         "total_count": 1, "operator_count": 2, "kernel_count": 9, "contention": None, "hardware": "h100-sxm-80gb",
         "operators": (mm(), mm(name="my::op", shapes=None, dtype=None, ns=80 * MS, of_roofline=None, bound=None)),
-        "kernels": (KernelFigures(name="x" * 300, short="x", kind="GEMM", count=4, ns=120 * MS, share=0.6),),
+        "kernels": (f.KernelFigures(name="x" * 300, short="x", kind="GEMM", count=4, ns=120 * MS, share=0.6),),
         "has_shapes": True,
     }  # fmt: skip
-    return made(operators=OperatorReport(**{**known, **others}), device=device)
+    return made(operators=f.OperatorReport(**{**known, **others}), device=device)
 
 
-def slowdown(kind: Any, during: int, alone: int, name: str = "x") -> Slowdown:
-    return Slowdown(name=name, kind=kind, runs=8, beside_ns=during * MS, alone_ns=alone * MS, slower=during > alone)
+def slowdown(kind: Any, during: int, alone: int, name: str = "x") -> f.Slowdown:
+    return f.Slowdown(name=name, kind=kind, runs=8, beside_ns=during * MS, alone_ns=alone * MS, slower=during > alone)
 
 
-SLOWED = Contention(
+SLOWED = f.Contention(
     classes=(slowdown("elementwise", 40, 20), slowdown("GEMM", 118, 100), slowdown("copies", 9, 10)),
     kernels=(slowdown("GEMM", 118, 100, "nvjet"),), compared_ns=167, beside_ns=334, shapeless_ns=100,
 )  # fmt: skip
-REPLAYS = WhatIfFigures(
+REPLAYS = f.WhatIfFigures(
     steps=3, step_ns=100 * MS, replay_error=0.002, waits_recorded=0, waits_inferred=1234, only_launches=False,
-    what_ifs=(WhatIf(what=whatif.LAUNCHES, step_ns=60 * MS, gain_ns=40 * MS),),
+    what_ifs=(f.WhatIf(what=f.LAUNCHES, step_ns=60 * MS, gain_ns=40 * MS),),
     order=(
-        WhatIf(what=whatif.LAUNCHES, step_ns=80 * MS, gain_ns=20 * MS),
-        WhatIf(what=whatif.KERNEL, step_ns=65 * MS, gain_ns=15 * MS, detail="gemm"),
-        WhatIf(what=whatif.OVERLAPPED, step_ns=64_900_000, gain_ns=100_000),
+        f.WhatIf(what=f.LAUNCHES, step_ns=80 * MS, gain_ns=20 * MS),
+        f.WhatIf(what=f.KERNEL, step_ns=65 * MS, gain_ns=15 * MS, detail="gemm"),
+        f.WhatIf(what=f.OVERLAPPED, step_ns=64_900_000, gain_ns=100_000),
     ),
-    path=CriticalPath(
-        parts=(PathPart(kind="host", ns=70 * MS), PathPart(kind="compute", ns=29_800_000), PathPart(kind="copy", ns=9)),
-        owners=(PathPart(kind="host", ns=60 * MS, name="before aten::add"), PathPart(kind="compute", ns=9, name="x")),
+    path=f.CriticalPath(
+        parts=tuple(f.PathPart(kind=of, ns=ns) for of, ns in (("host", 70 * MS), ("compute", 29_800_000), ("copy", 9))),
+        owners=(f.PathPart(kind="host", ns=60 * MS, name="before aten::add"), f.PathPart(kind="compute", ns=9)),
     ),
 )  # fmt: skip
 
 
-def replayed(**changes: Any) -> TraceFigures:
+def replayed(**changes: Any) -> f.TraceFigures:
     return made(what_if=replace(REPLAYS, **changes))
 
 
-def overlapped(gain: float, kind: str, comm: int) -> TraceFigures:
+def overlapped(gain: float, kind: str, comm: int) -> f.TraceFigures:
     """30 of 100 ms are exposed, and overlapping them gains so many."""
-    one = WhatIf(what=whatif.OVERLAPPED, step_ns=int((100 - gain) * MS), gain_ns=int(gain * MS))
-    path = CriticalPath(parts=tuple(PathPart(kind=of, ns=50 * MS) for of in ("communication", kind)), owners=())
+    one = f.WhatIf(what=f.OVERLAPPED, step_ns=int((100 - gain) * MS), gain_ns=int(gain * MS))
+    path = f.CriticalPath(parts=tuple(f.PathPart(kind=of, ns=50 * MS) for of in ("communication", kind)), owners=())
     return made(comm=comm, exposed=30, what_if=replace(REPLAYS, what_ifs=(one,), order=(), path=path))
 
 
-def unblocked(gain: int, error: float = 0.0) -> TraceFigures:
+def unblocked(gain: int, error: float = 0.0) -> f.TraceFigures:
     """A wait of 10 ms that ends before the queue does idles nothing, and yet delays all launches after it."""
-    one = WhatIf(what=whatif.NO_SYNC, step_ns=(100 - gain) * MS, gain_ns=gain * MS)
+    one = f.WhatIf(what=f.NO_SYNC, step_ns=(100 - gain) * MS, gain_ns=gain * MS)
     found = replace(REPLAYS, what_ifs=(one,), order=(), replay_error=error)
-    return stalled({"idle_ns": MS, "kind": Stall.SYNC}, what_if=found)
+    return stalled({"idle_ns": MS, "kind": f.Stall.SYNC}, what_if=found)
 
 
-def holder(category: Category, gib: int, unit: str | None = None, operator: str | None = None) -> Holder:
-    return Holder(category=category, unit=unit, operator=operator, bytes=gib * GIB, blocks=gib)
+def holder(category: f.Category, gib: int, unit: str | None = None, operator: str | None = None) -> f.Holder:
+    return f.Holder(category=category, unit=unit, operator=operator, bytes=gib * GIB, blocks=gib)
 
 
-def held(*holders: Holder, **changes: Any) -> TraceFigures:
+def held(*holders: f.Holder, **changes: Any) -> f.TraceFigures:
     """20 of 40 GiB reserved are allocated at the peak."""
-    peak = MemoryPeak(
+    peak = f.MemoryPeak(
         device="device 0", ns=5, step=3, phase="backward", operator="aten::mm", unit="layers.1",
         allocated_bytes=20 * GIB, risen_bytes=16 * GIB, reserved_bytes=40 * GIB, most_reserved_bytes=41 * GIB,
         holders=holders,
@@ -289,7 +263,7 @@ def held(*holders: Holder, **changes: Any) -> TraceFigures:
 
 
 LAYERS = (holder("activations", 12, "layers.0", "aten::linear"), holder("backward", 8, "layers.1"))
-SECTIONS: Sequence[tuple[Callable[[TraceFigures], Section | None], Mapping[str, TraceFigures]]] = (
+SECTIONS: Sequence[tuple[Callable[[f.TraceFigures], Section | None], Mapping[str, f.TraceFigures]]] = (
     (sections.exposed_communication, {
         "not divided": communicating("below"),
         "mostly divided": communicating("skew", steps=0, whole=split(**WAITED), no_launch="no host"),
@@ -299,23 +273,23 @@ SECTIONS: Sequence[tuple[Callable[[TraceFigures], Section | None], Mapping[str, 
     }),
     (sections.messages, {"in two sizes": communicating("below", message(nodes=2, least_bytes=2**10), message())}),
     (sections.host_stalls, {
-        "values": stalled({}, {"kind": Stall.COPY, "idle_ns": 8 * MS}),
+        "values": stalled({}, {"kind": f.Stall.COPY, "idle_ns": 8 * MS}),
         "a known line": stalled({"line": "/a/b/project/models/net.py(7): forward"}),
         "a line without an operator": stalled({"line": "train.py(7): main", "operator": None}),
-        "an operator in a layer": stalled({"operator": "x" * 60, "unit": "layers.3", "kind": Stall.SHAPE}),
-        "a thread": stalled({"operator": None, "kind": Stall.SYNC}),
-        "copies to the device": stalled({"kind": Stall.COPY, "copied": "Memcpy HtoD (Pageable -> Device)"}),
-        "copies to the host": stalled({"kind": Stall.COPY, "copied": "Memcpy DtoH (Device -> Pageable)"}),
-        "CUDA loads": stalled({"kind": Stall.LOADING}), "HIP loads": stalled({"kind": Stall.LOADING, "call": "hipL"}),
-        "other calls": stalled({"kind": Stall.OTHER}),
+        "an operator in a layer": stalled({"operator": "x" * 60, "unit": "layers.3", "kind": f.Stall.SHAPE}),
+        "a thread": stalled({"operator": None, "kind": f.Stall.SYNC}),
+        "copies to the device": stalled({"kind": f.Stall.COPY, "copied": "Memcpy HtoD (Pageable -> Device)"}),
+        "copies to the host": stalled({"kind": f.Stall.COPY, "copied": "Memcpy DtoH (Device -> Pageable)"}),
+        "CUDA loads": stalled({"kind": f.Stall.LOADING}), "other calls": stalled({"kind": f.Stall.OTHER}),
+        "HIP loads": stalled({"kind": f.Stall.LOADING, "call": "hipLaunchKernel"}),
         "memory is not cached": freed(25), "memory is cached": freed(24),
         "small": stalled({"idle_ns": 3 * MS}), "none": stalled(),
         "small, together large": stalled(*({"idle_ns": 3 * MS, "call": name} for name in "abc")),
-        "a full queue": stalled({"kind": Stall.QUEUE, "call": "cudaLaunchKernel", "idle_ns": 0}),
+        "a full queue": stalled({"kind": f.Stall.QUEUE, "call": "cudaLaunchKernel", "idle_ns": 0}),
         "without steps": stalled({}, steps=None),
         "the host would gain": unblocked(28), "the host would gain nothing": unblocked(0),
         "the replay is off": unblocked(28, error=0.5),
-        "no calls": made(host_stalls=HostStalls(places=None, reason="the trace holds no calls")),
+        "no calls": made(host_stalls=f.HostStalls(places=None, reason="the trace holds no calls")),
     }),
     (sections.work_by_class, {
         "the operator that could gain most": worked(
@@ -337,7 +311,7 @@ SECTIONS: Sequence[tuple[Callable[[TraceFigures], Section | None], Mapping[str, 
     (sections.what_ifs, {
         "the host": replayed(), "nothing": replayed(order=()), "off": replayed(replay_error=0.11, order=()),
         "far off": replayed(replay_error=0.97, order=()), "only launches": replayed(only_launches=True),
-        "a host on the path": replayed(what_ifs=(WhatIf(what=whatif.LAUNCHES, step_ns=80 * MS, gain_ns=20 * MS),)),
+        "a host on the path": replayed(what_ifs=(f.WhatIf(what=f.LAUNCHES, step_ns=80 * MS, gain_ns=20 * MS),)),
         "overlap gains nothing": overlapped(0, "host", 40), "overlap is bound": overlapped(10, "host", 90),
         "overlap waits for others": overlapped(10, "compute", 40), "overlap gains more": overlapped(40, "compute", 40),
         "overlap gains what is exposed": overlapped(29.6, "host", 40), "a CPU": made(device="cpu"),
@@ -399,11 +373,83 @@ def fragmented() -> Allocator:
     return allocator
 
 
+def snapshots() -> Mapping[str, dict[str, Any]]:
+    """Snapshots of allocators, by what is special about them."""
+    failed, limited, ended, bare = fragmented(), Allocator(), fragmented(), fragmented().snapshot(entries=0)
+    failed.fail(3072, 100, 8)
+    once = failed.snapshot()
+    failed.fail(1 << 20, 100, 8)
+    expandable = failed.snapshot()
+    expandable["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    for _ in range(4):
+        limited.free(limited.allocate(100, 1))
+        limited.empty_cache()
+    recorded = len(ended.entries)
+    ended.free(next(part for part in ended.segments[min(ended.segments)] if part.line == 5))
+    early = ended.snapshot()
+    early["device_traces"] = [trace[:recorded] for trace in early["device_traces"]]
+    for block in bare["segments"][0]["blocks"]:
+        block["frames"] = []
+    return {
+        "out of memory by fragmentation": once, "out of memory twice, with expandable segments": expandable,
+        "near the limit": limited.snapshot(), "the history ends early": early, "no history, no stacks": bare,
+    }  # fmt: skip
+
+
 def snapshot_text() -> str:
-    """A fragmented memory snapshot, twice out of memory."""
-    allocator = fragmented()
-    allocator.fail(3072, 100, 8)
-    allocator.fail(1 << 20, 100, 8)
+    """The answer about each snapshot."""
+    lines = []
     with TemporaryDirectory() as folder:
-        answer = memory_snapshots([write(Path(folder) / "s.pickle", allocator.snapshot())])
-    return forms.as_text(answer, forms.Paper(), verbose=True) + "\n"
+        for name, snapshot in snapshots().items():
+            answer = memory_snapshots([write(Path(folder) / "s.pickle", snapshot)])
+            lines += [f"# {name}", forms.as_text(answer, forms.Paper(), verbose=True), ""]
+    return "\n".join(lines)
+
+
+MM = Work(kind="compute", operator="aten::mm", phase="forward")
+GATHER = Work(kind="comm", operator="all_gather", phase="forward")
+IDLE = Work(kind="idle", operator="aten::mm", phase="forward", bound="launch")
+
+
+def side(*rows: tuple[Work, int], kernel: str = "k") -> Attribution:
+    """Steps of one nanosecond per unit."""
+    owners = tuple(Owner(work=work, ns=ns, count=1, kernels=((kernel, ns),)) for work, ns in rows)
+    return Attribution(step_ns=(sum(ns for _, ns in rows),), owners=owners)
+
+
+def compared(a: list[Attribution], b: list[Attribution], ranks: tuple[int, ...] = (), **others: Any) -> Compared:
+    return Compared(names=("a", "b"), steps=(1, 1), difference=difference(a, b, ranks), **others)
+
+
+def changed(a: Sequence[int], b: Sequence[int], works: Sequence[Work] = (MM, GATHER, IDLE), **others: Any) -> Compared:
+    return compared([side(*zip(works, a))], [side(*zip(works, b))], **others)
+
+
+BACKWARD, REST, NAMELESS = replace(MM, phase="backward"), replace(MM, phase=None), replace(MM, by_name=True)
+OPERATORS = [replace(MM, operator=f"op{n}") for n in range(40)]
+DIFFERENCES = {
+    "more": changed((60_000, 30_000, 10_000), (90_000, 40_000, 11_000), interval=(500.0, 1500.0)),
+    "less": changed((90_000, 40_000, 11_000), (60_000, 30_000, 10_000)),
+    "shares over 100 % or below 0 are left out": changed((60_000, 30_000), (90_000, 20_000)),
+    "parts that cancel": changed((60_000, 30_000), (50_000, 40_000)),
+    "within variation": changed((60_000,), (61_000,), interval=(-500.0, 2500.0)),
+    "nothing": changed((60_000,), (60_000,)),
+    "not like for like": changed((60_000,), (90_000,), unlike=(
+        Unlike(what="device", a="H100", b="MI300X"), Unlike(what="world size", a="8", b="2"),
+        Unlike(what="batch size", a="aten::mm [8,4]x[4,2]", b="aten::mm [16,4]x[4,2]"),
+    )),
+    "three ranks": compared(
+        [side((MM, 60_000))] * 3, [side((MM, ns)) for ns in (61_000, 50_000, 63_000)], (4, 5, 6),
+        interval=(500.0, 1500.0),
+    ),
+    "only on one side": compared([side((MM, 60_000))], [side((replace(MM, operator="fused"), 40_000))]),
+    "operators unknown": changed((60_000,), (40_000,), (NAMELESS,)),
+    "phases": changed((1_000, 2_000, 50), (1_100, 2_300, 50), (MM, BACKWARD, REST)),
+    "many changes": changed([1_000] * 40, [1_000 + 100 * n for n in range(40)], OPERATORS),
+}  # fmt: skip
+
+
+def differences_text() -> str:
+    """The answer about each difference."""
+    answers = {name: difference_answer(found) for name, found in DIFFERENCES.items()}
+    return "\n".join(f"# {name}\n{forms.as_text(one, forms.Paper())}\n" for name, one in answers.items())

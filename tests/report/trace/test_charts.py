@@ -50,16 +50,14 @@ def test_ranks_stand_side_by_side_by_job_the_slowest_if_there_are_many() -> None
     ranks = [
         made(job=job, rank=rank, file=f"{job}x-rank{rank}", exposed=20 + rank) for job in (0, 1) for rank in (0, 1)
     ]
-    drawn = charts.ranks_chart(ranks)
-    assert drawn is not None
+    (drawn,) = charts.ranks_chart(ranks)
     bars = {bar["name"]: bar for bar in drawn.figure["data"]}
     assert bars["exposed communication"]["x"] == [20, 21, 20, 21]
     assert bars["exposed communication"]["y"] == [1, 2, 4, 5]
     rows = [row["text"] for row in drawn.figure["layout"]["meta"]["rows"]]
     assert rows == ["<b>0x</b>", "rank 0", "rank 1", "<b>1x</b>", "rank 0", "rank 1"]
-    assert charts.ranks_chart(ranks[:1]) is None
-    many = charts.ranks_chart([made(rank=rank, span=100 + (37 * rank) % 60) for rank in range(60)])
-    assert many is not None
+    assert charts.ranks_chart(ranks[:1]) == []
+    (many,) = charts.ranks_chart([made(rank=rank, span=100 + (37 * rank) % 60) for rank in range(60)])
     assert len(many.figure["data"][0]["x"]) == charts.MOST_RANKS
     assert many.alternative.endswith("to 159 ms on rank 47. The 40 of 60 ranks with the longest step.")
 

@@ -50,7 +50,7 @@ def test_no_rank_is_waited_for_longer_than_a_step() -> None:
 )
 def test_unknown_waiting_names_the_ranks_to_record(bound: str, size: int | None, given: dict, ranks: str) -> None:  # type: ignore[type-arg]
     communication = communicating(bound, **given).communication
-    text = unknown_waiting(made(world_size=size, communication=communication))
+    text = unknown_waiting(made(world_size=size, communication=communication), mostly=True)
     assert (f"Record the same steps on {ranks}, a file each" in text) if ranks else not text
 
 
