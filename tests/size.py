@@ -28,7 +28,7 @@ BUDGETS = {
     "refshard/specs": 2_250,
     "refshard/strategies": 3_150,
     "refshard/*.py": 1_950,
-    "tests": 68_800,
+    "tests": 68_600,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

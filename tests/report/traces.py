@@ -23,16 +23,7 @@ from refshard.analysis.figures import (
 )
 from refshard.analysis.jobs import Identity
 from refshard.analysis.overlap import breakdowns
-from refshard.events.timeline import (
-    KINDS,
-    UNKNOWN,
-    Collective,
-    Kind,
-    Meaning,
-    Spans,
-    Timeline,
-    Window,
-)
+from refshard.events.timeline import KINDS, UNKNOWN, Collective, Kind, Meaning, Spans, Timeline, Window
 from refshard.report.page import as_page
 from refshard.report.trace.answer import trace_answer
 
@@ -113,9 +104,7 @@ def gpu(*, rank: int = 0, layers: int = 24, kernels: int = 12, steps: int = 3, s
 
 def _gpu_step(maker: Maker, step: int, now: int, layers: int, kernels: int, slow_comm: float) -> int:
     gather, reduce = int(700 * US * slow_comm), int(1100 * US * slow_comm)
-    names = [f"model.layers.{n}" for n in range(layers)]
-    comm = now
-    ready: dict[str, int] = {}
+    names, comm, ready = [f"model.layers.{n}" for n in range(layers)], now, dict[str, int]()
 
     def gathered(unit: str, after: int) -> int:
         nonlocal comm
@@ -176,15 +165,15 @@ def cpu(*, rank: int = 0, layers: int = 6, steps: int = 2) -> Timeline:
             order = range(layers) if phase == "forward" else range(layers - 1, -1, -1)
             for layer in order:
                 unit = f"layers.{layer}"
-                known = {"step": step, "unit": unit, "under": meaning}
+                known: dict[str, Any] = {"step": step, "unit": unit, "under": meaning}
                 lane, length = f"gloo {4 + layer % 2}", (700 + 90 * layer) * US
                 if phase == "forward":
                     maker.collective("all_gather", lane, "gloo:all_gather", now, now + length, unit=unit, step=step)
                 for n in range(4):
                     start = now + (100 if n or phase == "backward" else 400) * US
                     now = start + 320 * US
-                    maker.add(Kind.COMPUTE, "main", "aten::linear", start, now, **known)  # type: ignore[arg-type]
-                    maker.add(Kind.COMPUTE, "main", "aten::addmm", start + 20 * US, now - 20 * US, **known)  # type: ignore[arg-type]
+                    maker.add(Kind.COMPUTE, "main", "aten::linear", start, now, **known)
+                    maker.add(Kind.COMPUTE, "main", "aten::addmm", start + 20 * US, now - 20 * US, **known)
                 if phase == "backward":
                     maker.collective("all_to_all", lane, "gloo:all_to_all", now, now + length, unit=unit, step=step)
         now += 1500 * US
@@ -207,13 +196,10 @@ def figures(timeline: Timeline, *, file: str = "rank0.json.gz", job: int = 0, wo
     return TraceFigures(
         file=file, job=job, rank=timeline.rank, world_size=world_size,
         backend="nccl" if timeline.on_device else "gloo",
-        device="NVIDIA H100 80GB HBM3" if timeline.on_device else "cpu", events=len(spans), whole=whole,
-        giveway=giveway, copies=copies, reduce_wait=wait,
+        device="NVIDIA H100 80GB HBM3" if timeline.on_device else "cpu",
+        events=len(spans), whole=whole, giveway=giveway, copies=copies, reduce_wait=wait,
         steps=tuple(
-            StepFigures(
-                step=w.step, start_ns=w.start, breakdown=part,
-                giveway=giveway, copies=copies, reduce_wait=wait,
-            )
+            StepFigures(step=w.step, start_ns=w.start, breakdown=part, giveway=giveway, copies=copies, reduce_wait=wait)
             for w, part in zip(timeline.windows, parts)
         ),
         units=unit_figures(timeline), collectives=collective_figures(timeline),

@@ -90,17 +90,16 @@ def trace_answer(analyses: Sequence[Analysis], checks: Sequence[Block] = (), mor
             )  # fmt: skip
     title = f"{len(traces)} traces of {f'{len(names)} jobs' if len(names) > 1 else 'one job'}"
     definitions: list[Row] = [{"term": term, "meaning": text} for term, text in _DEFINITIONS.items()]
+    objects = as_objects(traces)
+
+    def is_nested(value: object) -> bool:
+        return isinstance(value, dict) or (
+            isinstance(value, list) and bool(value) and isinstance(value[0], (dict, list))
+        )
+
     return Answer(
-        data={"verdict": lead, "traces": as_objects(traces)},
-        rows=[
-            {
-                key: value
-                for key, value in one.items()
-                if not isinstance(value, dict)
-                and not (isinstance(value, list) and value and isinstance(value[0], (dict, list)))
-            }
-            for one in as_objects(traces)
-        ],
+        data={"verdict": lead, "traces": objects},
+        rows=[{key: value for key, value in one.items() if not is_nested(value)} for one in objects],
         blocks=[
             *blocks,
             Charts(draw=lambda: _charts().ranks_chart(traces)),

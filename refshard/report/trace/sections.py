@@ -116,9 +116,10 @@ def messages(figures: TraceFigures) -> Section | None:
         }
         for one in found.messages
     ]  # fmt: skip
-    link = f". The link's is that of the cluster profile {found.profile}" if found.profile else ""
-    caption = f"Median bus bandwidths in GB/s; without waiting: measured on the rank that entered last{link}"
-    return section("Messages", rows, caption, text=("size", "group", "spans"))
+    caption = "Median bus bandwidths in GB/s; without waiting: measured on the rank that entered last"
+    has_link = any(one.link_bandwidth is not None for one in found.messages)
+    link = [f"The link's bandwidth is that of the cluster profile {found.profile}."] if has_link else []
+    return section("Messages", rows, caption, link, text=("size", "group", "spans"))
 
 
 def idle_time(figures: TraceFigures) -> Section | None:
@@ -439,9 +440,9 @@ def operators(figures: TraceFigures) -> Section | None:
     """The operators that take longest, over all shapes."""
     if (report := figures.operators) is None:
         return None
-    caption = ": what the host called, and the time of the kernels that it launched for that."
-    heads = ("class", "calls", "time", "per call", "share", "TFLOPS", "of peak", "of roofline")
     found: _Works = [({"operator": cut(one.name, _LONGEST)}, one) for one in report.totals]
+    heads = ("class", "calls", "time", "per call", "share", "TFLOPS", "of peak", "of roofline")
+    caption = ": what the host called, and the time of the kernels that it launched for that."
     return _work("Operators", found, heads, figures, caption, report.total_count)
 
 
@@ -450,13 +451,13 @@ def operators_by_shape(figures: TraceFigures) -> Section | None:
     report = figures.operators
     if report is None or not any(one.shapes for one in report.operators):
         return None
-    profile = f" Peaks: the hardware profile {report.hardware}." if report.hardware else ""
-    caption = f"; bytes are the least that each must move.{profile}"
-    heads = ("dtype", "calls", "time", "share", "TFLOPS", "of peak", "of roofline", "bound by")
     found: _Works = [
-        ({"operator": cut(one.name, _LONGEST), "shapes": cut(one.shapes, _LONGEST) if one.shapes else None}, one)
+        ({"operator": cut(one.name, _LONGEST), "shapes": cut(one.shapes or "-", _LONGEST)}, one)
         for one in report.operators
     ]
+    heads = ("dtype", "calls", "time", "share", "TFLOPS", "of peak", "of roofline", "bound by")
+    profile = f" Peaks: the hardware profile {report.hardware}." if report.hardware else ""
+    caption = f"; bytes are the least that each must move.{profile}"
     return _work("Operators by shape", found, heads, figures, caption, report.operator_count)
 
 
@@ -464,10 +465,9 @@ def kernels(figures: TraceFigures) -> Section | None:
     """The kernels that take longest."""
     if (report := figures.operators) is None:
         return None
-    caption = ", without communication; names are shortened (--json has them whole)."
     found: _Works = [({"kernel": one.short}, one) for one in report.kernels]
-    heads = ("class", "count", "time", "each", "share")
-    return _work("Kernels", found, heads, figures, caption, report.kernel_count)
+    caption = ", without communication; names are shortened (--json has them whole)."
+    return _work("Kernels", found, ("class", "count", "time", "each", "share"), figures, caption, report.kernel_count)
 
 
 _CLASSES: dict[str, str] = {

@@ -63,6 +63,9 @@ def test_the_page_asks_the_network_for_nothing_and_leads_to_perfetto_alone(seen:
             assert attributes.get(name) is None, f"<{tag} {name}={attributes.get(name)}>"
         target = attributes.get("href")
         assert target is None or target.startswith(("#", "data:")) or (tag, target) == ("a", PERFETTO)
+    ids = [attributes["id"] for _, attributes in seen.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert {link["href"] for link in seen.having("a")} - {PERFETTO} <= {f"#{name}" for name in ids}
 
 
 def test_hostile_names_stay_text(tmp_path: Path, seen: Page) -> None:
@@ -119,13 +122,6 @@ def test_a_page_of_cpus_calls_no_idle_time_launch_bound(tmp_path: Path) -> None:
     gpu = traces.page([traces.trace(tmp_path, traces.gpu(layers=2), file="gpu.json")])
     assert "idle, launch-bound" in gpu
     assert "idle, between operators" not in gpu
-
-
-def test_ids_are_unique_and_links_lead_somewhere(seen: Page) -> None:
-    ids = [attributes["id"] for _, attributes in seen.tags if "id" in attributes]
-    assert len(ids) == len(set(ids))
-    inside = {link["href"] for link in seen.having("a")} - {PERFETTO}
-    assert inside <= {f"#{name}" for name in ids}
 
 
 def contents(text: str) -> list[bytes]:
