@@ -27,9 +27,8 @@ from refshard.report.trace.lanes import (
     View,
     drawn_windows,
     find_layer,
-    layer_rows,
     layer_sentence,
-    step_rows,
+    rows_of,
 )
 from refshard.report.trace.text import (
     IDLE,
@@ -97,7 +96,7 @@ def all_charts(figures: TraceFigures, timeline: Timeline | None, prefix: str) ->
     windows = () if timeline is None or not len(timeline.spans) else drawn_windows(figures, timeline)
     for n, window in enumerate(windows):
         assert timeline is not None
-        rows, undrawn = step_rows(timeline, figures, window)
+        rows, undrawn = rows_of(timeline, figures, window.begin, window.close)
         title = f"from the start of the {'trace' if window.step is None else 'step'}"
         figure, cell = spans_figure(rows, (window.begin, window.close), window.begin, title, MOST_SPANS)
         sentences = [f"{window.label[0].upper()}{window.label[1:]}, of {who(figures)}."]
@@ -223,10 +222,11 @@ def layer_chart(view: View, figures: TraceFigures, identity: str) -> Chart:
     """The picture of a layer, over the extent of the view."""
     noun = "kernel" if view.timeline.on_device else "operator"
     axis = f"from the start of the layer's first {noun}"
-    rows = layer_rows(view, figures.collectives)
+    rows, _ = rows_of(view.timeline, figures, view.begin, view.end, view.hull.unit)
     figure, _ = spans_figure(rows, (view.begin, view.end), view.hull.start, axis, MOST_BLOCKS)
     title = f"The {view.hull.phase} of {view.unit}" if view.hull.phase else view.unit
-    return chart(identity, title, figure, f"{layer_sentence(view)} Dimmed: other units.")
+    drawn = chart(identity, title, figure, f"{layer_sentence(view)} Dimmed: other units.")
+    return _on_cpu(drawn) if figures.device == "cpu" else drawn
 
 
 def spans_figure(

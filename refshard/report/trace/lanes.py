@@ -1,4 +1,4 @@
-"""Rows of blocks over time: the lanes of a step, and the lanes around one layer's backward.
+"""Rows of blocks over time: the lanes of a step, or of the time around one layer's backward.
 
 Each block has a note, which pointing shows: a short name, which stands on blocks that are wide enough, and the rest.
 """
@@ -21,7 +21,6 @@ Note = tuple[str, str]
 Rows = npt.NDArray[np.bool_]
 MOST_ROWS, MOST_LANES, _MOST_AT_ONCE = 6, 12, 3
 """Rows of a lane, the last of which takes whatever is nested more deeply; lanes; names of concurrent collectives."""
-_MOST_LANES_OF_LAYER = 6
 _WIDEST = 3
 """The picture of a layer reaches at most this many times the layer's length to either side."""
 NAMES = {
@@ -91,23 +90,26 @@ def drawn_windows(figures: TraceFigures, timeline: Timeline) -> tuple[Window, ..
     )  # fmt: skip
 
 
-def step_rows(timeline: Timeline, figures: TraceFigures, window: Window) -> tuple[list[LaneRow], int]:
-    """The rows of a step from above, and how many lanes are left out.
+def rows_of(
+    timeline: Timeline, figures: TraceFigures, begin: int, close: int, own: int | None = None
+) -> tuple[list[LaneRow], int]:
+    """The rows of a window from above, and how many lanes are left out.
 
-    The main lane comes first, then those that communicate, then the others; the busier first.
+    The units come first unless one is the window's ``own``, which dims the spans of others; then the main lane, the
+    lanes that communicate, and the others, the busier first; then strips that show when communication is exposed and
+    when nothing runs.
     """
-    begin, close = window.begin, window.close
     spans, collectives = timeline.spans, figures.collectives
     seen, main, parts = within(spans, begin, close), spans.main_lane(), collectives_of(spans, collectives)
     communicating, busy = (_busy(spans, rows) for rows in (seen & spans.of_kind(Kind.COMM), seen))
     present = np.unique(spans.lanes[seen]).tolist()
     order = sorted(present, key=lambda lane: (lane != main, -communicating[lane], -busy[lane]))
-    found = [_units(timeline, begin, close)]
+    found = [_units(timeline, begin, close)] if own is None else []
     for lane in order[:MOST_LANES]:
         mine = seen & (spans.lanes == lane)
         kinds = np.bincount(spans.kinds[mine], weights=(spans.ends - spans.starts)[mine], minlength=len(KINDS))
         label = f"{spans.lane_names[lane]}: {NAMES[KINDS[int(np.argmax(kinds))].value]}"
-        first, *others = _lane_rows(spans, mine, label, collectives, parts)
+        first, *others = _lane_rows(spans, mine, label, collectives, parts, own)
         gaps = () if lane == main else _gaps(collectives, spans.lane_names[lane], begin, close)
         found += [replace(first, blocks=(*first.blocks, *gaps)), *others]
     found += [_exposed(timeline, collectives, begin, close), _idle(timeline, begin, close)]
@@ -128,7 +130,7 @@ def _busy(spans: Spans, rows: Rows) -> npt.NDArray[np.float64]:
 
 def _lane_rows(
     spans: Spans, mine: Rows, label: str, collectives: Sequence[CollectiveFigures], parts: npt.NDArray[np.int64],
-    own: int | None = None,
+    own: int | None,
 ) -> list[LaneRow]:  # fmt: skip
     """The rows of the spans ``mine``, which share a lane; spans of other units than ``own`` are dimmed.
 
@@ -419,21 +421,6 @@ def _typical(found: Sequence[Hull]) -> Hull | None:
     quarter = len(candidates) // 4
     ordered = sorted(candidates[quarter : len(candidates) - quarter], key=lambda hull: hull.end - hull.start)
     return ordered[(len(ordered) - 1) // 2] if ordered else None
-
-
-def layer_rows(view: View, collectives: Sequence[CollectiveFigures]) -> list[LaneRow]:
-    """The main lane, then the lanes with most spans of this unit, then the others."""
-    spans = view.timeline.spans
-    seen, main, parts = within(spans, view.begin, view.end), spans.main_lane(), collectives_of(spans, collectives)
-    mine = np.bincount(spans.lanes[seen & (spans.units == view.hull.unit)], minlength=len(spans.lane_names))
-    lanes = sorted(np.unique(spans.lanes[seen]).tolist(), key=lambda lane: (lane != main, -mine[lane], lane))
-    return [
-        row
-        for lane in lanes[:_MOST_LANES_OF_LAYER]
-        for row in _lane_rows(
-            spans, seen & (spans.lanes == lane), spans.lane_names[lane], collectives, parts, view.hull.unit
-        )
-    ]
 
 
 def layer_sentence(view: View) -> str:

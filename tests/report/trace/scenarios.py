@@ -17,7 +17,7 @@ from refshard.report.blocks import Answer, Section
 from refshard.report.trace import sections
 from refshard.report.trace.difference import Compared, difference_answer
 from refshard.report.trace.findings import bound_of, findings
-from refshard.report.trace.lanes import drawn_windows, step_rows
+from refshard.report.trace.lanes import drawn_windows, rows_of
 from tests.analysis.snapshots import Allocator, write
 from tests.report import traces
 from tests.report.traces import MS, made, message
@@ -354,7 +354,7 @@ def lanes_text() -> str:
     figures = traces.figures(timeline)
     (window,) = drawn_windows(figures, timeline)
     lines = [window.label]
-    for row in step_rows(timeline, figures, window)[0]:
+    for row in rows_of(timeline, figures, window.begin, window.close)[0]:
         lines += ["", f"{row.label or '-'}{' (narrow)' if row.narrow else ''}"]
         for blocks in row.blocks:
             for start, end, note in zip(blocks.starts, blocks.ends, blocks.notes):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from refshard.analysis.figures import Cause
 from refshard.events.timeline import KINDS, Kind, Meaning, Span, Spans, Timeline, Window
-from refshard.report.trace.lanes import MOST_LANES, MOST_ROWS, LaneRow, drawn_windows, hulls, idle_by_cause, step_rows
+from refshard.report.trace.lanes import MOST_LANES, MOST_ROWS, LaneRow, drawn_windows, hulls, idle_by_cause, rows_of
 from tests.report import traces
 
 rows = st.lists(
@@ -26,7 +26,8 @@ def simple(spans: list[Span], start: int = 0, end: int | None = None) -> Timelin
 
 def drawn(timeline: Timeline) -> list[LaneRow]:
     figures = traces.figures(timeline)
-    return step_rows(timeline, figures, drawn_windows(figures, timeline)[0])[0]
+    window = drawn_windows(figures, timeline)[0]
+    return rows_of(timeline, figures, window.begin, window.close)[0]
 
 
 def span(kind: Kind, lane: str, start: int, end: int) -> Span:
@@ -64,7 +65,7 @@ def test_each_lane_and_kind_is_covered_for_as_long_as_its_spans(
 def test_of_many_lanes_the_busiest_are_drawn() -> None:
     timeline = simple([span(Kind.COMPUTE, f"stream {n}", 0, 100 + n) for n in range(MOST_LANES + 3)])
     figures = traces.figures(timeline)
-    rows, undrawn = step_rows(timeline, figures, drawn_windows(figures, timeline)[0])
+    rows, undrawn = rows_of(timeline, figures, 0, 200)
     assert undrawn == 3
     assert [row.label for row in rows if row.label.startswith("stream")] == [
         f"stream {n}: compute" for n in range(MOST_LANES + 2, 2, -1)
