@@ -108,7 +108,7 @@ def all_charts(figures: TraceFigures, timeline: Timeline | None, prefix: str) ->
         if undrawn:
             verb = "is" if undrawn == 1 else "are"
             sentences.append(f"{counted(undrawn, 'more lane')}, the least busy, {verb} not drawn.")
-        sentences.append("Point at a block for its name and duration; drag to zoom; double-click to zoom out.")
+        sentences.append("Point at a block for details, drag to zoom, double-click to zoom out.")
         drawn = chart(f"{prefix}-timeline-{n}", f"Timeline of {window.label}", figure, " ".join(sentences))
         found.append(replace(drawn, folded=n > 0))
     if timeline is not None and windows and (layer := find_layer(timeline, windows[0].begin, windows[0].close)):

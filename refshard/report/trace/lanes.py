@@ -95,9 +95,9 @@ def rows_of(
 ) -> tuple[list[LaneRow], int]:
     """The rows of a window from above, and how many lanes are left out.
 
-    The units come first unless one is the window's ``own``, which dims the spans of others; then the main lane, the
-    lanes that communicate, and the others, the busier first; then strips that show when communication is exposed and
-    when nothing runs.
+    The units come first, then the main lane, the lanes that communicate, and the others, the busier first, then strips
+    that show when communication is exposed and when nothing runs. A window around one unit, its ``own``, dims the spans
+    of other units. It has no units, gaps, idle time and names of strips, to be short on a small screen.
     """
     spans, collectives = timeline.spans, figures.collectives
     seen, main, parts = within(spans, begin, close), spans.main_lane(), collectives_of(spans, collectives)
@@ -110,9 +110,10 @@ def rows_of(
         kinds = np.bincount(spans.kinds[mine], weights=(spans.ends - spans.starts)[mine], minlength=len(KINDS))
         label = f"{spans.lane_names[lane]}: {NAMES[KINDS[int(np.argmax(kinds))].value]}"
         first, *others = _lane_rows(spans, mine, label, collectives, parts, own)
-        gaps = () if lane == main else _gaps(collectives, spans.lane_names[lane], begin, close)
+        gaps = () if lane == main or own is not None else _gaps(collectives, spans.lane_names[lane], begin, close)
         found += [replace(first, blocks=(*first.blocks, *gaps)), *others]
-    found += [_exposed(timeline, collectives, begin, close), _idle(timeline, begin, close)]
+    exposed = _exposed(timeline, collectives, begin, close)
+    found += [exposed, _idle(timeline, begin, close)] if own is None else [replace(exposed, label="")]
     return [row for row in found if row.blocks], max(0, len(order) - MOST_LANES)
 
 
