@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 SLACK = 100
 """Most lines that a budget may exceed its package by."""
 BUDGETS = {
-    "refshard/analysis": 11_550,
+    "refshard/analysis": 11_350,
     "refshard/commands": 2_950,
     "refshard/dryrun": 4_000,
     "refshard/emit": 750,
@@ -24,11 +24,11 @@ BUDGETS = {
     "refshard/measure": 9_050,
     "refshard/models": 1_300,
     "refshard/plan": 2_550,
-    "refshard/report": 9_650,
+    "refshard/report": 9_300,
     "refshard/specs": 2_250,
     "refshard/strategies": 3_150,
     "refshard/*.py": 1_950,
-    "tests": 69_600,
+    "tests": 68_750,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

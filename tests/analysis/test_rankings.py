@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from refshard.analysis.evidence import gather
-from refshard.analysis.rankings import Ranking, leaders, rankings
+from refshard.analysis.rankings import Ranking, rankings
 from refshard.records import Run
 from tests.report.runs import CASES, run
 
@@ -39,10 +39,7 @@ def test_modelled_times_within_the_models_error_are_tied_and_all_lead() -> None:
     assert [case.metrics["step_time_s"] for case in ranking.fastest] == [1.0, 1.02]
     assert ranking.runner_up is not None
     assert ranking.runner_up.ratio == pytest.approx(1.2)
-    (setting,) = gather(modelled(1.0, 1.02, 1.2)).settings
-    assert [{case.metrics["step_time_s"] for case in leaders(setting)[m]} for m in ("step_time_s", "mfu")] == [
-        {1.0, 1.02}, {1.0, 1.02},
-    ]  # fmt: skip
+    assert ranking.leaders["step_time_s"] == ranking.leaders["mfu"] == ranking.fastest
 
 
 def test_reserved_memory_decides_where_it_is_known_of_all() -> None:
@@ -57,8 +54,7 @@ def test_reserved_memory_decides_where_it_is_known_of_all() -> None:
 
 
 def test_one_that_is_alone_does_not_lead() -> None:
-    (setting,) = gather(modelled(1.0)).settings
-    assert leaders(setting) == {}
+    assert only(modelled(1.0)).leaders == {}
 
 
 def test_what_did_not_end_ok_does_not_compete() -> None:

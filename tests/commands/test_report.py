@@ -11,8 +11,7 @@ import pytest
 from refshard import resources
 from refshard.commands.report import report
 from refshard.errors import SpecError, StoreError
-from tests.analysis.test_evidence import later, quicker
-from tests.report.runs import CASES, over_network, run, write
+from tests.report.runs import CASES, later, over_network, quicker, run, write
 
 RECORDED = resources.root() / "profiles" / "recorded" / "xeon-2-cores" / "engine_network"
 (NOISE,) = (resources.root() / resources.BASELINES).glob("*/gate.noise.json")

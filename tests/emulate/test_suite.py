@@ -9,9 +9,8 @@ from refshard.analysis.kineto import read_timeline
 from refshard.measure.launchers.local import LocalLauncher
 from refshard.measure.run import run_suite
 from refshard.records import Run
-from refshard.report.run.answer import run_answer
+from refshard.report.run.answer import as_rows, run_answer
 from refshard.report.run.page import write_dashboard
-from refshard.report.run.rows import as_json
 from refshard.specs.reading import convert
 from refshard.specs.suite import SuiteSpec, find_suite, load_suite
 from tests.emulate import make_cluster, write_cluster
@@ -64,7 +63,7 @@ def test_no_table_and_no_page_shows_a_loss(finished: tuple[Run, Path]) -> None:
     text = page.read_text()
     assert 'id="losses"' not in text
     assert ": one real rank; the other ranks are modelled" in text
-    for row in as_json(gather(run)):
+    for row in as_rows(gather(run)):
         assert (row["fidelity"], row["loss_parity"], row["bit_identical_to_ddp"]) == ("emulated", None, None)
         assert row["cluster"] is not None
     assert "loss" not in printed.text(run_answer(gather(run)), verbose=True)
