@@ -71,39 +71,30 @@ def colour(setting: Setting, strategy: str) -> str:
 
 
 def breakdown_chart(setting: Setting, identity: str) -> Chart:
-    """Compute, overlapped and exposed communication and idle time of a traced step, stacked, a bar per case."""
+    """Compute, overlapped and exposed communication and idle time of a traced step, stacked, a bar per case, under a
+    heading for each world size if there are several.
+
+    Places are numbers, not plotly's two-level categories, because those need twice the width for their names.
+    """
     found = {case: parts for case in setting.cases if case.ok and (parts := case.breakdown)}
     shares = {
         case.strategy: share for case in found if case.metrics["comm_s"] and (share := case.exposed_share) is not None
     }
-    text = exposed_text(shares, "Exposed") if shares else "No case with communication has a traced step."
-    return chart(identity, "Parts of a traced step", step_parts(found, BREAKDOWN), text)
-
-
-def exposed_text(shares: Mapping[str, float], lead: str) -> str:
-    """The least and the largest share of a step in exposed communication, by strategy."""
-    least, most = min(shares, key=lambda name: shares[name]), max(shares, key=lambda name: shares[name])
-    text = f"{lead} communication takes {format_percent(shares[least])} of a traced step ({least})"
-    return f"{text}." if least == most else f"{text} to {format_percent(shares[most])} ({most})."
-
-
-def step_parts(found: Mapping[CaseResult, Mapping[str, float]], parts: Iterable[str]) -> go.Figure:
-    """A bar per case, stacked of ``parts`` of a traced step, s, under a heading for each world size if there are
-    several.
-
-    Places are numbers, not plotly's two-level categories, because those need twice the width for their names.
-    """
-    rows: list[Row] = []
-    bars: list[Bar] = []
-    before = None
-    several = len({case.spec.world_size for case in found}) > 1
-    for case, of in found.items():
+    text = "No case with communication has a traced step."
+    if shares:
+        least, most = (of(shares, key=lambda name: shares[name]) for of in (min, max))
+        text = f"Exposed communication takes {format_percent(shares[least])} of a traced step ({least})"
+        text += "." if least == most else f" to {format_percent(shares[most])} ({most})."
+    rows, bars = list[Row](), list[Bar]()
+    several, before = len({case.spec.world_size for case in found}) > 1, None
+    for case, parts in found.items():
         if several and case.spec.world_size != before:
             before = case.spec.world_size
             rows.append(Row(text=f"<b>{ranks(before)}</b>"))
-        bars.append(Bar(place=len(rows), name=case.label, parts=of))
+        bars.append(Bar(place=len(rows), name=case.label, parts=parts))
         rows.append(Row(text=label_text(case.strategy), case=case.number))
-    return stacked(rows, bars, {part: STEP[part] for part in parts}, "s", "per traced step")
+    figure = stacked(rows, bars, {part: STEP[part] for part in BREAKDOWN}, "s", "per traced step")
+    return chart(identity, "Parts of a traced step", figure, text)
 
 
 # --- step time against memory

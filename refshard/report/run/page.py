@@ -214,9 +214,9 @@ def index_answer(every: Mapping[str, Evidence]) -> Answer:
     """
     rows: list[Row] = []
     for href, evidence in every.items():
-        header, found = evidence.latest.header, findings(evidence)
-        verdict = overview(found) or [finding.lead for finding in found[:1]] or ["No case finished yet."]
-        more = [f"More comparisons: {len(found) - 1}."] if len(found) > 1 and not overview(found) else []
+        header, outcomes = evidence.latest.header, findings(evidence)
+        verdict = overview(outcomes) or [one.lead for one in outcomes[:1]] or ["No case finished yet."]
+        more = [f"More comparisons: {len(outcomes) - 1}."] if len(outcomes) > 1 and not overview(outcomes) else []
         missing = len(unranked(evidence))
         failed = [f"{missing} of {len(evidence.cases)} cases did not end ok."] if missing else []
         facts = {fact.label: fact for fact in in_short(trust(evidence)) if fact.label != "Fidelity"}
@@ -230,7 +230,9 @@ def index_answer(every: Mapping[str, Evidence]) -> Answer:
                for label in ("Proof of run", "Loss parity", "Noise", "Machine drift")},
             "about": header.suite.about,
         })  # fmt: skip
-    blocks: list[Block] = [table(rows, left=5, text=["about"], caption="Runs")]
+    found = table(rows, left=5, text=["about"], caption="Runs")
+    columns = [replace(column, wraps=column.head in ("verdict", "about")) for column in found.columns]
+    blocks: list[Block] = [replace(found, columns=columns)]
     together = gather(*(run for evidence in every.values() for run in evidence.runs))
     if over_runs := trend(together.runs, together):
         heading = "Trend of each case over runs"

@@ -15,13 +15,10 @@ from refshard.errors import TraceError
 from refshard.quantities import format_percent, format_rate
 from refshard.records import Run
 from refshard.report.blocks import Block, Marked, Quantity, Row, Section, table
-from refshard.report.draw.charts import chart
-from refshard.report.run.charts import drawn, exposed_text, step_parts
+from refshard.report.run.charts import drawn
 from refshard.report.run.tables import numbers
-from refshard.report.trace import charts as trace_charts
 from refshard.report.trace import tables as trace_tables
 from refshard.report.trace import wording
-from refshard.report.trace.idle import NAMES as IDLE
 from refshard.report.trace.lanes import drawn_windows
 from refshard.report.trace.spans_figure import View, find_layer, layer_chart
 
@@ -29,17 +26,6 @@ MOST_TRACED = 64
 """Traces that are analysed for one page; every trace keeps its link."""
 MOST_LAYERS = 8
 """Layers drawn for one setting."""
-LEAST_SHARE = 0.005
-"""The share of a step in copies and preparation from which on a chart shows them."""
-COPIES = "copy, preparation, other"
-PARTS = {
-    "compute alone": ("compute alone",),
-    "overlapped communication": ("compute over communication",),
-    "exposed communication": ("exposed communication",),
-    COPIES: ("other",),
-    "idle": tuple(IDLE.values()),
-}
-"""Parts of a traced step, which add up to it, and their names in :func:`trace_charts.split`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,23 +67,15 @@ def read_traces(evidence: Evidence, folders: Sequence[tuple[Run, Path]], page: P
 
 
 def why(setting: Setting, traced: Mapping[CaseResult, Traced], prefix: str, *, with_layers: bool) -> list[Block]:
-    """The traces of one setting: the parts of their steps if the records have fewer, a row for each trace, and a layer
-    of each on one scale. Nothing if no case of the setting has a readable trace.
-    """
+    """The traces of one setting: a row for each, and a layer of each on one scale; nothing without a readable trace."""
     here = [traced[case] for case in setting.cases if case in traced and traced[case].analysis is not None]
     if not here:
         return []
-    parts = {one.case: parts_of(one.figures) for one in here}
-    inside: list[Block] = []
-    if any(one[COPIES] > LEAST_SHARE * sum(one.values()) for one in parts.values()):
-        shares = {case.strategy: one["exposed communication"] / (sum(one.values()) or 1) for case, one in parts.items()}
-        text = exposed_text(shares, "Rank 0, one round: exposed")
-        inside.append(drawn(chart(f"{prefix}-traced", "Rank 0's traced step", step_parts(parts, PARTS), text)))
-    inside.append(
-        table([_row(one) for one in here], text=["bus bandwidth"], cases=numbers([one.case for one in here]),
-              caption="Rank 0's trace, per step (click a case to open its trace)")
+    rows = table(
+        [_row(one) for one in here], text=["bus bandwidth"], cases=numbers([one.case for one in here]),
+        caption="Rank 0's trace, per step (click a case to open its trace)",
     )  # fmt: skip
-    blocks: list[Block] = [Section(title="Rank 0's trace in numbers", folded=True, blocks=inside)]
+    blocks: list[Block] = [Section(title="Rank 0's trace in numbers", folded=True, blocks=[rows])]
     # The same layer of each case of one world size, with one scale and one zero.
     sizes = [one.case.spec.world_size for one in here if one.view is not None] if with_layers else []
     size = max(sizes, key=lambda size: (sizes.count(size), size), default=0)
@@ -124,18 +102,14 @@ def _view(analysis: Analysis | None, like: View | None = None) -> View | None:
     return find_layer(analysis.timeline, window.begin, window.close, unit=like.unit if like else None)
 
 
-def parts_of(figures: TraceFigures) -> dict[str, float]:
-    """The parts of the mean step, s."""
-    split = trace_charts.mean_split(figures)
-    return {part: sum(split[name] for name in names) / 1e9 for part, names in PARTS.items()}
-
-
 def _row(one: Traced) -> Row:
     figures = one.figures
-    steps, copies = len(wording.parts(figures)), figures.copies
-    idle = sum(step.breakdown.idle_host_ns or 0 for step in figures.steps)
+    parts, copies = [step.breakdown for step in wording.parts(figures)], figures.copies
+    steps, idle = len(parts), sum(part.idle_host_ns or 0 for part in parts)
+    exposed = sum(part.exposed_ns for part in parts) / max(sum(part.span_ns for part in parts), 1)
     return {
         "case": Marked(one.case.full_label, href=one.link),
+        "exposed communication": Quantity(exposed, "share"),
         "late reductions (give-way)": Quantity(figures.giveway.index, "share", 2),
         "blocking gaps": trace_tables.blocking(figures.collectives, steps),
         "queued": Quantity(trace_tables.middle_of([found.queued_ns for found in figures.collectives]), "ns"),
