@@ -24,11 +24,11 @@ BUDGETS = {
     "refshard/measure": 9_050,
     "refshard/models": 1_300,
     "refshard/plan": 2_550,
-    "refshard/report": 9_300,
+    "refshard/report": 9_200,
     "refshard/specs": 2_250,
     "refshard/strategies": 3_150,
     "refshard/*.py": 1_950,
-    "tests": 68_750,
+    "tests": 68_650,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

@@ -183,18 +183,10 @@ def _sequences(count: int) -> str:
 
 
 def _hosts(cases: Sequence[CaseResult]) -> dict[str, str]:
-    """A name for each machine: the host's if it is unique, else with the hash, or the network."""
-    found = {machine(case.header.environment): case.header.environment for case in cases}
-    names: dict[str, str] = {}
-    for name in (
-        lambda env: env.hostname,
-        lambda env: f"{env.hostname} ({env.id})",
-        lambda env: f"{env.hostname} ({env.id}{f', {env.network}' if env.network else ''})",
-    ):
-        names = {key: name(env) for key, env in found.items()}
-        if len(set(names.values())) == len(found):
-            break
-    return names
+    """A name for each machine: the host's, with the hash and the network if several machines share it."""
+    found = {machine(case.header.environment): case.header.environment.hostname for case in cases}
+    unique = len(set(found.values())) == len(found)
+    return {key: host if unique else f"{host} ({key})" for key, host in found.items()}
 
 
 def _with_unique_labels(found: Sequence[CaseResult]) -> list[CaseResult]:

@@ -28,12 +28,6 @@ def only(made: Run) -> Ranking:
     return ranking
 
 
-def test_the_unsharded_reference_does_not_compete() -> None:
-    ranking = only(run(failed=False))
-    assert "single" in {case.strategy for case in gather(run(failed=False)).cases}
-    assert "single" not in {case.strategy for case in ranking.candidates}
-
-
 def test_modelled_times_within_the_models_error_are_tied_and_all_lead() -> None:
     ranking = only(modelled(1.0, 1.02, 1.2))
     assert [case.metrics["step_time_s"] for case in ranking.fastest] == [1.0, 1.02]
@@ -55,11 +49,3 @@ def test_reserved_memory_decides_where_it_is_known_of_all() -> None:
 
 def test_one_that_is_alone_does_not_lead() -> None:
     assert only(modelled(1.0)).leaders == {}
-
-
-def test_what_did_not_end_ok_does_not_compete() -> None:
-    made = modelled(1.0, 0.5)
-    failed = msgspec.structs.replace(made.launches[1], state="oom")
-    ranking = only(msgspec.structs.replace(made, launches=(made.launches[0], failed)))
-    assert ranking.winner is not None
-    assert (ranking.winner.metrics["step_time_s"], ranking.rivals) == (1.0, ())

@@ -21,8 +21,8 @@ from refshard.report.draw.charts import Chart
 from refshard.report.draw.embed import embedded
 from refshard.report.page import SCRIPTS, filled
 from refshard.report.run import charts, origin, tables
+from refshard.report.run.charts import crossovers, scalings, trend
 from refshard.report.run.compare import against, against_section
-from refshard.report.run.curves import crossovers, scalings, trend
 from refshard.report.run.predictions import dry_runs, dry_runs_of
 from refshard.report.run.traces import Traced, why
 from refshard.report.run.trust import in_short, trust

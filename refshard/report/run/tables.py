@@ -179,7 +179,7 @@ def gpu_memory_table(cases: Sequence[CaseResult]) -> Table:
     rows: list[Row] = [
         {
             "case": case.label,
-            "reserved": f"{format_part(gpu.reserved_bytes, gpu.total_bytes)} reserved",
+            "reserved": format_part(gpu.reserved_bytes, gpu.total_bytes),
             "active": Quantity(gpu.active_bytes, "B"),
             "allocated": Quantity(gpu.allocated_bytes, "B"),
             "requested": Quantity(gpu.requested_bytes, "B"),

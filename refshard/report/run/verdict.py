@@ -12,7 +12,6 @@ from refshard.analysis.rankings import ALIKE, RELEVANT, Ranking, rankings, step_
 from refshard.analysis.sample import too_few
 from refshard.plain import plain
 from refshard.quantities import format_bytes, format_percent, format_seconds
-from refshard.records import Run
 from refshard.report.run.cells import STATES, no_interval, span
 from refshard.specs.case import REPEATING, spelled
 
@@ -279,16 +278,15 @@ def notes(evidence: Evidence) -> list[str]:
     return sentences
 
 
-def unranked(evidence: Evidence) -> tuple[str, ...]:
+def unranked(evidence: Evidence) -> list[str]:
     """A sentence for every case that did not end ok."""
-    return tuple(_unranked(case) for case in evidence.cases if not case.ok)
-
-
-def _unranked(case: CaseResult) -> str:
-    ended = sum(launch.state == case.state for launch in case.launches)
-    rounds = f" in {ended} of {len(case.launches)} rounds" if len(case.launches) > 1 else ""
-    error = first_line(case, _ERROR_LENGTH)
-    return f"{case.full_label}: {STATES[case.state]}{rounds}{f' ({error})' if error else ''}."
+    sentences = []
+    for case in (case for case in evidence.cases if not case.ok):
+        ended = sum(launch.state == case.state for launch in case.launches)
+        rounds = f" in {ended} of {len(case.launches)} rounds" if len(case.launches) > 1 else ""
+        error = first_line(case, _ERROR_LENGTH)
+        sentences.append(f"{case.full_label}: {STATES[case.state]}{rounds}{f' ({error})' if error else ''}.")
+    return sentences
 
 
 def first_line(case: CaseResult, most: int) -> str:
@@ -297,16 +295,16 @@ def first_line(case: CaseResult, most: int) -> str:
     return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
-def unfinished(evidence: Evidence) -> tuple[str, ...]:
+def unfinished(evidence: Evidence) -> list[str]:
     """A sentence for each run that did not end by itself: what is missing may change the verdict."""
-    found = [(run.header.run_id, sentence) for run in evidence.runs if (sentence := _unfinished(run))]
-    return tuple(f"{name}: {sentence}" if len(evidence.runs) > 1 else sentence for name, sentence in found)
-
-
-def _unfinished(run: Run) -> str:
-    """Empty for a run that ended by itself. A gate's run does not know how many launches it will need."""
-    if run.end is not None and not run.end.interrupted:
-        return "" if run.launches else "Nothing was launched."
-    why = "the run was interrupted" if run.end else "the run was cut off, or is still under way"
-    done = f"{len(run.launches)} of {run.header.planned}" if run.header.planned else f"{len(run.launches)}"
-    return f"Not finished: {done} launches are done; {why}."
+    sentences = []
+    for run in evidence.runs:
+        name = f"{run.header.run_id}: " if len(evidence.runs) > 1 else ""
+        if run.end is None or run.end.interrupted:
+            why = "the run was interrupted" if run.end else "the run was cut off, or is still under way"
+            # A gate's run does not know how many launches it will need.
+            of = f" of {run.header.planned}" if run.header.planned else ""
+            sentences.append(f"{name}Not finished: {len(run.launches)}{of} launches are done; {why}.")
+        elif not run.launches:
+            sentences.append(f"{name}Nothing was launched.")
+    return sentences

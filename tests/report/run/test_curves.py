@@ -10,8 +10,7 @@ import pytest
 from refshard.analysis.evidence import gather
 from refshard.analysis.history import series_of
 from refshard.records import Run
-from refshard.report.run.charts import Drawn
-from refshard.report.run.curves import crossovers, scalings, trend
+from refshard.report.run.charts import Drawn, crossovers, scalings, trend
 from refshard.specs.case import Fidelity
 from refshard.specs.suite import NetworkSpec
 from tests.report.printed import rows

@@ -20,23 +20,11 @@ SOUND = run(rounds=3, failed=False)
 EMPTY = msgspec.structs.replace(run(), launches=(), end=None)
 
 
-def test_a_sound_run_raises_no_doubt() -> None:
-    found = facts(SOUND)
-    assert {label: fact.value for label, fact in found.items()} == {
-        "Proof of run": "5 of 5 finished cases",
-        "Loss parity": "3.1e-07",
-        "Bit-identical to DDP": "3 of 4 compared cases",
-        "Slow-down by tracing": "up to 1.03 times",
-        "Fidelity": "measured",
-        "Noise": "± 3.2 % over 3 rounds",
-        "Machine drift": "not recorded",
-        "Smallest visible difference": "± 0.0 %",
-        "Same code against itself": "not measured",
-        "Launches that ended ok": "15 of 15",
-    }
-    assert not any(fact.style == "doubtful" for fact in found.values())
-    short = in_short(list(found.values()))
-    assert [fact.label for fact in short] == ["Fidelity", "Proof of run", "Loss parity", "Noise"]
+def test_facts_that_say_nothing_are_left_out_of_the_line() -> None:
+    assert [fact.label for fact in in_short(list(facts(SOUND).values()))] == [
+        "Fidelity", "Proof of run", "Loss parity", "Noise",
+    ]  # fmt: skip
+    assert not any(fact.style == "doubtful" for fact in facts(SOUND).values())
 
 
 def interrupted(made: Run) -> Run:

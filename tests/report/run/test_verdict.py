@@ -37,9 +37,9 @@ def test_failed_cases_and_references_do_not_compete() -> None:
     assert finding.margin.startswith("Next: refshard-fsdp takes 48.0 ms, 20.0 % longer, paired by round")
     assert finding.margin.endswith("Next in memory: refshard-fsdp with 280 MiB, 16.7 % more.")
     assert FAILED not in finding.summary
-    assert unranked(gather(run())) == (
-        f"fsdp2-tuned, 2 ranks: failed in 1 of 3 rounds (RuntimeError: mat1 and mat2 shapes differ {HOSTILE}).",
-    )
+    assert unranked(gather(run())) == [
+        f"fsdp2-tuned, 2 ranks: failed in 1 of 3 rounds (RuntimeError: mat1 and mat2 shapes differ {HOSTILE})."
+    ]
 
 
 def test_on_one_rank_the_reference_does_not_compete_either() -> None:
@@ -125,7 +125,7 @@ def test_the_ratio_within_rounds_decides_over_the_medians() -> None:
 def test_nothing_finished() -> None:
     made = with_record(run(CASES[1:2], rounds=1, failed=False), 0, state="oom", error="rank 0: out of memory")
     assert found(made).summary == "No strategy finished, so there is nothing to rank."
-    assert unranked(gather(made)) == ("ddp, 2 ranks: out of memory (rank 0: out of memory).",)
+    assert unranked(gather(made)) == ["ddp, 2 ranks: out of memory (rank 0: out of memory)."]
     (sentence,) = unranked(gather(with_record(run(), -1, error="x" * 500)))
     assert sentence.endswith(f"({'x' * 117}...).")
 
@@ -170,9 +170,9 @@ def test_a_run_that_did_not_end_by_itself() -> None:
         (None, "cut off, or is still under way"), (msgspec.structs.replace(made.end, interrupted=True), "interrupted"),
     ):  # fmt: skip
         stopped = gather(msgspec.structs.replace(made, end=end))
-        assert unfinished(stopped) == (f"Not finished: 6 of 6 launches are done; the run was {reason}.",)
-    assert unfinished(gather(made)) == ()
-    assert unfinished(gather(msgspec.structs.replace(made, launches=()))) == ("Nothing was launched.",)
+        assert unfinished(stopped) == [f"Not finished: 6 of 6 launches are done; the run was {reason}."]
+    assert unfinished(gather(made)) == []
+    assert unfinished(gather(msgspec.structs.replace(made, launches=()))) == ["Nothing was launched."]
 
 
 def test_notes_say_what_was_not_measured_and_the_first_warning() -> None:
