@@ -25,9 +25,9 @@ BUDGETS = {
     "refshard/models": 1_300,
     "refshard/plan": 2_550,
     "refshard/report": 9_650,
-    "refshard/specs": 2_250,
+    "refshard/specs": 2_350,
     "refshard/strategies": 3_150,
-    "refshard/*.py": 1_950,
+    "refshard/*.py": 2_000,
     "tests": 69_600,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""

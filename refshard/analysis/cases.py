@@ -13,7 +13,7 @@ from refshard.analysis.sample import Launches, Summary, step_samples, summarize
 from refshard.errors import SpecError
 from refshard.plain import plain
 from refshard.records import METRICS, LaunchRecord, Run, RunRecord, State, StepTrace
-from refshard.specs.case import REPEATING, CaseSpec, Fidelity
+from refshard.specs.case import REPEATING, Case, Fidelity
 from refshard.specs.model import load_model
 from refshard.specs.suite import NetworkSpec
 
@@ -49,7 +49,7 @@ class CaseResult:
     """
 
     header: RunRecord
-    spec: CaseSpec
+    spec: Case
     fidelity: Fidelity
     launches: tuple[LaunchRecord, ...]
     state: State
@@ -65,7 +65,7 @@ class CaseResult:
     @property
     def strategy(self) -> str:
         """Name of the strategy."""
-        return self.spec.strategy
+        return self.spec.job.strategy
 
     @property
     def ok(self) -> bool:
@@ -80,7 +80,7 @@ class CaseResult:
     @property
     def label(self) -> str:
         """Strategy, world size and kind in words, for a row or a legend."""
-        return f"{self.strategy}, {ranks(self.spec.world_size)}{self.kind}"
+        return f"{self.strategy}, {ranks(self.spec.job.gpus)}{self.kind}"
 
     @property
     def breakdown(self) -> dict[str, float] | None:
@@ -155,7 +155,7 @@ def cases_of(run: Run) -> tuple[CaseResult, ...]:
 
     Of two records of one case and round, the later one counts: it is the repetition of the earlier.
     """
-    grouped: dict[tuple[CaseSpec, Fidelity], dict[int, LaunchRecord]] = {}
+    grouped: dict[tuple[Case, Fidelity], dict[int, LaunchRecord]] = {}
     for record in run.launches:
         grouped.setdefault((record.case, record.fidelity), {})[record.round] = record
     joined = [_join(run.header, [launches[key] for key in sorted(launches)]) for launches in grouped.values()]
@@ -206,7 +206,7 @@ def _efficiency(case: CaseResult, reference_step_time_s: float, network: Network
     if proof is None or not step_time:
         return None
     try:
-        model = case.header.models.get(case.spec.model) or load_model(case.spec.model)
+        model = case.header.models.get(case.spec.job.model) or load_model(case.spec.job.model)
     except SpecError:
         return None
     return overlap_efficiency(step_time, lower_bound(case.spec, model, proof.announced, reference_step_time_s, network))

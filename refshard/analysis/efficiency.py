@@ -18,7 +18,7 @@ recomputed activations, an optimizer step that the ranks do not share out.
 from collections.abc import Sequence
 
 from refshard.records import CollectiveCount
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.model import ModelSpec
 from refshard.specs.suite import NetworkSpec
 
@@ -31,7 +31,7 @@ def overlap_efficiency(step_time_s: float, bound_s: float | None) -> float | Non
 
 
 def lower_bound(
-    case: CaseSpec,
+    case: Case,
     model: ModelSpec,
     issued: Sequence[CollectiveCount],
     reference_step_time_s: float,
@@ -47,13 +47,14 @@ def lower_bound(
         reference_step_time_s: step time of ``case.reference()``.
         network: what joins the hosts.
     """
-    if case.world_size == 1 or not issued:
+    job = case.job
+    if job.gpus == 1 or not issued:
         return None
-    if case.optimizer == "muon" and any(count.op == "all_to_all" for count in issued):
+    if job.optimizer == "muon" and any(count.op == "all_to_all" for count in issued):
         return None
     bytes_per_s = network.bits_per_s / 8
-    compute = reference_step_time_s / case.world_size
-    wire = link_bytes(issued, case.world_size, network.hosts) / bytes_per_s
+    compute = reference_step_time_s / job.gpus
+    wire = link_bytes(issued, job.gpus, network.hosts) / bytes_per_s
     return max(wire, compute + _path_bytes(case, model, network.hosts) / bytes_per_s)
 
 
@@ -68,8 +69,8 @@ def link_bytes(issued: Sequence[CollectiveCount], world_size: int, hosts: int) -
     return whole * (hosts - 1) / hosts
 
 
-def _path_bytes(case: CaseSpec, model: ModelSpec, hosts: int) -> float:
+def _path_bytes(case: Case, model: ModelSpec, hosts: int) -> float:
     """Bytes that pass a link each way while no compute can run; of inference none, whose first unit may be kept."""
-    if case.workload == "inference":
+    if case.job.workload == "inference":
         return 0
     return 2 * model.vocab * model.dim * _ELEMENT_BYTES * (hosts - 1) / hosts

@@ -9,19 +9,18 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-import msgspec
-
 from refshard.analysis.cases import CaseResult, cases_of
 from refshard.errors import SpecError
 from refshard.records import Environment, Run
-from refshard.specs.case import REFERENCE_STRATEGY, CaseSpec, Fidelity, spelled
+from refshard.specs.case import KEYS, Case, Fidelity, spelled
+from refshard.specs.job import REFERENCE_STRATEGY
 
 _COUNTED = {
     "warmup_steps": ("warm-up step", ""), "measured_steps": ("measured step", ""), "traced_steps": ("traced step", ""),
     "threads_per_rank": ("thread", " per rank"), "resident_ranks": ("rank", " resident"),
 }  # fmt: skip
 """Fields that count something: its name, and what follows."""
-_NAMED = ("strategy", "world_size", "model", "global_batch", "seq_len")
+_NAMED = ("strategy", "gpus", "model", "global_batch", "seq_len")
 """Fields that labels name by themselves."""
 
 
@@ -39,7 +38,7 @@ class Setting:
     @property
     def world_sizes(self) -> tuple[int, ...]:
         """World sizes present, ascending."""
-        return tuple(sorted({case.spec.world_size for case in self.cases}))
+        return tuple(sorted({case.spec.job.gpus for case in self.cases}))
 
     @property
     def strategies(self) -> tuple[str, ...]:
@@ -90,7 +89,7 @@ def gather(*runs: Run) -> Evidence:
         raise ValueError("evidence needs one run or more, got none")
     distinct = {(run.header.run_id, run.header.started_at): run for run in reversed(runs)}
     runs = tuple(sorted(distinct.values(), key=lambda run: run.header.started_at))
-    latest: dict[tuple[CaseSpec, Fidelity, str, bool], CaseResult] = {}
+    latest: dict[tuple[Case, Fidelity, str, bool], CaseResult] = {}
     for run in runs:
         where = machine(run.header.environment), run.header.suite.fixes_batch_per_rank
         latest |= {(case.spec, case.fidelity, *where): case for case in cases_of(run)}
@@ -99,13 +98,13 @@ def gather(*runs: Run) -> Evidence:
     found = sorted(
         _told_apart(list(latest.values())),
         key=lambda case: (
-            case.spec.model,
-            case.spec.seq_len,
+            case.spec.job.model,
+            case.spec.job.seq_len,
             axes.get(case.spec.axes, len(axes)),
             case.spec.axes,
             machines.index(machine(case.header.environment)),
-            case.spec.world_size,
-            case.spec.global_batch,
+            case.spec.job.gpus,
+            case.spec.job.global_batch,
             case.variant,
             order.get(case.strategy, len(order)),
         ),
@@ -132,7 +131,7 @@ def _axes_order(runs: Iterable[Run]) -> dict[tuple[str, ...], int]:
     return {axes: place for place, axes in enumerate(named)}
 
 
-def _planned(run: Run) -> tuple[CaseSpec, ...]:
+def _planned(run: Run) -> tuple[Case, ...]:
     """The suite's cases; none if this version no longer accepts a suite that an older one ran."""
     try:
         return run.header.suite.cases()
@@ -146,26 +145,26 @@ def _settings(cases: Sequence[CaseResult], known: tuple[str, ...]) -> tuple[Sett
     for case in cases:
         per_rank = case.header.suite.fixes_batch_per_rank
         where = machine(case.header.environment)
-        key = (shared(case.spec, per_rank), per_rank, case.fidelity, case.spec.resident_ranks, where)
+        key = (shared(case.spec, per_rank), per_rank, case.fidelity, case.spec.protocol.resident_ranks, where)
         grouped.setdefault(key, []).append(case)
     return _labelled(map(_most_patient, grouped.values()), cases, known, per_rank=True)
 
 
 def _most_patient(group: list[CaseResult]) -> list[CaseResult]:
     """Of cases that differ in their time limits only, such as references of a suite with several, the longest."""
-    longest: dict[CaseSpec, float] = {}
+    longest: dict[Case, float] = {}
     for spec in (case.spec for case in group):
-        longest[_timeless(spec)] = max(spec.time_limit_s, longest.get(_timeless(spec), 0.0))
-    return [case for case in group if case.spec.time_limit_s == longest[_timeless(case.spec)]]
+        longest[_timeless(spec)] = max(spec.protocol.time_limit_s, longest.get(_timeless(spec), 0.0))
+    return [case for case in group if case.spec.protocol.time_limit_s == longest[_timeless(case.spec)]]
 
 
-def _timeless(spec: CaseSpec) -> CaseSpec:
+def _timeless(spec: Case) -> Case:
     """The spec with one and the same time limit, on which what it trains does not depend."""
-    return msgspec.structs.replace(spec, time_limit_s=1.0)
+    return spec.changed(time_limit_s=1.0)
 
 
 def _trainings(cases: Sequence[CaseResult], known: tuple[str, ...]) -> tuple[Setting, ...]:
-    grouped: dict[tuple[CaseSpec, str], list[CaseResult]] = {}
+    grouped: dict[tuple[Case, str], list[CaseResult]] = {}
     for case in cases:
         if case.fidelity == "measured":
             key = _timeless(case.spec.reference()), machine(case.header.environment)
@@ -202,12 +201,12 @@ def _hosts(cases: Sequence[CaseResult]) -> dict[str, str]:
 
 def _told_apart(found: Sequence[CaseResult]) -> list[CaseResult]:
     """The cases, with what tells apart those of one name (the variant) and those of one label (the place)."""
-    themes: dict[tuple[object, ...], list[CaseSpec]] = {}
+    themes: dict[tuple[object, ...], list[Case]] = {}
     for case in found:
         themes.setdefault(_theme(case.spec), []).append(case.spec)
-    unnamed = [field for field in CaseSpec.__struct_fields__ if field not in _NAMED]
+    unnamed = [field for field in KEYS if field not in _NAMED]
     varying = {
-        theme: [field for field in unnamed if len({getattr(spec, field) for spec in known}) > 1]
+        theme: [field for field in unnamed if len({spec.fields[field] for spec in known}) > 1]
         for theme, known in themes.items()
     }
     told = [
@@ -226,14 +225,14 @@ def _told_apart(found: Sequence[CaseResult]) -> list[CaseResult]:
     ]
 
 
-def in_words(spec: CaseSpec, field: str) -> str:
+def in_words(spec: Case, field: str) -> str:
     """A field of a spec and its value, as a label says it.
 
-    >>> spec = CaseSpec(strategy="ddp", world_size=2, model="llama-tiny", global_batch=2, traced_steps=1)
+    >>> spec = Case.of(strategy="ddp", gpus=2, model="llama-tiny", global_batch=2, traced_steps=1)
     >>> in_words(spec, "traced_steps"), in_words(spec, "threads_per_rank"), in_words(spec, "learning_rate")
     ('1 traced step', '1 thread per rank', 'learning rate 0.001')
     """
-    value = getattr(spec, field)
+    value = spec.fields[field]
     if field == "memory_limit_gib":
         return "no memory limit" if value is None else f"limit of {value:g} GiB"
     if field == "time_limit_s":
@@ -251,28 +250,29 @@ def _apart(place: dict[str, str], others: Sequence[dict[str, str]]) -> str:
     return "".join(f", {words}" for part, words in place.items() if len({other[part] for other in others}) > 1)
 
 
-def _theme(spec: CaseSpec) -> tuple[object, ...]:
+def _theme(spec: Case) -> tuple[object, ...]:
     """What every label names by itself, beside strategy, world size and batch."""
-    return spec.model, spec.seq_len, spec.axes
+    return spec.job.model, spec.job.seq_len, spec.axes
 
 
 def _place(case: CaseResult, hosts: dict[str, str]) -> dict[str, str]:
     spec = case.spec
     return {
-        "model": spec.model,
-        "batch": f"batch of {spec.global_batch:,} x {spec.seq_len:,} tokens",
+        "model": spec.job.model,
+        "batch": f"batch of {spec.job.global_batch:,} x {spec.job.seq_len:,} tokens",
         "fidelity": spelled(case.fidelity),
         "machine": f"on {hosts[machine(case.header.environment)]}",
     }
 
 
-def shared(spec: CaseSpec, per_rank: bool, *, but: tuple[str, ...] = ()) -> tuple[object, ...]:
+def shared(spec: Case, per_rank: bool, *, but: tuple[str, ...] = ()) -> tuple[object, ...]:
     """The spec's fields, to compare by, but for those of ``but``, strategy, world size and resident ranks; its batch is
     per rank if the suite fixes that.
     """
-    batch = spec.global_batch // spec.world_size if per_rank else spec.global_batch
-    apart = ("strategy", "world_size", "resident_ranks", "global_batch", "time_limit_s", *but)
-    return batch, *(value for field, value in msgspec.structs.asdict(spec).items() if field not in apart)
+    job = spec.job
+    batch = job.global_batch // job.gpus if per_rank else job.global_batch
+    apart = ("strategy", "gpus", "resident_ranks", "global_batch", "time_limit_s", *but)
+    return batch, *(value for field, value in spec.fields.items() if field not in apart)
 
 
 def _label(members: Sequence[CaseResult], per_rank: bool, several: bool) -> str:
@@ -283,13 +283,13 @@ def _label(members: Sequence[CaseResult], per_rank: bool, several: bool) -> str:
     case, spec = members[0], members[0].spec
     kind = case.kind if len({member.kind for member in members}) == 1 else ""
     batch = (
-        f"{_sequences(spec.global_batch // spec.world_size)} of {spec.seq_len:,} tokens per rank"
+        f"{_sequences(spec.job.global_batch // spec.job.gpus)} of {spec.job.seq_len:,} tokens per rank"
         if per_rank
-        else f"global batch of {_sequences(spec.global_batch)} of {spec.seq_len:,} tokens"
+        else f"global batch of {_sequences(spec.job.global_batch)} of {spec.job.seq_len:,} tokens"
     )
     fidelity = spelled(case.fidelity)
     told = several and fidelity not in kind
-    return f"{spec.model}, {batch}{kind}{f', {fidelity}' if told else ''}"
+    return f"{spec.job.model}, {batch}{kind}{f', {fidelity}' if told else ''}"
 
 
 def _sequences(count: int) -> str:

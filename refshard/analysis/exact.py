@@ -64,9 +64,9 @@ def exact_metrics(record: LaunchRecord) -> dict[str, Value]:
             "allocations": census.allocations,
             "allocated memory": census.allocated_bytes,
         }
-    if record.case.fidelity == "dryrun":
+    if record.case.protocol.fidelity == "dryrun":
         return found | _of_dry_run(record)
-    if record.case.fidelity == "measured":
+    if record.case.protocol.fidelity == "measured":
         found["last loss"] = record.losses[-1]
         found["losses"] = hashlib.sha256(msgspec.json.encode(record.losses)).hexdigest()[:16]
         found["parameters"] = proof.parameters_sha256[:16]

@@ -26,8 +26,8 @@ class Ratio:
 
 def ratios(setting: Setting, peer: str) -> tuple[Ratio, ...]:
     """The cases that ended ok beside the one of strategy ``peer`` with as many ranks, if there is one."""
-    peers = {case.spec.world_size: case for case in reversed(setting.cases) if case.strategy == peer and case.ok}
-    found = ((case, peers.get(case.spec.world_size)) for case in setting.cases if case.ok)
+    peers = {case.spec.job.gpus: case for case in reversed(setting.cases) if case.strategy == peer and case.ok}
+    found = ((case, peers.get(case.spec.job.gpus)) for case in setting.cases if case.ok)
     return tuple(_ratio(case, other) for case, other in found if other is not None and other is not case)
 
 
@@ -52,7 +52,7 @@ def pairs(evidence: Evidence) -> list[Pair]:
         by_size: dict[int, list[CaseResult]] = {}
         for case in setting.cases:
             if case.ok:
-                by_size.setdefault(case.spec.world_size, []).append(case)
+                by_size.setdefault(case.spec.job.gpus, []).append(case)
         found += [_pair(a, b) for here in by_size.values() for a, b in combinations(here, 2)]
     return found
 

@@ -6,11 +6,9 @@ from itertools import combinations
 from statistics import median
 from typing import Any
 
-import msgspec
-
 from refshard.analysis.cases import CaseResult
 from refshard.analysis.evidence import Evidence, machine
-from refshard.specs.case import CaseSpec, Fidelity
+from refshard.specs.case import Case, Fidelity
 from refshard.specs.hardware import profile_of_device
 
 PREDICTED: tuple[Fidelity, ...] = ("emulated", "dryrun", "simulated")
@@ -55,16 +53,16 @@ def beside_measured(evidence: Evidence) -> tuple[Validated, ...]:
     return tuple(Validated(measured=mine, predicted=case) for mine, case in pairs if mine is not None)
 
 
-def _places(case: CaseResult) -> tuple[tuple[CaseSpec, str], ...]:
+def _places(case: CaseResult) -> tuple[tuple[Case, str], ...]:
     """Of a measured case, what :func:`_place` may say of its predictions."""
     environment = case.header.environment
     gpus = {device for gpu in environment.gpus if (device := profile_of_device(gpu))}
     return tuple((case.spec, where) for where in (machine(environment), *gpus))
 
 
-def _place(case: CaseResult) -> tuple[CaseSpec, str]:
+def _place(case: CaseResult) -> tuple[Case, str]:
     """What a prediction shares with its measurement: the spec as measured, and the machine, or of a dry run the GPU."""
-    spec = msgspec.structs.replace(case.spec, fidelity="measured", cluster="", resident_ranks=1)
+    spec = case.spec.changed(fidelity="measured", cluster="", resident_ranks=1)
     if case.fidelity != "dryrun":
         return spec, machine(case.header.environment)
     return spec, profile_of_device(case.launches[0].device) or ""
@@ -105,8 +103,8 @@ def in_order(pairs: Sequence[Validated], fidelity: Fidelity) -> tuple[int, int]:
     return agreed, told
 
 
-def _setting(pair: Validated) -> CaseSpec:
-    return msgspec.structs.replace(pair.predicted.spec, strategy="")
+def _setting(pair: Validated) -> Case:
+    return pair.predicted.spec.changed(strategy="")
 
 
 def as_objects(pairs: Sequence[Validated]) -> list[dict[str, Any]]:
@@ -114,10 +112,10 @@ def as_objects(pairs: Sequence[Validated]) -> list[dict[str, Any]]:
     return [
         {
             "strategy": pair.measured.strategy,
-            "world_size": pair.measured.spec.world_size,
-            "model": pair.measured.spec.model,
+            "gpus": pair.measured.spec.job.gpus,
+            "model": pair.measured.spec.job.model,
             "fidelity": pair.predicted.fidelity,
-            "cluster": pair.predicted.spec.cluster,
+            "cluster": pair.predicted.spec.job.cluster,
             "measured_step_time_s": pair.measured.metrics["step_time_s"],
             "predicted_step_time_s": pair.predicted.metrics["step_time_s"],
             "step_time_error": pair.step_time_error,

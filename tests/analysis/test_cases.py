@@ -15,8 +15,8 @@ def with_spec(made: Run, strategies: dict[str, int], **changes: object) -> Run:
     """The run with the specs of some cases changed; a global batch may not be given, others may."""
     records = []
     for record in made.launches:
-        if record.case.strategy in strategies:
-            case = msgspec.structs.replace(record.case, world_size=strategies[record.case.strategy], **changes)
+        if record.case.job.strategy in strategies:
+            case = record.case.changed(gpus=strategies[record.case.job.strategy], **changes)
             record = msgspec.structs.replace(record, case=case, spec_hash=case.hash)
         records.append(record)
     return msgspec.structs.replace(made, launches=tuple(records))
@@ -216,10 +216,10 @@ def test_fidelities_never_share_a_setting(fidelity: Fidelity) -> None:
 def test_clusters_and_numbers_of_resident_ranks_never_share_a_setting() -> None:
     made = run(rounds=1, failed=False, fidelity="emulated")
     elsewhere = [
-        msgspec.structs.replace(record, case=msgspec.structs.replace(record.case, **changes))
+        msgspec.structs.replace(record, case=record.case.changed(**changes))
         for changes in ({"cluster": "lab"}, {"resident_ranks": 2})
         for record in made.launches
-        if record.case.world_size > 1
+        if record.case.job.gpus > 1
     ]
     found = gather(msgspec.structs.replace(made, launches=(*made.launches, *elsewhere))).settings
     assert [setting.label.partition("tokens")[2] for setting in found] == [

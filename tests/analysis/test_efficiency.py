@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import msgspec
 import pytest
 
 from refshard.analysis.efficiency import link_bytes, lower_bound, overlap_efficiency
@@ -12,7 +11,7 @@ from refshard.report.run.answer import run_answer
 from refshard.report.run.page import page
 from refshard.report.run.rows import as_json
 from refshard.report.run.tables import case_table
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.model import load_model
 from refshard.specs.suite import NetworkSpec
 from tests.report import printed
@@ -35,7 +34,7 @@ def network(rate: str, hosts: int = 2) -> NetworkSpec:
 
 
 def bound(issued: tuple[CollectiveCount, ...], rate: str, reference: float = 2.2, **changes: object) -> float | None:
-    return lower_bound(msgspec.structs.replace(spec("ddp"), **changes), MINI, issued, reference, network(rate))
+    return lower_bound(spec("ddp").changed(**changes), MINI, issued, reference, network(rate))
 
 
 def test_the_sizes_are_those_of_the_model() -> None:
@@ -97,7 +96,7 @@ def test_with_muon_no_bound_is_taken_from_bytes_that_may_stay_on_their_rank() ->
 
 def test_what_does_not_communicate_has_no_bound() -> None:
     assert bound((), "2gbit") is None
-    assert bound(counted(all_reduce=WHOLE), "2gbit", world_size=1) is None
+    assert bound(counted(all_reduce=WHOLE), "2gbit", gpus=1) is None
     assert overlap_efficiency(1.0, None) is None
     assert overlap_efficiency(2.0, 1.5) == 0.75
 
@@ -127,7 +126,7 @@ def test_unknown_links_references_and_models_leave_it_out() -> None:
     assert set(efficiencies(on_hosts(run(SLOW[1:], failed=False), EIGHT)).values()) == {None}
     made = on_hosts(run(SLOW, rounds=1, failed=False), EIGHT)
     for place, record in enumerate(made.launches):
-        case: CaseSpec = msgspec.structs.replace(record.case, model="not-a-preset")
+        case: Case = record.case.changed(model="not-a-preset")
         made = with_record(made, place, case=case)
     assert set(efficiencies(made).values()) == {None}
 

@@ -48,11 +48,11 @@ def test_settings_keep_the_order_in_which_the_suite_gives_their_axes() -> None:
     """Not that of the alphabet, in which "bf16" comes first."""
     made = run(CASES[:2], rounds=1, failed=False)
     records = [
-        msgspec.structs.replace(record, case=msgspec.structs.replace(record.case, **axes))
+        msgspec.structs.replace(record, case=record.case.changed(**axes))
         for axes in ({"precision": "bf16"}, {"microbatches": 2}, {"checkpointing": "full"})
         for record in made.launches
     ]
-    shared = {"model": made.launches[0].case.model, "world_size": 2, "global_batch": 4, "strategy": ["ddp", "fsdp2"]}
+    shared = {"model": made.launches[0].case.job.model, "gpus": 2, "global_batch": 4, "strategy": ["ddp", "fsdp2"]}
     matrix = [{**shared, "microbatches": 2}, {**shared, "checkpointing": "full"}, {**shared, "precision": "bf16"}]
     suite = msgspec.structs.replace(made.header.suite, matrix=matrix)
     header = msgspec.structs.replace(made.header, suite=suite)
@@ -66,7 +66,7 @@ def test_settings_keep_the_order_in_which_the_suite_gives_their_axes() -> None:
 
 def test_a_longer_time_limit_keeps_nobody_out_of_a_ranking() -> None:
     made = run(failed=False)
-    patient = msgspec.structs.replace(made.launches[-1].case, time_limit_s=900.0)
+    patient = made.launches[-1].case.changed(time_limit_s=900.0)
     cases = (*made.launches[:-1], msgspec.structs.replace(made.launches[-1], case=patient))
     assert len(gather(msgspec.structs.replace(made, launches=cases)).settings) == len(gather(made).settings)
 
@@ -75,15 +75,14 @@ def test_of_cases_that_differ_in_time_limit_only_the_most_patient_is_compared_an
     """Such as the references of a suite that gives one strategy more time."""
     made = run(failed=False)
     patient = [
-        msgspec.structs.replace(record, case=msgspec.structs.replace(record.case, time_limit_s=900.0))
-        for record in made.launches
+        msgspec.structs.replace(record, case=record.case.changed(time_limit_s=900.0)) for record in made.launches
     ]
     both = gather(msgspec.structs.replace(made, launches=(*patient[:1], *made.launches, *patient[1:])))
     alone = gather(made)
     assert len(both.cases) == 2 * len(alone.cases)
     for found, known in ((both.settings, alone.settings), (both.trainings, alone.trainings)):
         assert [len(setting.cases) for setting in found] == [len(setting.cases) for setting in known]
-        assert {case.spec.time_limit_s for setting in found for case in setting.cases} == {900.0}
+        assert {case.spec.protocol.time_limit_s for setting in found for case in setting.cases} == {900.0}
     assert "".join(page(both))
 
 

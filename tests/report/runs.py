@@ -23,7 +23,7 @@ from refshard.records import (
     Run,
     RunRecord,
 )
-from refshard.specs.case import CaseSpec, Fidelity
+from refshard.specs.case import Case, Fidelity
 from refshard.specs.suite import NetworkSpec, SuiteSpec
 
 HOSTILE = "</script><script>alert(1)</script>"
@@ -112,7 +112,7 @@ def header(rounds: int, planned: int) -> RunRecord:
             name="quickstart",
             about="Six strategies on two ranks of a laptop.",
             rounds=rounds,
-            matrix={"strategy": list(STRATEGIES), "world_size": [2]},
+            matrix={"strategy": list(STRATEGIES), "gpus": [2]},
             case={"model": "llama-mini", "global_batch": 8},
         ),
         environment=environment(),
@@ -147,11 +147,11 @@ CLUSTER = "dgx-h100"
 """Where cases take place that are not measured."""
 
 
-def spec(strategy: str, world_size: int = 2, fidelity: Fidelity = "measured") -> CaseSpec:
+def spec(strategy: str, world_size: int = 2, fidelity: Fidelity = "measured") -> Case:
     """The spec that all cases share, for one strategy."""
-    return CaseSpec(
+    return Case.of(
         strategy=strategy,
-        world_size=world_size,
+        gpus=world_size,
         model="llama-mini",
         global_batch=8,
         fidelity=fidelity,

@@ -11,7 +11,7 @@ from refshard.report.blocks import Answer, Notes, Row, Verdict, table
 from refshard.report.run.rows import COLUMNS, as_json
 from refshard.report.run.tables import case_table, trend_row
 from refshard.report.run.verdict import findings, notes, overview, unfinished
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.suite import SuiteSpec
 
 
@@ -61,23 +61,23 @@ def history_answer(all_series: Sequence[Series], metric: str) -> Answer:
 
 
 def planned_answer(
-    suite: SuiteSpec, cases: Sequence[CaseSpec], *, launches: int, seen_before: int, unknown: int, seconds: float
+    suite: SuiteSpec, cases: Sequence[Case], *, launches: int, seen_before: int, unknown: int, seconds: float
 ) -> Answer:
     """The cases that a suite would launch, and how long they will take, s: as ``seen_before``, else estimated;
     ``unknown`` ones not.
     """
     rows = [
         {
-            "case": case.name, "hash": case.hash, "strategy": case.strategy, "model": case.model,
-            "world_size": case.world_size, "global_batch": case.global_batch, "seq_len": case.seq_len,
-            "fidelity": case.fidelity, "options": list(case.axes),
+            "case": case.name, "hash": case.hash, "strategy": case.job.strategy, "model": case.job.model,
+            "gpus": case.job.gpus, "global_batch": case.job.global_batch, "seq_len": case.job.seq_len,
+            "fidelity": case.protocol.fidelity, "options": list(case.axes),
         }
         for case in cases
     ]  # fmt: skip
     shown: list[Row] = [
         {
-            "case": case.name, "strategy": case.strategy, "model": case.model, "options": ", ".join(case.axes),
-            "ranks": case.world_size, "batch": f"{case.global_batch} x {case.seq_len:,}",
+            "case": case.name, "strategy": case.job.strategy, "model": case.job.model, "options": ", ".join(case.axes),
+            "ranks": case.job.gpus, "batch": f"{case.job.global_batch} x {case.job.seq_len:,}",
         }
         for case in cases
     ]  # fmt: skip

@@ -21,8 +21,9 @@ from refshard.report.draw.palette import DASHES, GREY, MARKERS, STEP, look
 from refshard.report.draw.tradeoff import Frame, Point, front, shows_limit, tradeoff_figure
 from refshard.report.run.cells import metric_text
 from refshard.report.run.verdict import listed
-from refshard.specs.case import REFERENCE_STRATEGY, REPEATING, spelled
+from refshard.specs.case import REPEATING, spelled
 from refshard.specs.cluster import load_cluster
+from refshard.specs.job import REFERENCE_STRATEGY
 
 MOST_CURVES = 8
 """Curves in a chart; of losses the reference, or the first case if that has none, and the curves furthest from it."""
@@ -95,10 +96,10 @@ def step_parts(found: Mapping[CaseResult, Mapping[str, float]], parts: Iterable[
     rows: list[Row] = []
     bars: list[Bar] = []
     before = None
-    several = len({case.spec.world_size for case in found}) > 1
+    several = len({case.spec.job.gpus for case in found}) > 1
     for case, of in found.items():
-        if several and case.spec.world_size != before:
-            before = case.spec.world_size
+        if several and case.spec.job.gpus != before:
+            before = case.spec.job.gpus
             rows.append(Row(text=f"<b>{ranks(before)}</b>"))
         bars.append(Bar(place=len(rows), name=case.label, parts=of))
         rows.append(Row(text=label_text(case.strategy), case=case.number))
@@ -131,20 +132,20 @@ def device_limit(cases: Sequence[CaseResult]) -> Limit | None:
 
 
 def _limit(case: CaseResult) -> Limit | None:
-    if case.spec.memory_limit_gib is not None:
-        return Limit(bytes=case.spec.memory_limit_gib * GIB, name="limit per rank")
+    if case.spec.protocol.memory_limit_gib is not None:
+        return Limit(bytes=case.spec.protocol.memory_limit_gib * GIB, name="limit per rank")
     if gpu := gpu_memory_of(case):
         return Limit(bytes=gpu.total_bytes, name="on the GPU")
-    if not case.spec.cluster:
+    if not case.spec.job.cluster:
         return None
     try:
-        hardware = load_cluster(case.spec.cluster).accelerator
+        hardware = load_cluster(case.spec.job.cluster).accelerator
     except SpecError:  # a profile of the user's own that is no longer there
         return None
     if not hardware.asynchronous:
         return None
     if case.fidelity == "dryrun":
-        outside = sum(one.bytes for one in overheads(case.spec.world_size))
+        outside = sum(one.bytes for one in overheads(case.spec.job.gpus))
         return Limit(bytes=hardware.memory_bytes - outside, name="usable")
     return Limit(bytes=usable(hardware), name="usable")
 
@@ -198,7 +199,7 @@ def tip(case: CaseResult, memory_metric: str, limit: Limit | None = None) -> str
     """What pointing at a case says, a line each: the case, its step time with interval and samples, its memory, its
     throughput.
     """
-    lines = [f"<b>{label_text(case.strategy)}</b>, {ranks(case.spec.world_size)}, {spelled(case.fidelity)}"]
+    lines = [f"<b>{label_text(case.strategy)}</b>, {ranks(case.spec.job.gpus)}, {spelled(case.fidelity)}"]
     time, summary = f"step time {format_seconds(case.metrics['step_time_s'])}", case.step_time
     if case.fidelity in REPEATING or summary is None:
         lines.append(f"{time}, calculated")
@@ -253,7 +254,7 @@ def memory_over_step(setting: Setting, identity: str, dry_runs: Mapping[CaseResu
     figure.update_layout(template=THEME, height=300, showlegend=True)
     figure.update_xaxes(title_text="% of the step, in the host's order")
     figure.update_yaxes(title_text=f"{unit} per rank", rangemode="tozero")
-    text = f"Rank 0 of {ranks(found[0][0].spec.world_size)}: {'; '.join(peaks)}."
+    text = f"Rank 0 of {ranks(found[0][0].spec.job.gpus)}: {'; '.join(peaks)}."
     return chart(identity, "Memory over a step", figure, f"{text} Dotted: dry runs." if any_dotted else text)
 
 

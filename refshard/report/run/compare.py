@@ -21,7 +21,7 @@ from refshard.report.blocks import Answer, Block, Cell, Marked, Notes, Row, Sect
 from refshard.report.run.cells import metric, no_interval, ratio_text
 from refshard.report.run.rows import COLUMNS, as_json
 from refshard.report.run.verdict import busy_between, listed
-from refshard.specs.case import REPEATING, CaseSpec, Fidelity, spelled
+from refshard.specs.case import REPEATING, Case, Fidelity, spelled
 from refshard.specs.gate import RULES, TimeLimits
 
 Outcome = Literal["slower", "faster", "unchanged", "unknown", "not compared"]
@@ -82,7 +82,7 @@ def _ratio_table(setting: Setting, found: Sequence[Ratio], a: str) -> Table:
     rows: list[Row] = [
         {
             "strategy": ratio.case.strategy,
-            "ranks": ratio.case.spec.world_size,
+            "ranks": ratio.case.spec.job.gpus,
             f"step time / {a}{interval}": _time(ratio),
             f"peak memory / {a}": _times(ratio.peak_memory),
         }
@@ -241,7 +241,7 @@ def against_section(found: Against) -> Section:
 _ROW: dict[str, Callable[[Changed], object]] = {
     "case": lambda one: one.case.name,
     "strategy": lambda one: one.case.strategy,
-    "world_size": lambda one: one.case.spec.world_size,
+    "gpus": lambda one: one.case.spec.job.gpus,
     "step_time_a_s": lambda one: one.before.metrics["step_time_s"],
     "step_time_b_s": lambda one: one.case.metrics["step_time_s"],
     "step_time_ratio": lambda one: one.ratio,
@@ -372,7 +372,7 @@ def _doubts(found: Sequence[Changed], evidence: Evidence, baseline: Evidence) ->
         )
     warnings = dict.fromkeys(w for one in found if one.interval and not one.why_not for w in one.interval.warnings)
     doubts += list(warnings)
-    keys: list[set[tuple[CaseSpec, Fidelity]]] = [{(c.spec, c.fidelity) for c in e.cases} for e in (evidence, baseline)]
+    keys: list[set[tuple[Case, Fidelity]]] = [{(c.spec, c.fidelity) for c in e.cases} for e in (evidence, baseline)]
     for only, where in ((keys[0] - keys[1], "only here"), (keys[1] - keys[0], "only in the earlier run")):
         if only:
             doubts.append(f"{len(only)} {'case is' if len(only) == 1 else 'cases are'} {where}")

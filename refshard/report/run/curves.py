@@ -61,7 +61,7 @@ class Curve:
     @property
     def place(self) -> tuple[Fidelity, str]:
         """What curves must share for one ideal."""
-        return self.cases[0].fidelity, self.cases[0].spec.cluster
+        return self.cases[0].fidelity, self.cases[0].spec.job.cluster
 
     @property
     def where(self) -> str:
@@ -72,7 +72,7 @@ class Curve:
     @property
     def range(self) -> str:
         """Its world sizes."""
-        return f"{self.cases[0].spec.world_size:,} to {ranks(self.cases[-1].spec.world_size)}"
+        return f"{self.cases[0].spec.job.gpus:,} to {ranks(self.cases[-1].spec.job.gpus)}"
 
 
 def scalings(evidence: Evidence) -> tuple[Drawn, ...]:
@@ -86,8 +86,8 @@ def scalings(evidence: Evidence) -> tuple[Drawn, ...]:
         alike = shared(case.spec, per_rank, but=("fidelity", "cluster"))
         for strategy in setting.strategies:
             found = [case for case in setting.cases if case.strategy == strategy and case.ok and case.metrics[_METRIC]]
-            if len({case.spec.world_size for case in found}) > 1:
-                cases = tuple(sorted(found, key=lambda case: case.spec.world_size))
+            if len({case.spec.job.gpus for case in found}) > 1:
+                cases = tuple(sorted(found, key=lambda case: case.spec.job.gpus))
                 curve = Curve(setting=setting, strategy=strategy, cases=cases)
                 groups.setdefault((alike, per_rank, machine(case.header.environment)), []).append(curve)
     return tuple(_scaling(curves, f"g{place}") for place, curves in enumerate(groups.values()))
@@ -99,7 +99,7 @@ def _scaling(curves: Sequence[Curve], identity: str) -> Drawn:
         {
             "case": case.full_label,
             "tokens/s/GPU": Quantity(rate, "rate"),
-            "tokens/s": Quantity(rate * case.spec.world_size, "rate"),
+            "tokens/s": Quantity(rate * case.spec.job.gpus, "rate"),
             "scaling efficiency": Quantity(rate / curve.rates[0], "share"),
             "of the physical bound": Quantity(case.metrics["overlap_efficiency"], "share"),
         }
@@ -147,7 +147,7 @@ def _draw_scaling(curves: Sequence[Curve]) -> go.Figure:
         hollow = "" if one.place[0] == "measured" else "-open"
         figure.add_trace(
             polyline(
-                name, [case.spec.world_size for case in one.cases], one.rates,
+                name, [case.spec.job.gpus for case in one.cases], one.rates,
                 {"color": colour(one.setting, one.strategy), "dash": _DASH[one.place[0]]},
                 {"cases": [case.number for case in one.cases]},
                 marker={"symbol": _marker(one.setting, one.strategy) + hollow, "size": 9},
@@ -155,7 +155,7 @@ def _draw_scaling(curves: Sequence[Curve]) -> go.Figure:
             )
         )  # fmt: skip
     figure.add_traces([*_ideals(shown), *_bounds(shown)])
-    sizes = sorted({case.spec.world_size for curve in shown for case in curve.cases})
+    sizes = sorted({case.spec.job.gpus for curve in shown for case in curve.cases})
     _over(figure, "ranks", sizes, len(shown))
     least, most = (of(rate for curve in shown for rate in curve.rates) for of in (min, max))
     return figure.update_yaxes(title_text="tokens/s/GPU", rangemode="normal" if least > _FLAT * most else "tozero")
@@ -185,7 +185,7 @@ def _ideals(curves: Sequence[Curve]) -> Iterable[go.Scatter]:
         here = [curve for curve in curves if curve.place == place]
         best = max(here, key=lambda curve: curve.rates[0])
         cases = [case for curve in here for case in curve.cases]
-        ends = best.cases[0].spec.world_size, max(case.spec.world_size for case in cases)
+        ends = best.cases[0].spec.job.gpus, max(case.spec.job.gpus for case in cases)
         yield _level(f"ideal{best.where if len(places) > 1 else ''}", ends, best.rates[0], cases)
 
 
@@ -196,7 +196,7 @@ def _bounds(curves: Sequence[Curve]) -> Iterable[go.Scatter]:
         share = case.metrics["overlap_efficiency"]
         if share and case.fidelity == "measured":
             rate = (case.metrics[_METRIC] or 0.0) / share
-            best[case.spec.world_size] = max(best.get(case.spec.world_size, (0.0, 0)), (rate, case.number))
+            best[case.spec.job.gpus] = max(best.get(case.spec.job.gpus, (0.0, 0)), (rate, case.number))
     if best:
         sizes = sorted(best)
         yield polyline(
@@ -222,7 +222,7 @@ def crossovers(evidence: Evidence) -> tuple[Drawn, ...]:
         for ratio in ratios(setting, BASELINE):
             case = ratio.case
             if ratio.step_time is not None:
-                key = shared(case.spec, True, but=("seq_len",)), case.spec.world_size, machine(case.header.environment)
+                key = shared(case.spec, True, but=("seq_len",)), case.spec.job.gpus, machine(case.header.environment)
                 groups.setdefault(key, {}).setdefault(case.strategy, []).append((setting, ratio))
     found: list[Drawn] = []
     for group in groups.values():
@@ -238,7 +238,7 @@ def crossovers(evidence: Evidence) -> tuple[Drawn, ...]:
 
 def tokens(case: CaseResult) -> int:
     """Tokens of a rank and step."""
-    return case.spec.global_batch * case.spec.seq_len // case.spec.world_size
+    return case.spec.job.global_batch * case.spec.job.seq_len // case.spec.job.gpus
 
 
 def _crossover(curves: Sequence[tuple[Setting, Sequence[Ratio]]], identity: str) -> Drawn:
@@ -274,7 +274,7 @@ def _crossover(curves: Sequence[tuple[Setting, Sequence[Ratio]]], identity: str)
     _over(figure, "tokens per rank", counts, len(curves))
     figure.update_yaxes(title_text="step time / ddp", rangemode="tozero")
     spec = cases[0].spec
-    caption = f"Step time relative to ddp: {spec.model}, {spec.world_size} ranks{cases[0].kind}"
+    caption = f"Step time relative to ddp: {spec.job.model}, {spec.job.gpus} ranks{cases[0].kind}"
     title, text = "Step time relative to ddp as tokens per rank grow", "; ".join(texts)
     return Drawn(
         chart=chart(f"{identity}-crossover", title, figure, f"Step time relative to ddp: {text}."),

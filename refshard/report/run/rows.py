@@ -13,6 +13,7 @@ from refshard.analysis.evidence import Evidence
 from refshard.analysis.gpu_memory import gpu_memory_of
 from refshard.analysis.proof import bit_identical, bits_note, collectives_note, parity_note, proof_summary
 from refshard.records import METRICS
+from refshard.specs.job import Job
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,8 +34,8 @@ def _interval(end: str) -> Callable[[CaseResult], object]:
     return lambda case: getattr(case.step_time, end) if case.step_time and math.isfinite(case.step_time.high) else None
 
 
-def _spec(field: str) -> Callable[[CaseResult], object]:
-    return lambda case: getattr(case.spec, field)
+def _field(name: str) -> Callable[[CaseResult], object]:
+    return lambda case: list(value) if isinstance(value := case.spec.fields[name], tuple) else value
 
 
 def _first(field: str) -> Callable[[CaseResult], object]:
@@ -46,18 +47,10 @@ COLUMNS: dict[str, Callable[[CaseResult], object]] = {
     "case": lambda case: case.name,
     "spec_hash": _first("spec_hash"),
     "environment": _first("environment"),
-    **{name: _spec(name) for name in (
-        "strategy", "world_size", "model", "global_batch", "seq_len", "workload", "microbatches",
-    )},
-    "checkpointing": lambda case: (
-        policy if isinstance(policy := case.spec.checkpointing, str) else list(policy)
-    ),
-    **{name: _spec(name) for name in (
-        "precision", "tuning", "optimizer", "offload", "replicas", "tensor_parallel", "sequence_parallel",
-        "context_parallel", "pipeline_parallel", "interleave", "schedule", "memory_limit_gib",
-    )},
+    **{name: _field(name) for name in Job.__struct_fields__ if name not in ("cluster", "implementation")},
+    "memory_limit_gib": _field("memory_limit_gib"),
     "fidelity": lambda case: case.fidelity,
-    "cluster": lambda case: case.spec.cluster or None,
+    "cluster": lambda case: case.spec.job.cluster or None,
     "device": _first("device"),
     "backend": _first("backend"),
     "state": lambda case: case.state,

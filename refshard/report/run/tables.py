@@ -32,7 +32,8 @@ from refshard.report.blocks import (
 )  # fmt: skip
 from refshard.report.run import cells
 from refshard.report.run.cells import STATES, metric, ratio_text
-from refshard.specs.case import REFERENCE_STRATEGY, REPEATING
+from refshard.specs.case import REPEATING
+from refshard.specs.job import REFERENCE_STRATEGY
 
 STEP_TIME = "step time\n(95 % interval)"
 
@@ -48,7 +49,7 @@ def case_table(cases: Sequence[CaseResult], *, title: str, caption: str = "", wh
     rows: list[Row] = [
         {
             "strategy": case.strategy,
-            "ranks": case.spec.world_size,
+            "ranks": case.spec.job.gpus,
             "state": cells.state(case.state),
             "step time" if calculated else STEP_TIME: cells.step_time(case),
             "peak reserved": cells.reserved(case),
@@ -129,7 +130,7 @@ def headline(ranking: Ranking, setting: Setting) -> Headline:
 
     rows: list[Row] = [
         {
-            "strategy": case.strategy if case.spec.world_size == ranking.world_size else case.label,
+            "strategy": case.strategy if case.spec.job.gpus == ranking.world_size else case.label,
             "step time" if all(one.fidelity in REPEATING for one in cases) else STEP_TIME: (
                 figure(case, "step_time_s") if case.ok else STATES[case.state]
             ),

@@ -148,11 +148,11 @@ def _bandwidths(collectives: Sequence[CollectiveFigures], case: CaseResult) -> s
 
 def _layers(here: Sequence[Traced], prefix: str) -> Iterable[tuple[CaseResult, Chart]]:
     """The same layer of each case of one world size, with one scale and one zero."""
-    sizes = [one.case.spec.world_size for one in here if one.view is not None]
+    sizes = [one.case.spec.job.gpus for one in here if one.view is not None]
     if not sizes:
         return
     size = max(sizes, key=lambda size: (sizes.count(size), size))
-    shown = [one for one in here if one.view is not None and one.case.spec.world_size == size][:MOST_LAYERS]
+    shown = [one for one in here if one.view is not None and one.case.spec.job.gpus == size][:MOST_LAYERS]
     views = [_view(one.analysis, like=shown[0].view) for one in shown]
     before = max(view.before for view in views if view)
     after = max(view.length - view.before for view in views if view)

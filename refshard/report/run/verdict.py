@@ -14,7 +14,8 @@ from refshard.plain import plain
 from refshard.quantities import format_bytes, format_percent, format_seconds
 from refshard.records import Run
 from refshard.report.run.cells import STATES, no_interval, span
-from refshard.specs.case import REFERENCE_STRATEGY, REPEATING, spelled
+from refshard.specs.case import REPEATING, spelled
+from refshard.specs.job import REFERENCE_STRATEGY
 
 MANY = 4
 """Comparisons from which on a sentence sums them up."""
@@ -138,7 +139,9 @@ def network(evidence: Evidence) -> tuple[str, ...]:
 
 def modelled(evidence: Evidence) -> tuple[str, ...]:
     """A sentence for every cluster on which cases were not measured."""
-    kinds = dict.fromkeys((case.fidelity, case.spec.cluster) for case in evidence.cases if case.fidelity != "measured")
+    kinds = dict.fromkeys(
+        (case.fidelity, case.spec.job.cluster) for case in evidence.cases if case.fidelity != "measured"
+    )
     return tuple(
         f"Not measured, but {'dry-run' if fidelity == 'dryrun' else fidelity} on {cluster}: {FIDELITY[fidelity]}."
         for fidelity, cluster in kinds

@@ -24,7 +24,7 @@ def load(before: float = 0.05, after: float = 0.05, others: float | None = 0.0) 
 
 def loaded(made: Run, **of: Load) -> Run:
     """The run, every launch of which saw a quiet machine but for those of the strategies that are given."""
-    cases = [msgspec.structs.replace(record, load=of.get(record.case.strategy, load())) for record in made.launches]
+    cases = [msgspec.structs.replace(record, load=of.get(record.case.job.strategy, load())) for record in made.launches]
     return msgspec.structs.replace(made, launches=tuple(cases))
 
 

@@ -54,7 +54,7 @@ def test_a_curve_for_each_strategy_and_a_level_for_the_best() -> None:
         "95.0 %",
         "75.0 %",
     ]
-    assert [case.spec.world_size for case in found.cases] == [2, 4, 2, 4, 8]
+    assert [case.spec.job.gpus for case in found.cases] == [2, 4, 2, 4, 8]
 
 
 def test_each_fidelity_has_its_own_ideal() -> None:
@@ -99,7 +99,7 @@ def test_the_bound_is_drawn_where_the_wire_has_a_rate() -> None:
     made = on_hosts(run((CASES[0], *CASES[1:3]), failed=False), network)
     wider = []
     for record in made.launches[1:3]:
-        case = spec(record.case.strategy, 4)
+        case = spec(record.case.job.strategy, 4)
         wider.append(msgspec.structs.replace(record, case=case, spec_hash=case.hash))
     (found,) = scalings(gather(msgspec.structs.replace(made, launches=(*made.launches, *wider))))
     sizes, rates = curves(found)["bound by compute and network"]
@@ -107,7 +107,7 @@ def test_the_bound_is_drawn_where_the_wire_has_a_rate() -> None:
     best = max(
         (case.metrics["tokens_per_s_gpu"] or 0) / (case.metrics["overlap_efficiency"] or 1)
         for case in found.cases
-        if case.spec.world_size == 2
+        if case.spec.job.gpus == 2
     )
     assert rates[0] == pytest.approx(best, rel=1e-4)
     assert "-" not in {row["of the physical bound"] for row in rows(found.table)}
@@ -119,7 +119,7 @@ def made(times: dict[int, dict[str, float]]) -> Run:
     for seq_len, seconds in times.items():
         timed = [replace(case, step_time=seconds[case.strategy]) for case in CASES if case.strategy in seconds]
         for record in run(timed, failed=False).launches:
-            case = msgspec.structs.replace(record.case, seq_len=seq_len)
+            case = record.case.changed(seq_len=seq_len)
             cases.append(msgspec.structs.replace(record, case=case, spec_hash=case.hash))
     return msgspec.structs.replace(base, launches=tuple(cases))
 
@@ -189,9 +189,7 @@ def test_a_gap_in_the_runs_stays_one() -> None:
 def test_specs_of_one_name_are_series_of_their_own() -> None:
     """A name leaves out the seed."""
     first = runs(1.0)[0]
-    seeded = [
-        msgspec.structs.replace(record, case=msgspec.structs.replace(record.case, seed=1)) for record in first.launches
-    ]
+    seeded = [msgspec.structs.replace(record, case=record.case.changed(seed=1)) for record in first.launches]
     both = msgspec.structs.replace(first, launches=(*first.launches, *seeded))
     found = series_of([both], "step_time_s")
     assert len(found) == 6

@@ -25,10 +25,10 @@ def dry(*, out_of_memory: str = "") -> Run:
     made = run(CASES, rounds=1, failed=False, fidelity="dryrun")
     cases = []
     for record in made.launches:
-        reserved = RESERVED.get(record.case.strategy)
+        reserved = RESERVED.get(record.case.job.strategy)
         metrics = {**record.metrics, "peak_reserved_bytes": None if reserved is None else float(reserved * MIB)}
         changed = msgspec.structs.replace(record, metrics=metrics, step_times_s=((record.step_times_s[0][0],),))
-        if record.case.strategy == out_of_memory:
+        if record.case.job.strategy == out_of_memory:
             needs = {**dict.fromkeys(metrics), "peak_memory_bytes": 900.0 * MIB, "peak_reserved_bytes": 950.0 * MIB}
             changed = msgspec.structs.replace(changed, state="oom", error="needs", metrics=needs, step_times_s=())
         cases.append(changed)
@@ -100,9 +100,9 @@ def test_the_page_names_dry_runs() -> None:
 def test_a_curve_says_where_it_was_run_dry() -> None:
     made = dry()
     larger = tuple(
-        msgspec.structs.replace(record, case=msgspec.structs.replace(record.case, world_size=4))
+        msgspec.structs.replace(record, case=record.case.changed(gpus=4))
         for record in made.launches
-        if record.case.strategy != "single"
+        if record.case.job.strategy != "single"
     )
     (scaling,) = scalings(gather(msgspec.structs.replace(made, launches=(*made.launches, *larger))))
     hover = [str(curve["hovertemplate"]) for curve in scaling.chart.figure["data"] if "hovertemplate" in curve]

@@ -245,7 +245,7 @@ def many(settings: int) -> Run:
     """A run whose cases stand in as many settings, by their sequence lengths."""
     made = run(CASES[1:3], rounds=1, failed=False)
     records = [
-        msgspec.structs.replace(record, case=msgspec.structs.replace(record.case, seq_len=256 + place))
+        msgspec.structs.replace(record, case=record.case.changed(seq_len=256 + place))
         for place in range(settings)
         for record in made.launches
     ]
@@ -287,8 +287,8 @@ def test_hostile_names_cannot_end_a_template() -> None:
     hostile = "</template><script>alert(1)</script>"
     made = many(3)
     records = [
-        msgspec.structs.replace(record, case=msgspec.structs.replace(record.case, strategy=hostile))
-        if record.case.strategy == "ddp"
+        msgspec.structs.replace(record, case=record.case.changed(strategy=hostile))
+        if record.case.job.strategy == "ddp"
         else record
         for record in made.launches
     ]

@@ -25,7 +25,7 @@ def predicted(record: LaunchRecord, fidelity: Fidelity, times: float, memory: fl
         "peak_memory_bytes": None if memory is None or peak is None else peak * memory,
     }
     samples = tuple(tuple(step * times for step in rank) for rank in record.step_times_s)
-    case = replace(record.case, fidelity=fidelity, cluster="lab")
+    case = record.case.changed(fidelity=fidelity, cluster="lab")
     return replace(record, case=case, spec_hash=case.hash, fidelity=fidelity, step_times_s=samples, metrics=metrics)
 
 
@@ -33,9 +33,9 @@ def both(times: dict[str, float], memory: float | None = 1.0, fidelity: Fidelity
     """A measured run, and predictions of the strategies named."""
     measured = run(failed=False)
     more = [
-        predicted(record, fidelity, times[record.case.strategy], memory)
+        predicted(record, fidelity, times[record.case.job.strategy], memory)
         for record in measured.launches
-        if record.case.strategy in times
+        if record.case.job.strategy in times
     ]
     return msgspec.structs.replace(measured, launches=(*measured.launches, *more))
 
@@ -131,7 +131,7 @@ def measured(device: str = H100) -> Run:
     environment = msgspec.structs.replace(made.header.environment, gpus=(device,) * 2)
     header = msgspec.structs.replace(made.header, environment=environment, started_at="2026-03-01T11:00:00Z")
     launches = tuple(
-        skipped(record) if record.case.strategy == "ddp" else on_gpu(record, device) for record in made.launches
+        skipped(record) if record.case.job.strategy == "ddp" else on_gpu(record, device) for record in made.launches
     )
     return msgspec.structs.replace(made, header=header, launches=launches)
 
@@ -149,14 +149,14 @@ def dry() -> Run:
     """The same cases on another machine, an hour before: 10 % too slow and 1 % too large; DDP runs out of memory."""
     made = run(rounds=1, failed=False)
     environment = msgspec.structs.replace(made.header.environment, id="laptop", hostname="laptop")
-    launches = tuple(as_dry_run(record) for record in made.launches if record.case.strategy != "single")
+    launches = tuple(as_dry_run(record) for record in made.launches if record.case.job.strategy != "single")
     header = msgspec.structs.replace(made.header, run_id="made-dryrun", environment=environment)
     return msgspec.structs.replace(made, header=header, launches=launches)
 
 
 def as_dry_run(record: LaunchRecord) -> LaunchRecord:
     case = record.case.as_dry_run(CLUSTER)
-    fits, step_time_s = case.strategy != "ddp", 1.1 * MEASURED_S[case.strategy]
+    fits, step_time_s = case.job.strategy != "ddp", 1.1 * MEASURED_S[case.job.strategy]
     metrics = {
         **record.metrics,
         "step_time_s": step_time_s,

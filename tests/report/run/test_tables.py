@@ -29,9 +29,9 @@ from tests.report.printed import rows, tables, text, verdict
 from tests.report.runs import CASES, FAILED, HOSTILE, STRATEGIES, both, proof, run, with_record
 
 KEYS = {
-    "case", "spec_hash", "environment", "strategy", "world_size", "model", "global_batch", "seq_len", "workload",
-    "microbatches", "checkpointing", "precision", "tuning", "optimizer", "offload", "replicas", "tensor_parallel",
-    "sequence_parallel", "context_parallel", "pipeline_parallel", "interleave", "schedule",
+    "case", "spec_hash", "environment", "strategy", "gpus", "model", "global_batch", "seq_len", "workload",
+    "microbatches", "checkpointing", "precision", "tuning", "optimizer", "offload", "dp_replicate", "tp",
+    "sequence_parallel", "cp", "pp", "interleave", "schedule", "ep", "comm_memory",
     "peak_requested_bytes", "gpu_used_bytes", "gpu_outside_bytes", "gpu_total_bytes", "allocation_retries",
     "memory_limit_gib", "compile_s", "host_waits", "probe_drift", "other_cores",
     "fidelity", "device", "backend", "state", "rounds", "samples",
@@ -54,7 +54,7 @@ def test_json_has_an_object_per_case_with_flat_keys() -> None:
 def test_json_values_are_those_of_the_run() -> None:
     fsdp2 = flat.as_json(gather(run()))[2]
     assert fsdp2["case"] == "fsdp2-w2-llama-mini-b8x256"
-    assert (fsdp2["state"], fsdp2["rounds"], fsdp2["samples"], fsdp2["world_size"]) == ("ok", 3, 60, 2)
+    assert (fsdp2["state"], fsdp2["rounds"], fsdp2["samples"], fsdp2["gpus"]) == ("ok", 3, 60, 2)
     assert fsdp2["step_time_s"] == pytest.approx(0.060, rel=1e-4)
     assert fsdp2["step_time_low_s"] < fsdp2["step_time_s"] < fsdp2["step_time_high_s"]
     assert fsdp2["peak_memory_bytes"] == 300 * MIB
@@ -216,7 +216,7 @@ def test_inference_and_training_meet_in_no_table_and_no_sentence() -> None:
     made = run(failed=False)
     slower = [replace(case, step_time=2 * case.step_time) for case in CASES]
     inference = tuple(
-        msgspec.structs.replace(r, case=msgspec.structs.replace(r.case, workload="inference"))
+        msgspec.structs.replace(r, case=r.case.changed(workload="inference"))
         for r in run(slower, failed=False).launches
     )
     both = run_answer(gather(msgspec.structs.replace(made, launches=(*made.launches, *inference))))

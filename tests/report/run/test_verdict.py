@@ -266,7 +266,7 @@ def test_many_comparisons_are_summed_up_by_fidelity() -> None:
     records = []
     for size in (2, 4, 8, 1):
         for record in made.launches:
-            case = msgspec.structs.replace(record.case, world_size=size)
+            case = record.case.changed(gpus=size)
             even = size == 4
             times = made.launches[0].step_times_s if even else record.step_times_s
             records.append(msgspec.structs.replace(record, case=case, spec_hash=case.hash, step_times_s=times))
