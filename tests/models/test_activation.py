@@ -31,7 +31,7 @@ def test_a_policy_is_a_set_of_layers(policy: str | list[int], layers: set[int]) 
     [
         (
             "some",
-            r"checkpointing must be 'none', 'full', 'selective', 'every-K', 'first-N' or a list of layers, got 'some'; correct it",
+            r"checkpointing must be 'none', 'full', 'selective', 'every-K', 'first-N' or .*, got 'some'; correct it",
         ),
         ("every-0", r"checkpointing must be .*, got 'every-0'"),
         ("every-6", r"checkpointing: its number must be at most the 5 layers, got 'every-6'; lower it"),

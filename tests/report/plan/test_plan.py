@@ -285,7 +285,7 @@ def test_csv_has_a_row_for_each_configuration_of_each_size_and_nothing_nested() 
         parts = [float(line[f"{part}_s"]) for part in TIME_PARTS]
         assert sum(parts) == pytest.approx(one.step_s)
         assert sum(float(line[f"{part}_bytes"]) for part in one.memory) == pytest.approx(one.peak_bytes, abs=10)
-        assert int(line["shard"]) == one.job.dp_shard
+        assert int(line["dp_shard"]) == one.job.dp_shard
         assert line.keys() - {"schema_version"} == {*COLUMNS}
         assert not any("{" in cell for cell in line.values())
 
