@@ -24,10 +24,10 @@ BUDGETS = {
     "refshard/measure": 9_050,
     "refshard/models": 1_300,
     "refshard/plan": 2_550,
-    "refshard/report": 9_200,
-    "refshard/specs": 2_250,
+    "refshard/report": 9_250,
+    "refshard/specs": 2_350,
     "refshard/strategies": 3_150,
-    "refshard/*.py": 1_950,
+    "refshard/*.py": 2_000,
     "tests": 68_650,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""

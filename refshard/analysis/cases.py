@@ -14,7 +14,7 @@ from refshard.analysis.sample import Launches, Summary, step_samples, summarize
 from refshard.errors import SpecError
 from refshard.plain import plain
 from refshard.records import METRICS, GpuMemory, LaunchRecord, Proof, Run, RunRecord, State, StepTrace, parity_tolerance
-from refshard.specs.case import REPEATING, CaseSpec, Fidelity
+from refshard.specs.case import REPEATING, Case, Fidelity
 from refshard.specs.model import load_model
 from refshard.specs.suite import NetworkSpec
 
@@ -47,7 +47,7 @@ class CaseResult:
     """
 
     header: RunRecord
-    spec: CaseSpec
+    spec: Case
     fidelity: Fidelity
     launches: tuple[LaunchRecord, ...]
     state: State
@@ -63,7 +63,7 @@ class CaseResult:
     @property
     def strategy(self) -> str:
         """Name of the strategy."""
-        return self.spec.strategy
+        return self.spec.job.strategy
 
     @property
     def ok(self) -> bool:
@@ -83,7 +83,7 @@ class CaseResult:
     @property
     def label(self) -> str:
         """Strategy, world size and kind, for a row or a legend."""
-        return f"{self.strategy}, {ranks(self.spec.world_size)}{self.kind}"
+        return f"{self.strategy}, {ranks(self.spec.job.gpus)}{self.kind}"
 
     @property
     def full_label(self) -> str:
@@ -216,7 +216,7 @@ def cases_of(run: Run) -> tuple[CaseResult, ...]:
 
     If a case has two records of one round, the later one counts: it repeats the earlier.
     """
-    grouped: dict[tuple[CaseSpec, Fidelity], dict[int, LaunchRecord]] = {}
+    grouped: dict[tuple[Case, Fidelity], dict[int, LaunchRecord]] = {}
     for record in run.launches:
         grouped.setdefault((record.case, record.fidelity), {})[record.round] = record
     joined = [_join(run.header, [launches[key] for key in sorted(launches)]) for launches in grouped.values()]
@@ -276,7 +276,7 @@ def _metrics(launches: Sequence[LaunchRecord], step_time: Summary | None) -> dic
     return found
 
 
-def _efficiency(case: CaseResult, times: dict[CaseSpec, float | None], network: NetworkSpec) -> float | None:
+def _efficiency(case: CaseResult, times: dict[Case, float | None], network: NetworkSpec) -> float | None:
     """Lower bound over step time; None for a model that this version has no preset of: its embedding is unknown."""
     reference = times.get(case.spec.reference()) if case.fidelity == "measured" else None
     proof = next((launch.proof for launch in case.ok_launches if launch.proof), None)
@@ -284,7 +284,7 @@ def _efficiency(case: CaseResult, times: dict[CaseSpec, float | None], network: 
     if reference is None or proof is None or not step_time:
         return None
     try:
-        model = case.header.models.get(case.spec.model) or load_model(case.spec.model)
+        model = case.header.models.get(case.spec.job.model) or load_model(case.spec.job.model)
     except SpecError:
         return None
     bound = lower_bound(case.spec, model, proof.announced, reference, network)

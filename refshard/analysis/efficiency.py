@@ -18,7 +18,7 @@ with the embedding, recomputed activations, an optimizer step that is not sharde
 from collections.abc import Sequence
 
 from refshard.records import CollectiveCount
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.model import ModelSpec
 from refshard.specs.suite import NetworkSpec
 
@@ -26,7 +26,7 @@ _ELEMENT_BYTES = 4  # every strategy gathers and reduces in fp32
 
 
 def lower_bound(
-    case: CaseSpec, model: ModelSpec, issued: Sequence[CollectiveCount], reference_step_time_s: float,
+    case: Case, model: ModelSpec, issued: Sequence[CollectiveCount], reference_step_time_s: float,
     network: NetworkSpec,
 ) -> float | None:  # fmt: skip
     """The shortest that a step of ``case`` can take, s; None if it communicates nothing, or uses all-to-alls with
@@ -35,16 +35,17 @@ def lower_bound(
     ``issued`` are the collectives of one step and rank, ``reference_step_time_s`` is the step time of
     ``case.reference()``.
     """
-    if case.world_size == 1 or not issued:
+    job = case.job
+    if job.gpus == 1 or not issued:
         return None
-    if case.optimizer == "muon" and any(count.op == "all_to_all" for count in issued):
+    if job.optimizer == "muon" and any(count.op == "all_to_all" for count in issued):
         return None
     bytes_per_s = network.bits_per_s / 8
-    wire = link_bytes(issued, case.world_size, network.hosts) / bytes_per_s
+    wire = link_bytes(issued, case.job.gpus, network.hosts) / bytes_per_s
     # Inference has no backward, and its first unit may be kept.
-    embedding = 0 if case.workload == "inference" else model.vocab * model.dim * _ELEMENT_BYTES
+    embedding = 0 if case.job.workload == "inference" else model.vocab * model.dim * _ELEMENT_BYTES
     before_and_after = 2 * embedding * (network.hosts - 1) / network.hosts / bytes_per_s
-    return max(wire, reference_step_time_s / case.world_size + before_and_after)
+    return max(wire, reference_step_time_s / case.job.gpus + before_and_after)
 
 
 def link_bytes(issued: Sequence[CollectiveCount], world_size: int, hosts: int) -> float:

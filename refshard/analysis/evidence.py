@@ -10,12 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-import msgspec
-
 from refshard.analysis.cases import CaseResult, cases_of
 from refshard.errors import SpecError
 from refshard.records import Environment, Run
-from refshard.specs.case import REFERENCE_STRATEGY, CaseSpec, Fidelity, spelled
+from refshard.specs.case import KEYS, Case, Fidelity, spelled
+from refshard.specs.job import REFERENCE_STRATEGY
 
 _Named = TypeVar("_Named")
 _COUNTED = {
@@ -23,7 +22,7 @@ _COUNTED = {
     "threads_per_rank": ("thread", " per rank"), "resident_ranks": ("rank", " resident"),
 }  # fmt: skip
 """Fields that are counts: the noun, and what follows it."""
-_NAMED = ("strategy", "world_size", "model", "global_batch", "seq_len")
+_NAMED = ("strategy", "gpus", "model", "global_batch", "seq_len")
 """Fields that labels name anyway."""
 
 
@@ -41,7 +40,7 @@ class Setting:
     @property
     def world_sizes(self) -> tuple[int, ...]:
         """World sizes present, ascending."""
-        return tuple(sorted({case.spec.world_size for case in self.cases}))
+        return tuple(sorted({case.spec.job.gpus for case in self.cases}))
 
     @property
     def strategies(self) -> tuple[str, ...]:
@@ -87,7 +86,7 @@ def gather(*runs: Run) -> Evidence:
         raise ValueError("evidence needs one run or more, got none")
     distinct = {(run.header.run_id, run.header.started_at): run for run in reversed(runs)}
     runs = tuple(sorted(distinct.values(), key=lambda run: run.header.started_at))
-    latest: dict[tuple[CaseSpec, Fidelity, str, bool], CaseResult] = {}
+    latest: dict[tuple[Case, Fidelity, str, bool], CaseResult] = {}
     for run in runs:
         where = machine(run.header.environment), run.header.suite.fixes_batch_per_rank
         latest |= {(case.spec, case.fidelity, *where): case for case in cases_of(run)}
@@ -98,13 +97,13 @@ def gather(*runs: Run) -> Evidence:
     found = sorted(
         _with_unique_labels(list(latest.values())),
         key=lambda case: (
-            case.spec.model,
-            case.spec.seq_len,
+            case.spec.job.model,
+            case.spec.job.seq_len,
             axes.get(case.spec.axes, len(axes)),
             case.spec.axes,
             machines[machine(case.header.environment)],
-            case.spec.world_size,
-            case.spec.global_batch,
+            case.spec.job.gpus,
+            case.spec.job.global_batch,
             case.variant,
             order.get(case.strategy, len(order)),
         ),
@@ -116,7 +115,7 @@ def gather(*runs: Run) -> Evidence:
     trainings: dict[tuple[object, ...], list[CaseResult]] = {}
     for case in cases:
         per_rank, where_ = case.header.suite.fixes_batch_per_rank, machine(case.header.environment)
-        key = shared(case.spec, per_rank), per_rank, case.fidelity, case.spec.resident_ranks, where_
+        key = shared(case.spec, per_rank), per_rank, case.fidelity, case.spec.protocol.resident_ranks, where_
         settings.setdefault(key, []).append(case)
         if case.fidelity == "measured":
             trainings.setdefault((_timeless(case.spec.reference()), where_), []).append(case)
@@ -135,7 +134,7 @@ def _places(named: Iterable[_Named]) -> dict[_Named, int]:
     return {name: place for place, name in enumerate(dict.fromkeys(named))}
 
 
-def _planned(run: Run) -> tuple[CaseSpec, ...]:
+def _planned(run: Run) -> tuple[Case, ...]:
     """The suite's cases; none if this version no longer accepts a suite that an older one ran."""
     try:
         return run.header.suite.cases()
@@ -143,9 +142,9 @@ def _planned(run: Run) -> tuple[CaseSpec, ...]:
         return ()
 
 
-def _timeless(spec: CaseSpec) -> CaseSpec:
+def _timeless(spec: Case) -> Case:
     """The spec without its time limit, which changes nothing that it trains."""
-    return msgspec.structs.replace(spec, time_limit_s=1.0)
+    return spec.changed(time_limit_s=1.0)
 
 
 def _labelled(
@@ -157,19 +156,19 @@ def _labelled(
     found = []
     for group in groups:
         # If cases differ in their time limits only, such as the references of a suite, the longest limit is shown.
-        longest: dict[CaseSpec, float] = {}
+        longest: dict[Case, float] = {}
         for spec in (case.spec for case in group):
-            longest[_timeless(spec)] = max(spec.time_limit_s, longest.get(_timeless(spec), 0.0))
-        cases = tuple(case for case in group if case.spec.time_limit_s == longest[_timeless(case.spec)])
+            longest[_timeless(spec)] = max(spec.protocol.time_limit_s, longest.get(_timeless(spec), 0.0))
+        cases = tuple(case for case in group if case.spec.protocol.time_limit_s == longest[_timeless(case.spec)])
         first, spec = cases[0], cases[0].spec
         kind = first.kind if len({case.kind for case in cases}) == 1 else ""
         batch = (
-            f"{_sequences(spec.global_batch // spec.world_size)} of {spec.seq_len:,} tokens per rank"
+            f"{_sequences(spec.job.global_batch // spec.job.gpus)} of {spec.job.seq_len:,} tokens per rank"
             if per_rank and first.header.suite.fixes_batch_per_rank
-            else f"global batch of {_sequences(spec.global_batch)} of {spec.seq_len:,} tokens"
+            else f"global batch of {_sequences(spec.job.global_batch)} of {spec.job.seq_len:,} tokens"
         )
         fidelity = spelled(first.fidelity)
-        label = f"{spec.model}, {batch}{kind}"
+        label = f"{spec.job.model}, {batch}{kind}"
         if several_fidelities and fidelity not in kind:
             label += f", {fidelity}"
         if len(hosts) > 1:
@@ -192,16 +191,16 @@ def _hosts(cases: Sequence[CaseResult]) -> dict[str, str]:
 def _with_unique_labels(found: Sequence[CaseResult]) -> list[CaseResult]:
     """The cases with a variant, which distinguishes cases of one name, and a place, for cases of one label."""
 
-    def theme(spec: CaseSpec) -> tuple[object, ...]:
+    def theme(spec: Case) -> tuple[object, ...]:
         """What every label has, besides strategy, world size and batch."""
-        return spec.model, spec.seq_len, spec.axes
+        return spec.job.model, spec.job.seq_len, spec.axes
 
-    specs: dict[tuple[object, ...], list[CaseSpec]] = {}
+    specs: dict[tuple[object, ...], list[Case]] = {}
     for case in found:
         specs.setdefault(theme(case.spec), []).append(case.spec)
-    unnamed = [field for field in CaseSpec.__struct_fields__ if field not in _NAMED]
+    unnamed = [field for field in KEYS if field not in _NAMED]
     varying = {
-        key: [field for field in unnamed if len({getattr(spec, field) for spec in alike}) > 1]
+        key: [field for field in unnamed if len({spec.fields[field] for spec in alike}) > 1]
         for key, alike in specs.items()
     }
     cases = [
@@ -211,8 +210,8 @@ def _with_unique_labels(found: Sequence[CaseResult]) -> list[CaseResult]:
     hosts = _hosts(cases)
 
     def place(case: CaseResult) -> tuple[str, ...]:
-        batch = f"batch of {case.spec.global_batch:,} x {case.spec.seq_len:,} tokens"
-        return case.spec.model, batch, spelled(case.fidelity), f"on {hosts[machine(case.header.environment)]}"
+        batch = f"batch of {case.spec.job.global_batch:,} x {case.spec.job.seq_len:,} tokens"
+        return case.spec.job.model, batch, spelled(case.fidelity), f"on {hosts[machine(case.header.environment)]}"
 
     places: dict[str, list[tuple[str, ...]]] = {}
     for case in cases:
@@ -229,14 +228,14 @@ def _with_unique_labels(found: Sequence[CaseResult]) -> list[CaseResult]:
     ]
 
 
-def in_words(spec: CaseSpec, field: str) -> str:
+def in_words(spec: Case, field: str) -> str:
     """A field of a spec and its value, as a label says it.
 
-    >>> spec = CaseSpec(strategy="ddp", world_size=2, model="llama-tiny", global_batch=2, traced_steps=1)
+    >>> spec = Case.of(strategy="ddp", gpus=2, model="llama-tiny", global_batch=2, traced_steps=1)
     >>> in_words(spec, "traced_steps"), in_words(spec, "threads_per_rank"), in_words(spec, "learning_rate")
     ('1 traced step', '1 thread per rank', 'learning rate 0.001')
     """
-    value = getattr(spec, field)
+    value = spec.fields[field]
     if field == "memory_limit_gib":
         return "no memory limit" if value is None else f"limit of {value:g} GiB"
     if field == "time_limit_s":
@@ -249,10 +248,10 @@ def in_words(spec: CaseSpec, field: str) -> str:
     return f"{field.replace('_', ' ')} {f'{value:g}' if isinstance(value, float) else value}"
 
 
-def shared(spec: CaseSpec, per_rank: bool, *, but: tuple[str, ...] = ()) -> tuple[object, ...]:
+def shared(spec: Case, per_rank: bool, *, but: tuple[str, ...] = ()) -> tuple[object, ...]:
     """The spec's fields, to compare by, without ``but``, strategy, world size and resident ranks; its batch is per rank
     if the suite fixes that.
     """
-    batch = spec.global_batch // spec.world_size if per_rank else spec.global_batch
-    apart = ("strategy", "world_size", "resident_ranks", "global_batch", "time_limit_s", *but)
-    return batch, *(value for field, value in msgspec.structs.asdict(spec).items() if field not in apart)
+    batch = spec.job.global_batch // spec.job.gpus if per_rank else spec.job.global_batch
+    apart = ("strategy", "gpus", "resident_ranks", "global_batch", "time_limit_s", *but)
+    return batch, *(value for field, value in spec.fields.items() if field not in apart)

@@ -64,7 +64,7 @@ def exact_metrics(record: LaunchRecord) -> dict[str, Value]:
             "allocations": census.allocations,
             "allocated memory": census.allocated_bytes,
         }
-    if record.case.fidelity == "dryrun":
+    if record.case.protocol.fidelity == "dryrun":
         peaks = {name: record.metrics.get(metric) for name, metric in _DRY_PEAKS.items()}
         found |= {name: int(peak) for name, peak in peaks.items() if peak is not None}
         if record.census is not None and record.census.stream_waits is not None:
@@ -72,7 +72,7 @@ def exact_metrics(record: LaunchRecord) -> dict[str, Value]:
         if record.host_waits is not None:
             found["host synchronisations"] = sum(record.host_waits.values())
         return found
-    if record.case.fidelity == "measured":
+    if record.case.protocol.fidelity == "measured":
         found["last loss"] = record.losses[-1]
         found["losses"] = hashlib.sha256(msgspec.json.encode(record.losses)).hexdigest()[:16]
         found["parameters"] = proof.parameters_sha256[:16]

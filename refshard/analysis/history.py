@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from refshard.analysis.cases import cases_of
 from refshard.analysis.evidence import machine
 from refshard.records import Run
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Series:
     """One case on one machine, oldest run first; ``case`` is its name, with the spec's hash where several have it."""
 
     case: str
-    spec: CaseSpec
+    spec: Case
     environment: str
     points: tuple[Point, ...]
 
@@ -38,7 +38,7 @@ class Series:
 
 def series_of(runs: Iterable[Run], metric: str) -> tuple[Series, ...]:
     """Every case that ended ok with a positive ``metric``, by spec and machine, in order of their first run."""
-    found: dict[tuple[CaseSpec, str], list[Point]] = {}
+    found: dict[tuple[Case, str], list[Point]] = {}
     for run in sorted(runs, key=lambda run: run.header.started_at):
         for case in cases_of(run):
             launches, value = len(case.ok_launches), case.metrics[metric] or 0

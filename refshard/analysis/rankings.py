@@ -12,7 +12,8 @@ from refshard.analysis.compare import Comparison
 from refshard.analysis.evidence import Evidence, Setting
 from refshard.analysis.ratios import compared
 from refshard.analysis.sample import MIN_LAUNCHES
-from refshard.specs.case import REFERENCE_STRATEGY, REPEATING
+from refshard.specs.case import REPEATING
+from refshard.specs.job import REFERENCE_STRATEGY
 
 _SPEED = ("step_time_s", "tokens_per_s_gpu", "tflops", "mfu")
 """Metrics that the step time decides, because the cases share their tokens and FLOPs."""
@@ -102,7 +103,7 @@ def rankings(evidence: Evidence) -> tuple[Ranking, ...]:
 
 def ranking_of(setting: Setting, world_size: int) -> Ranking:
     """The ranking of the setting's cases of this world size."""
-    here = [case for case in setting.cases if case.spec.world_size == world_size]
+    here = [case for case in setting.cases if case.spec.job.gpus == world_size]
     entered = [case for case in here if case.strategy != REFERENCE_STRATEGY] or here
     candidates = tuple(case for case in entered if case.ok and case.metrics["step_time_s"] is not None)
     ranked = tuple(

@@ -62,8 +62,8 @@ class Ratio:
 
 def ratios(setting: Setting, peer: str) -> tuple[Ratio, ...]:
     """The cases that ended ok over the one of strategy ``peer`` with as many ranks, if there is one."""
-    peers = {case.spec.world_size: case for case in reversed(setting.cases) if case.strategy == peer and case.ok}
-    found = ((case, peers.get(case.spec.world_size)) for case in setting.cases if case.ok)
+    peers = {case.spec.job.gpus: case for case in reversed(setting.cases) if case.strategy == peer and case.ok}
+    found = ((case, peers.get(case.spec.job.gpus)) for case in setting.cases if case.ok)
     return tuple(_ratio(other, case) for case, other in found if other is not None and other is not case)
 
 
@@ -84,7 +84,7 @@ def pairs(evidence: Evidence) -> list[list[float | None]]:
     found: list[list[float | None]] = []
     for setting in evidence.ranked:
         for a, b in combinations([case for case in setting.cases if case.ok], 2):
-            if a.spec.world_size == b.spec.world_size:
+            if a.spec.job.gpus == b.spec.job.gpus:
                 columns = _ratio(a, b).columns
                 known = (columns[name] for name in RATIO_COLUMNS[1:4])
                 found.append([a.number, b.number, *(None if x is None else float(f"{x:.5g}") for x in known)])

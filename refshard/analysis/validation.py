@@ -6,11 +6,9 @@ from itertools import combinations
 from statistics import median
 from typing import Any
 
-import msgspec
-
 from refshard.analysis.cases import CaseResult
 from refshard.analysis.evidence import Evidence, machine
-from refshard.specs.case import CaseSpec, Fidelity
+from refshard.specs.case import Case, Fidelity
 from refshard.specs.hardware import profile_of_device
 
 PREDICTED: tuple[Fidelity, ...] = ("emulated", "dryrun", "simulated")
@@ -47,13 +45,13 @@ def validated(evidence: Evidence) -> tuple[Validated, ...]:
     A dry run predicts the cases of its GPU, on any machine; other predictions were made on the same machine.
     """
 
-    def spec_and_place(case: CaseResult) -> tuple[CaseSpec, str]:
-        spec = msgspec.structs.replace(case.spec, fidelity="measured", cluster="", resident_ranks=1)
+    def spec_and_place(case: CaseResult) -> tuple[Case, str]:
+        spec = case.spec.changed(fidelity="measured", cluster="", resident_ranks=1)
         if case.fidelity == "dryrun":
             return spec, profile_of_device(case.launches[0].device) or ""
         return spec, machine(case.header.environment)
 
-    measured: dict[tuple[CaseSpec, str], CaseResult] = {}
+    measured: dict[tuple[Case, str], CaseResult] = {}
     for case in evidence.cases:
         if case.fidelity == "measured":
             environment = case.header.environment
@@ -83,7 +81,7 @@ def in_order(pairs: Sequence[Validated]) -> tuple[int, int]:
     Only pairs whose measured intervals do not overlap count.
     """
     agreed = known = 0
-    settings = {id(pair): msgspec.structs.replace(pair.predicted.spec, strategy="") for pair in pairs}
+    settings = {id(pair): pair.predicted.spec.changed(strategy="") for pair in pairs}
     for one, other in combinations(pairs, 2):
         if settings[id(one)] != settings[id(other)]:
             continue
@@ -103,10 +101,10 @@ def as_objects(pairs: Sequence[Validated]) -> list[dict[str, Any]]:
     return [
         {
             "strategy": pair.measured.strategy,
-            "world_size": pair.measured.spec.world_size,
-            "model": pair.measured.spec.model,
+            "gpus": pair.measured.spec.job.gpus,
+            "model": pair.measured.spec.job.model,
             "fidelity": pair.predicted.fidelity,
-            "cluster": pair.predicted.spec.cluster,
+            "cluster": pair.predicted.spec.job.cluster,
             "measured_step_time_s": pair.measured.metrics["step_time_s"],
             "predicted_step_time_s": pair.predicted.metrics["step_time_s"],
             "step_time_error": pair.error("step_time_s"),

@@ -2,13 +2,12 @@
 
 from dataclasses import replace
 
-import msgspec
 import pytest
 
 from refshard.analysis.efficiency import link_bytes, lower_bound
 from refshard.analysis.evidence import gather
 from refshard.records import CollectiveCount, Run
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.model import load_model
 from refshard.specs.suite import NetworkSpec
 from tests.report.runs import CASES, on_hosts, run, spec, with_record
@@ -30,7 +29,7 @@ def network(rate: str, hosts: int = 2) -> NetworkSpec:
 
 
 def bound(issued: tuple[CollectiveCount, ...], rate: str, reference: float = 2.2, **changes: object) -> float | None:
-    return lower_bound(msgspec.structs.replace(spec("ddp"), **changes), MINI, issued, reference, network(rate))
+    return lower_bound(spec("ddp").changed(**changes), MINI, issued, reference, network(rate))
 
 
 def test_the_sizes_are_those_of_the_model() -> None:
@@ -92,7 +91,7 @@ def test_with_muon_no_bound_is_taken_from_bytes_that_may_stay_on_their_rank() ->
 
 def test_what_does_not_communicate_has_no_bound() -> None:
     assert bound((), "2gbit") is None
-    assert bound(counted(all_reduce=WHOLE), "2gbit", world_size=1) is None
+    assert bound(counted(all_reduce=WHOLE), "2gbit", gpus=1) is None
 
 
 SLOW = [
@@ -120,7 +119,7 @@ def test_unknown_links_references_and_models_leave_it_out() -> None:
     assert set(efficiencies(on_hosts(run(SLOW[1:], failed=False), EIGHT)).values()) == {None}
     made = on_hosts(run(SLOW, rounds=1, failed=False), EIGHT)
     for place, record in enumerate(made.launches):
-        case: CaseSpec = msgspec.structs.replace(record.case, model="not-a-preset")
+        case: Case = record.case.changed(model="not-a-preset")
         made = with_record(made, place, case=case)
     assert set(efficiencies(made).values()) == {None}
 

@@ -45,7 +45,7 @@ def test_settings_keep_the_order_in_which_the_suite_gives_their_axes() -> None:
     """Not that of the alphabet, in which "bf16" comes first."""
     axes: list[dict[str, Any]] = [{"microbatches": 2}, {"checkpointing": "full"}, {"precision": "bf16"}]
     made = run(CASES[:2], rounds=1, failed=False)
-    shared = {"model": "llama-mini", "world_size": 2, "global_batch": 4, "strategy": ["ddp", "fsdp2"]}
+    shared = {"model": "llama-mini", "gpus": 2, "global_batch": 4, "strategy": ["ddp", "fsdp2"]}
     found = joined(*(with_spec(made, **one) for one in reversed(axes)))
     evidence = gather(with_suite(found, matrix=[{**shared, **one} for one in axes]))
     assert labels(evidence) == [", 2 microbatches", ", checkpointing full", ", bf16"]
@@ -58,7 +58,7 @@ def test_the_longest_time_limit_is_compared_and_all_cases_are_kept() -> None:
     assert len(evidence.cases) == 2 * len(alone.cases)
     for found, known in ((evidence.settings, alone.settings), (evidence.trainings, alone.trainings)):
         assert [len(setting.cases) for setting in found] == [len(setting.cases) for setting in known]
-        assert {case.spec.time_limit_s for setting in found for case in setting.cases} == {900.0}
+        assert {case.spec.protocol.time_limit_s for setting in found for case in setting.cases} == {900.0}
     assert "".join(page(evidence))
 
 

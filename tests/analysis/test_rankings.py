@@ -42,7 +42,7 @@ def test_reserved_memory_decides_where_it_is_known_of_all() -> None:
     cases = [msgspec.structs.replace(record, metrics=metrics) for record, metrics in zip(made.launches, reserved)]
     ranking = only(msgspec.structs.replace(made, launches=tuple(cases)))
     assert ranking.memory_metric == "peak_reserved_bytes"
-    assert [case.strategy for case in ranking.lowest_memory] == [made.launches[1].case.strategy]
+    assert [case.strategy for case in ranking.lowest_memory] == [made.launches[1].case.job.strategy]
     one = msgspec.structs.replace(cases[1], metrics={**cases[1].metrics, "peak_reserved_bytes": None})
     assert only(msgspec.structs.replace(made, launches=(cases[0], one))).memory_metric == "peak_memory_bytes"
 

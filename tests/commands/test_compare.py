@@ -50,10 +50,10 @@ def test_one_launch_of_each_has_no_interval_and_no_rank(tmp_path: Path) -> None:
 def test_an_interval_that_includes_1_is_a_tie(tmp_path: Path) -> None:
     """The same case a second time, its rounds alternately 1 % quicker and slower."""
     made = run(CASES[1:3], rounds=4, failed=False)
-    of_ddp = {record.round: record.step_times_s for record in made.launches if record.case.strategy == "ddp"}
+    of_ddp = {record.round: record.step_times_s for record in made.launches if record.case.job.strategy == "ddp"}
     launches = []
     for record in made.launches:
-        factor = 1.0 if record.case.strategy == "ddp" else 0.99 if record.round % 2 else 1.01
+        factor = 1.0 if record.case.job.strategy == "ddp" else 0.99 if record.round % 2 else 1.01
         times = tuple(tuple(factor * time for time in rank) for rank in of_ddp[record.round])
         launches.append(msgspec.structs.replace(record, step_times_s=times))
     folder = write(msgspec.structs.replace(made, launches=tuple(launches)), tmp_path / "run")

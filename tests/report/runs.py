@@ -26,7 +26,7 @@ from refshard.records import (
     Run,
     RunRecord,
 )
-from refshard.specs.case import CaseSpec, Fidelity
+from refshard.specs.case import Case, Fidelity
 from refshard.specs.suite import NetworkSpec, SuiteSpec
 
 HOSTILE = "</script><script>alert(1)</script>"
@@ -115,7 +115,7 @@ def header(rounds: int, planned: int) -> RunRecord:
             name="quickstart",
             about="Six strategies on two ranks of a laptop.",
             rounds=rounds,
-            matrix={"strategy": list(STRATEGIES), "world_size": [2]},
+            matrix={"strategy": list(STRATEGIES), "gpus": [2]},
             case={"model": "llama-mini", "global_batch": 8},
         ),
         environment=environment(),
@@ -150,11 +150,11 @@ CLUSTER = "dgx-h100"
 """Where cases take place that are not measured."""
 
 
-def spec(strategy: str, world_size: int = 2, fidelity: Fidelity = "measured") -> CaseSpec:
+def spec(strategy: str, world_size: int = 2, fidelity: Fidelity = "measured") -> Case:
     """The spec that all cases share, for one strategy."""
-    return CaseSpec(
+    return Case.of(
         strategy=strategy,
-        world_size=world_size,
+        gpus=world_size,
         model="llama-mini",
         global_batch=8,
         fidelity=fidelity,
@@ -306,9 +306,9 @@ def with_spec(made: Run, strategies: Mapping[str, int] | None = None, **changes:
     """The run with the specs of all cases changed, or those of some strategies, which get new world sizes."""
     records = []
     for record in made.launches:
-        if strategies is None or record.case.strategy in strategies:
-            size = record.case.world_size if strategies is None else strategies[record.case.strategy]
-            case = msgspec.structs.replace(record.case, world_size=size, **changes)
+        if strategies is None or record.case.job.strategy in strategies:
+            size = record.case.job.gpus if strategies is None else strategies[record.case.job.strategy]
+            case = record.case.changed(gpus=size, **changes)
             record = msgspec.structs.replace(record, case=case, spec_hash=case.hash)
         records.append(record)
     return msgspec.structs.replace(made, launches=tuple(records))
@@ -339,7 +339,7 @@ def with_load(made: Run, loads: Mapping[str, Load]) -> Run:
     """The run on a quiet machine, except while some strategies ran."""
     quiet = Load(probe_before_s=0.05, probe_after_s=0.05, other_cores=0.0, cores=2)
     for place, record in enumerate(made.launches):
-        made = with_record(made, place, load=loads.get(record.case.strategy, quiet))
+        made = with_record(made, place, load=loads.get(record.case.job.strategy, quiet))
     return made
 
 

@@ -19,12 +19,10 @@ from refshard.records import METRICS
 from refshard.report.blocks import Answer, Notes, Row, Verdict, table
 from refshard.report.run.tables import case_table, trend_row
 from refshard.report.run.verdict import findings, notes, overview, unfinished
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import KEYS, Case
+from refshard.specs.job import Job
 from refshard.specs.suite import SuiteSpec
 
-_SPEC = ("strategy", "world_size", "model", "global_batch", "seq_len", "workload", "microbatches", "checkpointing",
-         "precision", "tuning", "optimizer", "offload", "replicas", "tensor_parallel", "sequence_parallel",
-         "context_parallel", "pipeline_parallel", "interleave", "schedule", "memory_limit_gib")  # fmt: skip
 _GPU = {"peak_requested_bytes": "requested_bytes", "gpu_used_bytes": "used_bytes", "gpu_outside_bytes": "outside_bytes",
         "gpu_total_bytes": "total_bytes", "allocation_retries": "retries"}  # fmt: skip
 
@@ -49,9 +47,10 @@ def _gpu(field: str) -> Callable[[CaseResult], object]:
 
 COLUMNS: dict[str, Callable[[CaseResult], object]] = {
     "case": attrgetter("name"), "spec_hash": _launch("spec_hash"), "environment": _launch("environment"),
-    **{name: attrgetter(f"spec.{name}") for name in _SPEC},
+    **{name: attrgetter(f"spec.job.{name}") for name in Job.__struct_fields__ if name in KEYS and name != "cluster"},
+    "memory_limit_gib": attrgetter("spec.protocol.memory_limit_gib"),
     "fidelity": attrgetter("fidelity"),
-    "cluster": lambda case: case.spec.cluster or None,
+    "cluster": lambda case: case.spec.job.cluster or None,
     "device": _launch("device"), "backend": _launch("backend"), "state": attrgetter("state"),
     "rounds": lambda case: len(case.launches),
     "samples": lambda case: case.step_time.n if case.step_time else 0,
@@ -126,23 +125,23 @@ def history_answer(all_series: Sequence[Series], metric: str) -> Answer:
 
 
 def planned_answer(
-    suite: SuiteSpec, cases: Sequence[CaseSpec], *, launches: int, seen_before: int, unknown: int, seconds: float
+    suite: SuiteSpec, cases: Sequence[Case], *, launches: int, seen_before: int, unknown: int, seconds: float
 ) -> Answer:
     """The cases that a suite would launch, and how long that takes, s. ``seen_before`` launches have a recorded
     duration; it is unknown for ``unknown`` ones, and estimated for the others.
     """
     rows = [
         {
-            "case": case.name, "hash": case.hash, "strategy": case.strategy, "model": case.model,
-            "world_size": case.world_size, "global_batch": case.global_batch, "seq_len": case.seq_len,
-            "fidelity": case.fidelity, "options": list(case.axes),
+            "case": case.name, "hash": case.hash, "strategy": case.job.strategy, "model": case.job.model,
+            "gpus": case.job.gpus, "global_batch": case.job.global_batch, "seq_len": case.job.seq_len,
+            "fidelity": case.protocol.fidelity, "options": list(case.axes),
         }
         for case in cases
     ]  # fmt: skip
     shown: list[Row] = [
         {
-            "case": case.name, "strategy": case.strategy, "model": case.model, "options": ", ".join(case.axes),
-            "ranks": case.world_size, "batch": f"{case.global_batch} x {case.seq_len:,}",
+            "case": case.name, "strategy": case.job.strategy, "model": case.job.model, "options": ", ".join(case.axes),
+            "ranks": case.job.gpus, "batch": f"{case.job.global_batch} x {case.job.seq_len:,}",
         }
         for case in cases
     ]  # fmt: skip

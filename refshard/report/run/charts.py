@@ -33,8 +33,9 @@ from refshard.report.run.cells import metric_text, ratio_text, times
 from refshard.report.run.origin import run_names
 from refshard.report.run.tables import numbers, trend_row
 from refshard.report.run.verdict import listed
-from refshard.specs.case import REFERENCE_STRATEGY, REPEATING, Fidelity, spelled
+from refshard.specs.case import REPEATING, Fidelity, spelled
 from refshard.specs.cluster import load_cluster
+from refshard.specs.job import REFERENCE_STRATEGY
 
 MOST_CURVES = 8
 """Curves in a chart; for losses the reference, or the first case if it has none, and the curves furthest from it."""
@@ -108,10 +109,10 @@ def breakdown_chart(setting: Setting, identity: str) -> Chart:
         text = f"Exposed communication takes {format_percent(shares[least])} of a traced step ({least})"
         text += "." if least == most else f" to {format_percent(shares[most])} ({most})."
     rows, bars = list[Line](), list[Bar]()
-    several, before = len({case.spec.world_size for case in found}) > 1, None
+    several, before = len({case.spec.job.gpus for case in found}) > 1, None
     for case, parts in found.items():
-        if several and case.spec.world_size != before:
-            before = case.spec.world_size
+        if several and case.spec.job.gpus != before:
+            before = case.spec.job.gpus
             rows.append(Line(text=f"<b>{ranks(before)}</b>"))
         bars.append(Bar(place=len(rows), name=case.label, parts=parts))
         rows.append(Line(text=label_text(case.strategy), case=case.number))
@@ -130,20 +131,20 @@ def device_limit(cases: Sequence[CaseResult]) -> tuple[float, str] | None:
 
 
 def _limit(case: CaseResult) -> tuple[float, str] | None:
-    if case.spec.memory_limit_gib is not None:
-        return case.spec.memory_limit_gib * GIB, "limit per rank"
+    if case.spec.protocol.memory_limit_gib is not None:
+        return case.spec.protocol.memory_limit_gib * GIB, "limit per rank"
     if gpu := case.gpu_memory:
         return gpu.total_bytes, "on the GPU"
-    if not case.spec.cluster:
+    if not case.spec.job.cluster:
         return None
     try:
-        hardware = load_cluster(case.spec.cluster).accelerator
+        hardware = load_cluster(case.spec.job.cluster).accelerator
     except SpecError:  # the user's own profile, which no longer exists
         return None
     if not hardware.asynchronous:
         return None
     if case.fidelity == "dryrun":
-        return hardware.memory_bytes - sum(one.bytes for one in overheads(case.spec.world_size)), "usable"
+        return hardware.memory_bytes - sum(one.bytes for one in overheads(case.spec.job.gpus)), "usable"
     return usable(hardware), "usable"
 
 
@@ -197,7 +198,7 @@ def tip(case: CaseResult, memory_metric: str, limit: tuple[float, str] | None = 
     name, value = "reserved" if memory_metric == "peak_reserved_bytes" else "peak memory", case.metrics[memory_metric]
     size = "unknown" if value is None else format_part(value, limit[0]) if limit else format_bytes(value)
     lines = [
-        f"<b>{label_text(case.strategy)}</b>, {ranks(case.spec.world_size)}, {spelled(case.fidelity)}",
+        f"<b>{label_text(case.strategy)}</b>, {ranks(case.spec.job.gpus)}, {spelled(case.fidelity)}",
         f"step time {time}",
         f"{name} {size}",
     ]
@@ -244,7 +245,7 @@ def memory_over_step(setting: Setting, identity: str, dry_runs: Mapping[CaseResu
     figure.update_xaxes(title_text="% of the step, in the host's order")
     figure.update_yaxes(title_text=f"{unit} per rank", rangemode="tozero")
     each = "; ".join(f"{case.strategy} peaks at {', '.join(texts)}" for case, texts in peaks.items())
-    text = f"Rank 0 of {ranks(kept[0].spec.world_size)}: {each}."
+    text = f"Rank 0 of {ranks(kept[0].spec.job.gpus)}: {each}."
     dotted = any(case is not shown for case, shown, _ in found)
     return chart(identity, "Memory over a step", figure, f"{text} Dotted: dry runs." if dotted else text)
 
@@ -346,7 +347,7 @@ class Curve:
     @property
     def place(self) -> tuple[Fidelity, str]:
         """What curves must share to have one ideal."""
-        return self.cases[0].fidelity, self.cases[0].spec.cluster
+        return self.cases[0].fidelity, self.cases[0].spec.job.cluster
 
     @property
     def where(self) -> str:
@@ -357,7 +358,7 @@ class Curve:
     @property
     def range(self) -> str:
         """Its world sizes."""
-        return f"{self.cases[0].spec.world_size:,} to {ranks(self.cases[-1].spec.world_size)}"
+        return f"{self.cases[0].spec.job.gpus:,} to {ranks(self.cases[-1].spec.job.gpus)}"
 
 
 def scalings(evidence: Evidence) -> tuple[Drawn, ...]:
@@ -372,8 +373,8 @@ def scalings(evidence: Evidence) -> tuple[Drawn, ...]:
         key = alike, per_rank, machine(first.header.environment)
         for strategy in setting.strategies:
             found = [case for case in setting.cases if case.strategy == strategy and case.ok and case.metrics[_METRIC]]
-            if len({case.spec.world_size for case in found}) > 1:
-                cases = tuple(sorted(found, key=lambda case: case.spec.world_size))
+            if len({case.spec.job.gpus for case in found}) > 1:
+                cases = tuple(sorted(found, key=lambda case: case.spec.job.gpus))
                 groups.setdefault(key, []).append(Curve(setting=setting, strategy=strategy, cases=cases))
     return tuple(_scaling(curves, f"g{place}-scaling") for place, curves in enumerate(groups.values()))
 
@@ -384,7 +385,7 @@ def _scaling(curves: Sequence[Curve], identity: str) -> Drawn:
         {
             "case": case.full_label,
             "tokens/s/GPU": Quantity(rate, "rate"),
-            "tokens/s": Quantity(rate * case.spec.world_size, "rate"),
+            "tokens/s": Quantity(rate * case.spec.job.gpus, "rate"),
             "scaling efficiency": Quantity(rate / curve.rates[0], "share"),
             "of the physical bound": Quantity(case.metrics["overlap_efficiency"], "share"),
         }
@@ -397,14 +398,14 @@ def _scaling(curves: Sequence[Curve], identity: str) -> Drawn:
         filled = one.place[0] == "measured"
         figure.add_trace(
             polyline(
-                _name(one, shown), [case.spec.world_size for case in one.cases], one.rates,
+                _name(one, shown), [case.spec.job.gpus for case in one.cases], one.rates,
                 {"color": colour(one.setting, one.strategy), "dash": _DASH[one.place[0]]},
                 {"cases": numbers(one.cases)}, marker=_marker(one.setting, one.strategy, filled=filled),
                 hover=f"{label_text(f'{one.strategy}{one.where}')}<br>%{{x}} ranks: %{{y:,.4g}} tokens/s/GPU",
             )
         )  # fmt: skip
     figure.add_traces([*_ideals(shown), *_bounds(shown)])
-    _over(figure, "ranks", {case.spec.world_size for curve in shown for case in curve.cases}, len(shown))
+    _over(figure, "ranks", {case.spec.job.gpus for curve in shown for case in curve.cases}, len(shown))
     least, most = (of(rate for curve in shown for rate in curve.rates) for of in (min, max))
     figure.update_yaxes(title_text="tokens/s/GPU", rangemode="normal" if least > _FLAT * most else "tozero")
     # Throughput per rank in the largest world over the smallest.
@@ -435,7 +436,7 @@ def _ideals(curves: Sequence[Curve]) -> Iterator[go.Scatter]:
         here = [curve for curve in curves if curve.place == place]
         best = max(here, key=lambda curve: curve.rates[0])
         cases = [case for curve in here for case in curve.cases]
-        ends = best.cases[0].spec.world_size, max(case.spec.world_size for case in cases)
+        ends = best.cases[0].spec.job.gpus, max(case.spec.job.gpus for case in cases)
         yield _level(f"ideal{best.where if len(places) > 1 else ''}", ends, best.rates[0], cases)
 
 
@@ -446,7 +447,7 @@ def _bounds(curves: Sequence[Curve]) -> Iterator[go.Scatter]:
         share = case.metrics["overlap_efficiency"]
         if share and case.fidelity == "measured":
             rate = (case.metrics[_METRIC] or 0.0) / share
-            best[case.spec.world_size] = max(best.get(case.spec.world_size, (0.0, 0)), (rate, case.number))
+            best[case.spec.job.gpus] = max(best.get(case.spec.job.gpus, (0.0, 0)), (rate, case.number))
     if best:
         sizes = sorted(best)
         yield polyline(
@@ -472,8 +473,8 @@ def crossovers(evidence: Evidence) -> tuple[Drawn, ...]:
         for ratio in ratios(setting, BASELINE):
             case = ratio.case
             if ratio.step_time is not None:
-                key = shared(case.spec, True, but=("seq_len",)), case.spec.world_size, machine(case.header.environment)
-                tokens = case.spec.global_batch * case.spec.seq_len // case.spec.world_size
+                key = shared(case.spec, True, but=("seq_len",)), case.spec.job.gpus, machine(case.header.environment)
+                tokens = case.spec.job.global_batch * case.spec.job.seq_len // case.spec.job.gpus
                 point = tokens, case, ratio.step_time, ratio.peak_memory, setting
                 groups.setdefault(key, {}).setdefault(case.strategy, []).append(point)
     found: list[Drawn] = []
@@ -519,7 +520,7 @@ def _crossover(curves: Sequence[Sequence[_Ratio]], identity: str) -> Drawn:
     _over(figure, "tokens per rank", counts, len(curves))
     figure.update_yaxes(title_text="step time / ddp", rangemode="tozero")
     spec, title = cases[0].spec, "Step time relative to ddp as tokens per rank grow"
-    caption = f"Step time relative to ddp: {spec.model}, {ranks(spec.world_size)}{cases[0].kind}"
+    caption = f"Step time relative to ddp: {spec.job.model}, {ranks(spec.job.gpus)}{cases[0].kind}"
     return Drawn(
         chart=chart(identity, title, figure, f"Step time relative to ddp: {'; '.join(texts)}."),
         table=_numbers(rows, "Ratios in numbers", caption, cases),

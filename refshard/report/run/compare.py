@@ -57,7 +57,7 @@ def compare_strategies(evidence: Evidence, a: str, others: Sequence[str]) -> Ans
         rows: list[Row] = [
             {
                 "strategy": ratio.case.strategy,
-                "ranks": ratio.case.spec.world_size,
+                "ranks": ratio.case.spec.job.gpus,
                 f"step time / {a}{interval}": _time(ratio),
                 f"peak memory / {a}": times(ratio.peak_memory),
             }
@@ -154,7 +154,7 @@ class Changed:
         """For programs."""
         bounded = self.interval if self.interval and self.interval.bounded else None
         return {
-            "case": self.case.name, "strategy": self.case.strategy, "world_size": self.case.spec.world_size,
+            "case": self.case.name, "strategy": self.case.strategy, "gpus": self.case.spec.job.gpus,
             "step_time_a_s": self.before.metrics["step_time_s"], "step_time_b_s": self.case.metrics["step_time_s"],
             "step_time_ratio": self.ratio,
             "step_time_ratio_low": bounded and bounded.low, "step_time_ratio_high": bounded and bounded.high,
@@ -167,7 +167,7 @@ class Changed:
         }  # fmt: skip
 
 
-_ROW = ("case", "strategy", "world_size", "step_time_a_s", "step_time_b_s", "step_time_ratio", "step_time_ratio_low",
+_ROW = ("case", "strategy", "gpus", "step_time_a_s", "step_time_b_s", "step_time_ratio", "step_time_ratio_low",
         "step_time_ratio_high", "time", "why_not_compared", "peak_memory_a_bytes", "peak_memory_b_bytes",
         "exact_changes")  # fmt: skip
 

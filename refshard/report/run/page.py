@@ -27,7 +27,8 @@ from refshard.report.run.predictions import dry_runs, dry_runs_of
 from refshard.report.run.traces import Traced, why
 from refshard.report.run.trust import in_short, trust
 from refshard.report.run.verdict import Finding, finding_of, findings, notes, overview, unfinished, unranked
-from refshard.specs.case import REFERENCE_STRATEGY, spelled
+from refshard.specs.case import spelled
+from refshard.specs.job import REFERENCE_STRATEGY
 
 LAYERED = 4
 """Comparisons whose layers are drawn."""

@@ -53,9 +53,9 @@ def _table(pairs: Sequence[Validated], title: str = "", where: Where = "always")
     rows: list[Row] = [
         {
             "case": pair.measured.full_label,
-            "model": pair.measured.spec.model,
+            "model": pair.measured.spec.job.model,
             "predicted": spelled(pair.predicted.fidelity),
-            "on": pair.predicted.spec.cluster,
+            "on": pair.predicted.spec.job.cluster,
             "measured": None if whole else state(pair.measured.state),
             "prediction": None if whole else state(pair.predicted.state),
             **{

@@ -30,7 +30,8 @@ from refshard.report.blocks import (
 from refshard.report.run import cells
 from refshard.report.run.cells import STATES, metric, ratio_text
 from refshard.report.run.verdict import first_line
-from refshard.specs.case import REFERENCE_STRATEGY, REPEATING
+from refshard.specs.case import REPEATING
+from refshard.specs.job import REFERENCE_STRATEGY
 
 STEP_TIME = "step time\n(95 % interval)"
 
@@ -47,7 +48,7 @@ def case_table(cases: Sequence[CaseResult], *, title: str, caption: str = "", wh
     rows: list[Row] = [
         {
             "strategy": case.strategy,
-            "ranks": case.spec.world_size,
+            "ranks": case.spec.job.gpus,
             "state": cells.state(case.state),
             "step time" if calculated else STEP_TIME: cells.step_time(case),
             "peak reserved": cells.reserved(case),
@@ -115,7 +116,7 @@ def headline(ranking: Ranking, setting: Setting) -> Headline:
     calculated = all(case.fidelity in REPEATING for case in cases)
     rows: list[Row] = [
         {
-            "strategy": case.strategy if case.spec.world_size == ranking.world_size else case.label,
+            "strategy": case.strategy if case.spec.job.gpus == ranking.world_size else case.label,
             "step time" if calculated else STEP_TIME: (
                 best(case, "step_time_s", cells.step_time(case)) if case.ok else STATES[case.state]
             ),

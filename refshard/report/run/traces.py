@@ -77,9 +77,9 @@ def why(setting: Setting, traced: Mapping[CaseResult, Traced], prefix: str, *, w
     )  # fmt: skip
     blocks: list[Block] = [Section(title="Rank 0's trace in numbers", folded=True, blocks=[rows])]
     # The same layer of each case of one world size, with one scale and one zero.
-    sizes = [one.case.spec.world_size for one in here if one.view is not None] if with_layers else []
+    sizes = [one.case.spec.job.gpus for one in here if one.view is not None] if with_layers else []
     size = max(sizes, key=lambda size: (sizes.count(size), size), default=0)
-    shown = [one for one in here if one.view is not None and one.case.spec.world_size == size][:MOST_LAYERS]
+    shown = [one for one in here if one.view is not None and one.case.spec.job.gpus == size][:MOST_LAYERS]
     views = [(one, view) for one in shown if (view := _view(one.analysis, like=shown[0].view))]
     before = max((view.before for _, view in views), default=0)
     after = max((view.length - view.before for _, view in views), default=0)

@@ -15,7 +15,8 @@ from refshard.analysis.sample import MIN_LAUNCHES
 from refshard.quantities import format_percent
 from refshard.report.blocks import Fact, Style
 from refshard.report.run.cells import metric_text, no_interval
-from refshard.specs.case import REFERENCE_STRATEGY, REPEATING, spelled
+from refshard.specs.case import REPEATING, spelled
+from refshard.specs.job import REFERENCE_STRATEGY
 
 PERTURBATION_LIMIT = 1.2
 """Traced over untraced step time above which the breakdown describes the tracer too."""
@@ -108,7 +109,7 @@ def _perturbation(finished: Sequence[CaseResult]) -> _Told:
 def _fidelity(finished: Sequence[CaseResult]) -> _Told:
     present = list(dict.fromkeys(case.fidelity for case in finished))
     where = dict.fromkeys(
-        f"{launch.device} with {launch.backend}{f' on {case.spec.cluster}' if case.spec.cluster else ''}"
+        f"{launch.device} with {launch.backend}{f' on {case.spec.job.cluster}' if case.spec.job.cluster else ''}"
         for case in finished
         for launch in case.launches
         if launch.device and launch.backend

@@ -258,7 +258,9 @@ def _led(leads: Sequence[tuple[CaseResult, ...]]) -> tuple[list[tuple[str, int]]
 def notes(evidence: Evidence) -> list[str]:
     """What a reader has to know of the cases: the network, what was not measured, what failed, and caveats."""
     networks = dict.fromkeys(run.header.environment.network for run in evidence.runs)
-    kinds = dict.fromkeys((case.fidelity, case.spec.cluster) for case in evidence.cases if case.fidelity != "measured")
+    kinds = dict.fromkeys(
+        (case.fidelity, case.spec.job.cluster) for case in evidence.cases if case.fidelity != "measured"
+    )
     caveats = dict.fromkeys(caveat for finding in findings(evidence) for caveat in finding.caveats)
     sentences = [
         *(f"The ranks ran on {name}." for name in networks if name),

@@ -45,7 +45,7 @@ def test_a_curve_for_each_strategy_and_a_level_for_the_best() -> None:
     )
     efficiency = [row["scaling efficiency"] for row in rows(found.table)]
     assert efficiency == ["100.0 %", "90.0 %", "100.0 %", "95.0 %", "75.0 %"]
-    assert [case.spec.world_size for case in found.cases] == [2, 4, 2, 4, 8]
+    assert [case.spec.job.gpus for case in found.cases] == [2, 4, 2, 4, 8]
 
 
 def test_each_fidelity_has_its_own_ideal_dash_and_marker() -> None:
@@ -76,7 +76,7 @@ def test_the_bound_is_drawn_if_the_wire_has_a_rate() -> None:
     """Cases at 69.5 and 83.4 % of their bound: see ``test_efficiency.py``."""
     made = run((CASES[0], *CASES[1:3]), failed=False)
     wider = with_spec(made, {"ddp": 4, "fsdp2": 4})
-    kept = tuple(record for record in wider.launches if record.case.world_size == 4)
+    kept = tuple(record for record in wider.launches if record.case.job.gpus == 4)
     both = on_hosts(joined(made, msgspec.structs.replace(wider, launches=kept)), NetworkSpec(hosts=2, rate="8gbit"))
     (found,) = scalings(gather(both))
     sizes, rates = curves(found)["bound by compute and network"]
@@ -84,7 +84,7 @@ def test_the_bound_is_drawn_if_the_wire_has_a_rate() -> None:
     bounds = [
         (case.metrics["tokens_per_s_gpu"] or 0) / (case.metrics["overlap_efficiency"] or 1)
         for case in found.cases
-        if case.spec.world_size == 2
+        if case.spec.job.gpus == 2
     ]
     assert rates[0] == pytest.approx(max(bounds), rel=1e-4)
     assert "-" not in {row["of the physical bound"] for row in rows(found.table)}

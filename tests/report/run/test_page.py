@@ -170,8 +170,8 @@ def test_logs_names_and_titles_are_text_and_never_markup(whole: str, seen: Page)
         made = with_suite(many(2), about='"><b onclick=alert(3)>')
         made = msgspec.structs.replace(made, header=msgspec.structs.replace(made.header, run_id=name))
         for place, record in enumerate(made.launches):
-            if record.case.strategy == "ddp":
-                case = msgspec.structs.replace(record.case, strategy=name)
+            if record.case.job.strategy == "ddp":
+                case = record.case.changed(strategy=name)
                 made = with_record(made, place, case=case, log_tail=("half a pair: \ud800",))
         for found in (drawn(made), Page("".join(as_page(index_answer({"a": gather(made)}), product="", command=name)))):
             scripts = len(SCRIPTS) + (found.text.count("All figures") > 0)

@@ -24,7 +24,7 @@ def both(times: dict[str, float], memory: float = 1.0, fidelity: Fidelity = "sim
     predicted = with_spec(run(failed=False), fidelity=fidelity, cluster="lab")
     kept = []
     for record in predicted.launches:
-        if (factor := times.get(record.case.strategy)) is not None:
+        if (factor := times.get(record.case.job.strategy)) is not None:
             peak, time = record.metrics["peak_memory_bytes"] or 0, record.metrics["step_time_s"] or 0
             metrics = {**record.metrics, "step_time_s": time * factor, "peak_memory_bytes": memory * peak or None}
             samples = tuple(tuple(step * factor for step in rank) for rank in record.step_times_s)
@@ -72,7 +72,7 @@ def test_the_findings_have_median_and_maximum_of_each_fidelity() -> None:
 
 def test_the_quickest_launch_is_named_if_there_are_several() -> None:
     made = both({"ddp": 1.1})
-    place = next(n for n, record in enumerate(made.launches) if record.case.strategy == "ddp")
+    place = next(n for n, record in enumerate(made.launches) if record.case.job.strategy == "ddp")
     slow = {**made.launches[place].metrics, "step_time_s": 1.5 * 0.05}
     (pair,) = validated(gather(with_record(made, place, metrics=slow)))
     assert pair.quickest_error == pytest.approx(0.1, rel=1e-3)
@@ -100,7 +100,7 @@ def measured(device: str = H100) -> Run:
     made = later(run(rounds=1, failed=False), "made", 11, gpus=(device,) * 2)
     for place, record in enumerate(made.launches):
         metrics = {**record.metrics, "peak_reserved_bytes": float(RESERVED)}
-        if record.case.strategy == "ddp":
+        if record.case.job.strategy == "ddp":
             made = with_record(made, place, state="skipped", error=REASON, metrics={}, step_times_s=())
         else:
             made = with_record(made, place, device=device, metrics=metrics)
@@ -113,7 +113,7 @@ def dry() -> Run:
     made = later(made, "made-dryrun", 10, id="laptop", hostname="laptop")
     made = msgspec.structs.replace(made, launches=made.launches[1:])
     for place, record in enumerate(made.launches):
-        case, fits = record.case.as_dry_run(CLUSTER), record.case.strategy != "ddp"
+        case, fits = record.case.as_dry_run(CLUSTER), record.case.job.strategy != "ddp"
         reserved = 1.01 * RESERVED if fits else 99e9
         metrics = {**record.metrics, "peak_reserved_bytes": reserved, "loss_parity": None}
         made = with_record(

@@ -230,10 +230,12 @@ def dry(*, out_of_memory: str = "") -> Run:
     """One step each, with reserved memory; ``out_of_memory`` names a strategy that does not fit."""
     made = run(CASES, rounds=1, failed=False, fidelity="dryrun")
     for place, record in enumerate(made.launches):
-        reserved = {"ddp": 700, "fsdp2": 400, "refshard-fsdp": 410, "refshard-yafsdp": 300}.get(record.case.strategy)
+        reserved = {"ddp": 700, "fsdp2": 400, "refshard-fsdp": 410, "refshard-yafsdp": 300}.get(
+            record.case.job.strategy
+        )
         metrics = {**record.metrics, "peak_reserved_bytes": None if reserved is None else float(reserved * MIB)}
         made = with_record(made, place, metrics=metrics, step_times_s=((record.step_times_s[0][0],),))
-        if record.case.strategy == out_of_memory:
+        if record.case.job.strategy == out_of_memory:
             needs = {**dict.fromkeys(metrics), "peak_memory_bytes": 900.0 * MIB, "peak_reserved_bytes": 950.0 * MIB}
             made = with_record(made, place, state="oom", error="needs", metrics=needs, step_times_s=())
     return made

@@ -101,7 +101,7 @@ def test_ranks_only_cases_with_three_launches() -> None:
 def timed(made: Run, strategy: str, *factors: float) -> Run:
     """The run with the times of a strategy changed by a factor in each round."""
     for place, record in enumerate(made.launches):
-        if record.case.strategy == strategy:
+        if record.case.job.strategy == strategy:
             times = tuple(tuple(factors[record.round] * t for t in rank) for rank in record.step_times_s)
             made = with_record(made, place, step_times_s=times)
     return made
