@@ -186,7 +186,7 @@ def _compare(before: Sequence[Analysis], after: Sequence[Analysis]) -> Compared:
     # scipy takes half a second to import, and no other output needs it.
     import numpy as np
 
-    from refshard.analysis.means import change_of_means
+    from refshard.analysis.sample import change_of_means
 
     pairing = pair(before, after)
     of_a, of_b = ([one.attribution for one in side if one.attribution is not None] for side in (pairing.a, pairing.b))
