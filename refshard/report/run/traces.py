@@ -15,13 +15,11 @@ from refshard.errors import TraceError
 from refshard.quantities import format_percent, format_rate
 from refshard.records import Run
 from refshard.report.blocks import Block, Marked, Quantity, Row, Section, table
-from refshard.report.draw.charts import Chart, chart
-from refshard.report.run.charts import drawn, exposed_text, step_parts
-from refshard.report.trace import charts as trace_charts
+from refshard.report.run.charts import drawn
+from refshard.report.run.tables import numbers
 from refshard.report.trace.charts import layer_chart
 from refshard.report.trace.lanes import View, drawn_windows, find_layer
 from refshard.report.trace.sections import blocking, middle_of
-from refshard.report.trace.text import IDLE
 from refshard.report.trace.text import parts as steps_of
 
 MOST_TRACED = 64
@@ -96,56 +94,6 @@ def why(setting: Setting, traced: Mapping[CaseResult, Traced], prefix: str, *, w
     return blocks
 
 
-def parts_of(figures: TraceFigures) -> dict[str, float]:
-    """Of the mean step, s."""
-    split = trace_charts.mean_split(figures)
-    return {part: sum(split[name] for name in names) / 1e9 for part, names in PARTS.items()}
-
-
-def _row(one: Traced) -> Row:
-    figures = one.figures
-    steps = len(steps_of(figures))
-    copies, idle = figures.copies, sum(step.breakdown.idle_host_ns or 0 for step in figures.steps)
-    return {
-        "case": Marked(one.case.full_label, href=one.link),
-        "late reductions (give-way)": Quantity(figures.giveway.index, "share", 2),
-        "blocking gaps": blocking(figures.collectives, steps),
-        "queued": Quantity(middle_of([found.queued_ns for found in figures.collectives]), "ns"),
-        "copies": Quantity((copies.copy_in_ns + copies.copy_out_ns) / steps, "ns"),
-        "exposed copies": Quantity(copies.exposed_ns / steps, "ns"),
-        "waiting for the host": None if figures.whole.idle_host_ns is None else Quantity(idle / steps, "ns"),
-        "bus bandwidth": _bandwidths(figures.collectives, one.case),
-    }
-
-
-def _bandwidths(collectives: Sequence[CollectiveFigures], case: CaseResult) -> str:
-    """The median bus bandwidth of the larger half of each kind, and its share of the link where that has a rate."""
-    network = case.header.suite.network if case.fidelity == "measured" else None
-    texts = []
-    for op in dict.fromkeys(found.op for found in collectives if found.bus_bandwidth):
-        mine = [found for found in collectives if found.op == op and found.bus_bandwidth]
-        middle = median(found.bytes or 0 for found in mine)
-        rate = median(found.bus_bandwidth or 0.0 for found in mine if (found.bytes or 0) >= middle)
-        share = f" ({format_percent(rate * 8 / network.bits_per_s)} of the link)" if network else ""
-        texts.append(f"{op} {format_rate(rate / 2**30)} GiB/s{share}")
-    return ", ".join(texts) or "-"
-
-
-def _layers(here: Sequence[Traced], prefix: str) -> Iterable[tuple[CaseResult, Chart]]:
-    """The same layer of each case of one world size, with one scale and one zero."""
-    sizes = [one.case.spec.world_size for one in here if one.view is not None]
-    if not sizes:
-        return
-    size = max(sizes, key=lambda size: (sizes.count(size), size))
-    shown = [one for one in here if one.view is not None and one.case.spec.world_size == size][:MOST_LAYERS]
-    views = [_view(one.analysis, like=shown[0].view) for one in shown]
-    before = max(view.before for view in views if view)
-    after = max(view.length - view.before for view in views if view)
-    for one, view in zip(shown, views):
-        if view is not None:
-            yield one.case, layer_chart(view.spanning(before, after), one.figures, f"{prefix}-layer-{one.case.number}")
-
-
 def _view(analysis: Analysis | None, like: View | None = None) -> View | None:
     """A layer's backward in the step of median length: the layer of ``like``, if the trace has that."""
     if analysis is None or not len(analysis.timeline.spans):
@@ -156,15 +104,15 @@ def _view(analysis: Analysis | None, like: View | None = None) -> View | None:
 
 def _row(one: Traced) -> Row:
     figures = one.figures
-    parts, copies = [step.breakdown for step in wording.parts(figures)], figures.copies
+    parts, copies = [step.breakdown for step in steps_of(figures)], figures.copies
     steps, idle = len(parts), sum(part.idle_host_ns or 0 for part in parts)
     exposed = sum(part.exposed_ns for part in parts) / max(sum(part.span_ns for part in parts), 1)
     return {
         "case": Marked(one.case.full_label, href=one.link),
         "exposed communication": Quantity(exposed, "share"),
         "late reductions (give-way)": Quantity(figures.giveway.index, "share", 2),
-        "blocking gaps": trace_tables.blocking(figures.collectives, steps),
-        "queued": Quantity(trace_tables.middle_of([found.queued_ns for found in figures.collectives]), "ns"),
+        "blocking gaps": blocking(figures.collectives, steps),
+        "queued": Quantity(middle_of([found.queued_ns for found in figures.collectives]), "ns"),
         "copies": Quantity((copies.copy_in_ns + copies.copy_out_ns) / steps, "ns"),
         "exposed copies": Quantity(copies.exposed_ns / steps, "ns"),
         "waiting for the host": None if figures.whole.idle_host_ns is None else Quantity(idle / steps, "ns"),
