@@ -19,16 +19,15 @@ from refshard.measure.rank import rank_file
 from refshard.measure.timing import RankResult
 from refshard.measure.trainer import CONVENTION
 from refshard.records import DERIVED, METRICS, Environment, LaunchRecord, State, StepTrace
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.hardware import load_hardware, profile_of_device
-from refshard.specs.layers import checkpointing_of
 from refshard.specs.model import is_factory
 
 _SOURCE = re.compile(r"/[^\s\"']*/(?=(?:site-packages|python3\.\d+|refshard)/[^\s\"']*\.(?:py|so)\b)")
 
 
 def failure_of(
-    case: CaseSpec, launch: LaunchOutcome, ranks: Sequence[RankResult], flights: Mapping[int, Any]
+    case: Case, launch: LaunchOutcome, ranks: Sequence[RankResult], flights: Mapping[int, Any]
 ) -> tuple[State, str]:
     """The state of a case that did not end well, and its cause in one line. ``flights`` are what the ranks' flight
     recorders held when its time was over.
@@ -50,10 +49,10 @@ def failure_of(
     return "failed", launch.error or "a rank ended without a result"
 
 
-def timeout_text(case: CaseSpec, launch: LaunchOutcome) -> str:
+def timeout_text(case: Case, launch: LaunchOutcome) -> str:
     """How long a launch had that was ended, and where its ranks stood."""
     stood = f": {launch.error}" if launch.error else ""
-    return f"did not finish within time_limit_s = {case.time_limit_s:g}; the ranks were killed{stood}"
+    return f"did not finish within time_limit_s = {case.protocol.time_limit_s:g}; the ranks were killed{stood}"
 
 
 def without_home(line: str) -> str:
@@ -101,7 +100,7 @@ def metrics_of(record: LaunchRecord, ranks: Sequence[RankResult], traces: Traces
 def rates(record: LaunchRecord, step_time_s: float) -> dict[str, float | None]:
     """The step time, and what a rank does in it: tokens, model FLOPs, and these over the device's peak."""
     case = record.case
-    tokens_per_s = case.global_batch * case.seq_len / step_time_s / case.world_size
+    tokens_per_s = case.job.global_batch * case.job.seq_len / step_time_s / case.job.gpus
     flops_per_s = None if record.flops_per_token is None else tokens_per_s * record.flops_per_token
     peak = record.peak_flops_per_s
     return {
@@ -127,27 +126,28 @@ def complete(found: dict[str, float | None]) -> dict[str, float | None]:
     return {name: found.get(name) for name in METRICS.keys() - DERIVED}
 
 
-def flops_words(case: CaseSpec) -> str:
+def flops_words(case: Case) -> str:
     """The FLOPs convention, by name and formula; of a factory's module, what is counted."""
-    if is_factory(case.model):
+    job = case.job
+    if is_factory(job.model):
         return COUNTED
-    return f"{CONVENTION}: {formula(CONVENTION, case.workload, case.tuning)}"
+    return f"{CONVENTION}: {formula(CONVENTION, job.workload, job.tuning)}"
 
 
-def recompute_words(case: CaseSpec, n_layers: int) -> str:
+def recompute_words(case: Case, n_layers: int) -> str:
     """Which of a model's layers ran forward a second time. Model FLOPs, and so MFU, never count that."""
-    policy = checkpointing_of(case.checkpointing, n_layers)
+    policy = case.job.checkpointed(n_layers)
     if not policy.layers:
         return "none"
     but = " except attention and every other matmul" if policy.by_op else ""
     return f"forward of {len(policy.layers)} of {n_layers} layers{but}, not counted"
 
 
-def peak_of(case: CaseSpec, device: str, environment: Environment) -> dict[str, object]:
+def peak_of(case: Case, device: str, environment: Environment) -> dict[str, object]:
     """The peak that MFU is held against: a CPU's is measured, a GPU's is in its profile; an unknown GPU has none."""
     if device != "cpu":
         peak, source = _gpu_peak(case, device, environment)
-    elif case.threads_per_rank != environment.gemm_threads:
+    elif case.protocol.threads_per_rank != environment.gemm_threads:
         peak, source = None, f"measured with {environment.gemm_threads} thread(s) only"
     else:
         peak = environment.gemm_flops_per_s
@@ -155,21 +155,22 @@ def peak_of(case: CaseSpec, device: str, environment: Environment) -> dict[str, 
     return {"peak_flops_per_s": peak, "peak_source": source}
 
 
-def _gpu_peak(case: CaseSpec, device: str, environment: Environment) -> tuple[float | None, str]:
+def _gpu_peak(case: Case, device: str, environment: Environment) -> tuple[float | None, str]:
     """The dense peak of what the case computes in, and its source: fp32 products are TF32 where torch may round so."""
+    job = case.job
     if (name := profile_of_device(device)) is None:
         return None, (
             f"no profile names '{device}': add it to also_named in the file of profiles/hardware that has its peaks, "
             f'or add a file with device_name = "{device}"'
         )
     hardware, file = load_hardware(name), f"profiles/hardware/{name}.toml"
-    if case.precision == "fp32" and environment.tf32:
+    if job.precision == "fp32" and environment.tf32:
         if not hardware.tf32_peak:
             return None, f"TF32 is allowed, and {file} has no tf32_peak; add it with its source, or forbid TF32"
         return hardware.tf32_peak, f"TF32 (allowed for fp32 products), dense, {file}: {hardware.sources['tf32_peak']}"
-    if case.precision not in hardware.matmul:
-        return None, f"{file} has no [matmul.{case.precision}]; add it with its source"
-    return hardware.matmul[case.precision].peak, f"{case.precision}, dense, {file}: {hardware.sources['matmul']}"
+    if job.precision not in hardware.matmul:
+        return None, f"{file} has no [matmul.{job.precision}]; add it with its source"
+    return hardware.matmul[job.precision].peak, f"{job.precision}, dense, {file}: {hardware.sources['matmul']}"
 
 
 def assemble(

@@ -21,7 +21,8 @@ from refshard.records import (
     StepTrace,
     parity_tolerance,
 )
-from refshard.specs.case import REFERENCE_STRATEGY, CaseSpec
+from refshard.specs.case import Case
+from refshard.specs.job import REFERENCE_STRATEGY
 from refshard.strategies.table import ROWS
 
 
@@ -115,16 +116,18 @@ class _Parity:
             yield f"losses{of} differ from one unsharded rank by {self.value:.2g}, more than {self.tolerance:g}"
 
 
-def prove(case: CaseSpec, ranks: Sequence[RankResult], traces: Traces, losses: Sequence[float], peers: Peers) -> Proof:
+def prove(case: Case, ranks: Sequence[RankResult], traces: Traces, losses: Sequence[float], peers: Peers) -> Proof:
     """Hold what the ranks and their traces show against what the strategy announced, and against the peers."""
     announced, units = ranks[0].announced, units_of_all([rank.wrapped_units for rank in ranks])
     differing = next((step for step in traces.per_step if step[1] != ranks[step[0]].announced), None)
     failures = [*_failed_collectives(case, ranks, traces, differing)]
     failures += failed_units(case, ranks[0].blocks, units)
-    if len(losses) < case.total_steps or any(len(r.step_times_s) != case.measured_steps for r in ranks):
+    if len(losses) < case.protocol.total_steps or any(
+        len(r.step_times_s) != case.protocol.measured_steps for r in ranks
+    ):
         failures.append("a rank left fewer losses or step times than steps")
     parity, identical, bits_note = _Parity(value=None, note=NOT_COMPARABLE), None, NOT_COMPARABLE
-    if case.fidelity == "measured":
+    if case.protocol.fidelity == "measured":
         parity = _parity_of(case, ranks, losses, peers)
         identical, bits_note = _compare_bits(case, losses, ranks[0].parameters_sha256, peers.ddp)
         failures += parity.failed()
@@ -135,7 +138,7 @@ def prove(case: CaseSpec, ranks: Sequence[RankResult], traces: Traces, losses: S
         announced=announced,
         traced=(differing or next(iter(traces.per_step), (0, ())))[1],
         collectives_note=traces.unread and f"not checked, because {traces.unread}",
-        parity_steps=case.warmup_steps,
+        parity_steps=case.protocol.warmup_steps,
         loss_parity=parity.value,
         parity_note=parity.note,
         parity_of=parity.of,
@@ -152,24 +155,24 @@ def units_of_all(units: Iterable[Sequence[str]]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(unit for own in units for unit in own))
 
 
-def failed_units(case: CaseSpec, blocks: Sequence[str], units: Sequence[str]) -> Iterator[str]:
+def failed_units(case: Case, blocks: Sequence[str], units: Sequence[str]) -> Iterator[str]:
     """What of the model, whose ``blocks`` are named, should be in a unit, and is not."""
-    if not units and case.strategy != REFERENCE_STRATEGY:
+    if not units and case.job.strategy != REFERENCE_STRATEGY:
         yield "the model was not wrapped: it has no unit"
-    elif ROWS[case.strategy].by_block:
+    elif ROWS[case.job.strategy].by_block:
         inside = [block for block in blocks if any(unit == block or unit.startswith(f"{block}.") for unit in units)]
         if bare := [block for block in blocks if block not in inside]:
             yield f"blocks outside any unit: {', '.join(bare)}"
 
 
-def failed_announcement(case: CaseSpec, announced: Sequence[CollectiveCount]) -> Iterator[str]:
+def failed_announcement(case: Case, announced: Sequence[CollectiveCount]) -> Iterator[str]:
     """What a strategy should have announced, and has not."""
-    if case.world_size > 1 and case.workload == "training" and not announced:
+    if case.job.gpus > 1 and case.job.workload == "training" and not announced:
         yield "no collective was announced, but training on several ranks needs them"
 
 
 def _failed_collectives(
-    case: CaseSpec,
+    case: Case,
     ranks: Sequence[RankResult],
     traces: Traces,
     differing: tuple[int, tuple[CollectiveCount, ...]] | None,
@@ -179,19 +182,19 @@ def _failed_collectives(
     if differing is not None:
         rank, found = differing
         yield f"the plan announced {counts(ranks[rank].announced)}, the trace shows {counts(found)}"
-    alike = len(ranks) // case.pipeline_ranks or 1  # ranks of one stage follow each other
+    alike = len(ranks) // case.job.pp_ranks or 1  # ranks of one stage follow each other
     firsts = [ranks[place // alike * alike] for place in range(len(ranks))]
     if any(_of_all(rank.announced) != _of_all(first.announced) for rank, first in zip(ranks, firsts)):
         yield "the ranks announced different collectives"
     yield from failed_announcement(case, announced)
-    if len(traces.steps) != case.processes * case.traced_steps:
-        yield f"the traces hold {len(traces.steps)} steps, {case.processes * case.traced_steps} were asked for"
+    if len(traces.steps) != case.processes * case.protocol.traced_steps:
+        yield f"the traces hold {len(traces.steps)} steps, {case.processes * case.protocol.traced_steps} were asked for"
     # NCCL launches no kernel for a group of one rank.
-    if announced and case.world_size > 1 and not all(step.comm_ns for step in traces.steps):
+    if announced and case.job.gpus > 1 and not all(step.comm_ns for step in traces.steps):
         yield "collectives were issued, but the trace shows no communication"
 
 
-def _parity_of(case: CaseSpec, ranks: Sequence[RankResult], losses: Sequence[float], peers: Peers) -> _Parity:
+def _parity_of(case: Case, ranks: Sequence[RankResult], losses: Sequence[float], peers: Peers) -> _Parity:
     """The parity of the case itself, or of the reduced one. A reference that did not end ok leaves it unknown: it says
     nothing against the case.
     """
@@ -201,7 +204,7 @@ def _parity_of(case: CaseSpec, ranks: Sequence[RankResult], losses: Sequence[flo
         return _Parity(value=0.0, tolerance=parity_tolerance(case))
     if peers.reference is None or peers.reference.state != "ok":
         return _Parity(value=None, note=f"not compared, because {_missing(peers.reference)}")
-    value = _difference(losses[: case.warmup_steps], peers.reference.losses)
+    value = _difference(losses[: case.protocol.warmup_steps], peers.reference.losses)
     return _Parity(value=value, tolerance=parity_tolerance(case))
 
 
@@ -227,12 +230,13 @@ def _difference(losses: Sequence[float], reference: Sequence[float]) -> float:
 
 
 def _compare_bits(
-    case: CaseSpec, losses: Sequence[float], digest: str, ddp: LaunchRecord | None
+    case: Case, losses: Sequence[float], digest: str, ddp: LaunchRecord | None
 ) -> tuple[bool | None, str]:
     """Whether losses and final parameters equal DDP's to the bit, and a word on it where they do not."""
-    if case.world_size == 1:
+    job = case.job
+    if job.gpus == 1:
         return None, "one rank reduces nothing"
-    if case.strategy == "ddp":
+    if job.strategy == "ddp":
         return True, ""
     if ddp is None or ddp.state != "ok" or ddp.proof is None:
         return None, "no ddp case at this world size ended ok before it in this run"
@@ -240,11 +244,11 @@ def _compare_bits(
     if step is None and digest == ddp.proof.parameters_sha256:
         return True, ""
     where = "the final parameters differ" if step is None else f"the loss of step {step} is the first to differ"
-    if case.precision == "bf16" and case.tuning == "full":
+    if job.precision == "bf16" and job.tuning == "full":
         return False, f"{where}: DDP computes under autocast, which keeps norms and the residual stream in fp32"
-    if case.microbatches > 1:
+    if job.microbatches > 1:
         return False, f"{where}: DDP sums microbatches before reducing; reducing each microbatch changes the order"
-    if case.world_size > 2:
+    if job.gpus > 2:
         return False, f"{where}: with more than two ranks the order of summation differs from DDP's all-reduce"
     return False, f"{where}, although the order cannot matter with two ranks: other arithmetic differs"
 

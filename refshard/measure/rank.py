@@ -29,7 +29,7 @@ from refshard.measure.reduced import REDUCED_FILE, Reduced, losses_of
 from refshard.measure.timing import Progress, RankResult, measure
 from refshard.measure.worker import ASK
 from refshard.records import State
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.cluster import load_cluster
 
 CASE_FILE = "case.json"
@@ -57,7 +57,7 @@ def trace_file(folder: Path, rank: int) -> Path:
 
 def run_rank(folder: Path) -> int:
     """Run this rank and return the process's exit status."""
-    case = msgspec.json.decode((folder / CASE_FILE).read_bytes(), type=CaseSpec)
+    case = msgspec.json.decode((folder / CASE_FILE).read_bytes(), type=Case)
     return 0 if _leave_result(folder, lambda: _run(case, folder, int(os.environ["RANK"]))) else 1
 
 
@@ -66,8 +66,8 @@ def run_series_rank(folder: Path) -> int:
 
     The first case that does not end well is the last, and ends the process.
     """
-    cases = msgspec.json.decode((folder / SERIES_FILE).read_bytes(), type=list[CaseSpec])
-    torch.set_num_threads(cases[0].threads_per_rank)
+    cases = msgspec.json.decode((folder / SERIES_FILE).read_bytes(), type=list[Case])
+    torch.set_num_threads(cases[0].protocol.threads_per_rank)
     device = _device(cases[0])
     with _process_group(cases[0], device) as group:
         for index, case in enumerate(cases):
@@ -98,10 +98,10 @@ def _leave_result(folder: Path, run: Callable[[], RankResult]) -> bool:
     return result.state == "ok"
 
 
-def _run(case: CaseSpec, folder: Path, rank: int) -> RankResult:
+def _run(case: Case, folder: Path, rank: int) -> RankResult:
     device = _device(case)
-    torch.set_num_threads(case.threads_per_rank)
-    if case.fidelity == "emulated":
+    torch.set_num_threads(case.protocol.threads_per_rank)
+    if case.protocol.fidelity == "emulated":
         return _emulate(case, folder, rank, device)
     with _process_group(case, device) as group, answering(folder, group, ASK):
         try:
@@ -127,8 +127,8 @@ def end_now(group: dist.ProcessGroup) -> NoReturn:
 
 
 @contextmanager
-def _process_group(case: CaseSpec, device: torch.device) -> Iterator[dist.ProcessGroup]:
-    if case.comm_memory == "symmetric":
+def _process_group(case: Case, device: torch.device) -> Iterator[dist.ProcessGroup]:
+    if case.job.comm_memory == "symmetric":
         # By the environment, for the communicators that meshes and strategies make later as well.
         os.environ["NCCL_CTA_POLICY"] = _ZERO_CTA
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -140,13 +140,13 @@ def _process_group(case: CaseSpec, device: torch.device) -> Iterator[dist.Proces
         dist.destroy_process_group()
 
 
-def _emulate(case: CaseSpec, folder: Path, rank: int, device: torch.device) -> RankResult:
+def _emulate(case: Case, folder: Path, rank: int, device: torch.device) -> RankResult:
     # Here, since it registers a backend with torch: what is measured is measured without.
     from refshard.emulate.process_group import emulated_world
     from refshard.emulate.world import EmulatedWorld
 
     world = EmulatedWorld(
-        load_cluster(case.cluster), rank=rank, world_size=case.world_size, meet=_meeting(case.processes)
+        load_cluster(case.job.cluster), rank=rank, world_size=case.job.gpus, meet=_meeting(case.processes)
     )
     with emulated_world(world) as group:
         result = _measure(case, folder, group, device, _progress(folder, group))
@@ -165,7 +165,7 @@ def _progress(folder: Path, group: dist.ProcessGroup, within: str = "") -> Progr
 
 
 def _measure(
-    case: CaseSpec, folder: Path, group: dist.ProcessGroup, device: torch.device, progress: Progress
+    case: Case, folder: Path, group: dist.ProcessGroup, device: torch.device, progress: Progress
 ) -> RankResult:
     result = measure(case, group, device, trace_file(folder, group.rank()), progress)
     if (order := folder / REDUCED_FILE).exists():
@@ -200,8 +200,10 @@ def _meeting(processes: int) -> Callable[[], None] | None:
     return meet
 
 
-def _device(case: CaseSpec) -> torch.device:
-    wanted = case.device if case.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+def _device(case: Case) -> torch.device:
+    wanted = (
+        case.protocol.device if case.protocol.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    )
     if wanted == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

@@ -26,9 +26,8 @@ from refshard.measure.store import RunWriter, check_unused, read_run
 from refshard.models.data import SYNTHETIC, open_source
 from refshard.models.own import factory_file, find_factory
 from refshard.records import Environment, LaunchRecord, Run, RunRecord, timestamp
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.cluster import load_cluster
-from refshard.specs.layers import checkpointing_of
 from refshard.specs.model import check_trainable, is_factory, known_dimensions, load_model, model_file
 from refshard.specs.suite import SuiteSpec
 from refshard.strategies import check_name
@@ -39,7 +38,7 @@ class Observer(ABC):
     """Told of a run's progress, to show it."""
 
     @abstractmethod
-    def case_started(self, case: CaseSpec, round_: int, index: int, total: int) -> None:
+    def case_started(self, case: Case, round_: int, index: int, total: int) -> None:
         """The launch number ``index`` (from 0) of ``total`` starts."""
 
     @abstractmethod
@@ -51,7 +50,7 @@ class Observer(ABC):
         """A launch ended and its record is written."""
 
 
-def check_suite(suite: SuiteSpec, launcher: Launcher | None, *, oversubscribe: bool) -> tuple[CaseSpec, ...]:
+def check_suite(suite: SuiteSpec, launcher: Launcher | None, *, oversubscribe: bool) -> tuple[Case, ...]:
     """Expand a suite and check what can be known before anything is launched. Without a ``launcher``, whether this
     machine can run the cases is not checked.
 
@@ -62,21 +61,21 @@ def check_suite(suite: SuiteSpec, launcher: Launcher | None, *, oversubscribe: b
     """
     cases = suite.cases()
     for case in cases:
-        if case.fidelity == "simulated":
+        if case.protocol.fidelity == "simulated":
             raise SpecError(
                 f"fidelity must be measured, emulated or dryrun, got 'simulated' for {case.name}; use fidelity = "
                 "'dryrun' (closed forms: refshard plan)"
             )
-        check_name(case.strategy)
+        check_name(case.job.strategy)
         _check_model(case)
-        if case.cluster:
-            load_cluster(case.cluster)
+        if case.job.cluster:
+            load_cluster(case.job.cluster)
         if launcher is not None:
-            if case.fidelity == "dryrun":
+            if case.protocol.fidelity == "dryrun":
                 check_dry(case)
                 continue
-            if case.fidelity == "emulated":
-                load_cluster(case.cluster).of_world_size(case.world_size)
+            if case.protocol.fidelity == "emulated":
+                load_cluster(case.job.cluster).of_world_size(case.job.gpus)
             launcher.check(case, oversubscribe=oversubscribe)
     return cases
 
@@ -89,8 +88,8 @@ def run_suite(
     environment: Environment,
     *,
     oversubscribe: bool = False,
-    cases: tuple[CaseSpec, ...] | None = None,
-    skipped: Mapping[CaseSpec, str] | None = None,
+    cases: tuple[Case, ...] | None = None,
+    skipped: Mapping[Case, str] | None = None,
 ) -> Run:
     """Run every case of ``suite`` in every round, in ``environment``, and return what was written to ``folder``.
     ``cases`` are those that :func:`check_suite` returned, if it was called before.
@@ -115,7 +114,9 @@ def run_suite(
             environment=environment,
             planned=len(plan),
             files=named_files(cases),
-            models={name: load_model(name) for name in {case.model for case in cases} if model_file(name) is not None},
+            models={
+                name: load_model(name) for name in {case.job.model for case in cases} if model_file(name) is not None
+            },
         )
         writer.append(header)
         _run_missing(Run(header=header, launches=()), plan, folder, writer, launcher, observer, skipped or {})
@@ -130,8 +131,8 @@ def resume_run(
     *,
     suite: SuiteSpec | None = None,
     oversubscribe: bool = False,
-    cases: tuple[CaseSpec, ...] | None = None,
-    skipped: Mapping[CaseSpec, str] | None = None,
+    cases: tuple[Case, ...] | None = None,
+    skipped: Mapping[Case, str] | None = None,
 ) -> Run:
     """Run what the run in ``folder`` lacks: launches that never ended, those that failed, and those that were skipped
     and are not ``skipped`` now; and return all of it.
@@ -197,10 +198,10 @@ def check_resumable(header: RunRecord, environment: Environment | None, suite: S
         raise SpecError(f"run {header.run_id} cannot be resumed: {'; '.join(changed)}; start a new run")
 
 
-def named_files(cases: Sequence[CaseSpec]) -> dict[str, str]:
+def named_files(cases: Sequence[Case]) -> dict[str, str]:
     """SHA-256 of every file that a case names, by that name: of a factory, that of its module."""
-    paths = {name: Path(name) for case in cases for name in (case.cluster, case.data) if name}
-    for name in {case.model for case in cases}:
+    paths = {name: Path(name) for case in cases for name in (case.job.cluster, case.protocol.data) if name}
+    for name in {case.job.model for case in cases}:
         if (path := factory_file(name) if is_factory(name) else model_file(name)) is not None:
             paths[name] = path
     found = {}
@@ -211,7 +212,7 @@ def named_files(cases: Sequence[CaseSpec]) -> dict[str, str]:
     return found
 
 
-def _plan(suite: SuiteSpec, environment: Environment) -> list[tuple[int, CaseSpec]]:
+def _plan(suite: SuiteSpec, environment: Environment) -> list[tuple[int, Case]]:
     """Round and case of every launch, in their order. References that are too large are left out, unless the suite
     itself names them.
     """
@@ -225,8 +226,8 @@ def _plan(suite: SuiteSpec, environment: Environment) -> list[tuple[int, CaseSpe
 
 
 def _run_missing(
-    run: Run, planned: list[tuple[int, CaseSpec]], folder: Path, writer: RunWriter, launcher: Launcher,
-    observer: Observer, skipped: Mapping[CaseSpec, str],
+    run: Run, planned: list[tuple[int, Case]], folder: Path, writer: RunWriter, launcher: Launcher,
+    observer: Observer, skipped: Mapping[Case, str],
 ) -> None:  # fmt: skip
     """Launch what ``run`` lacks of the ``planned`` launches, and close it; a closed run that lacks nothing stays."""
     kept = {
@@ -245,12 +246,12 @@ def _run_missing(
         for index, (round_, case) in enumerate(plan):
             observer.case_started(case, round_, index, len(plan))
             peers = Peers(reference=None, ddp=None)
-            if case.fidelity == "measured":
-                alone, ddp = case.reference(), msgspec.structs.replace(case, strategy="ddp")
+            if case.protocol.fidelity == "measured":
+                alone, ddp = case.reference(), case.changed(strategy="ddp")
                 peers = Peers(
                     reduced=None if alone in named else reduced_for(case, header.environment),
                     reference=ended.get(alone.hash),
-                    ddp=ended.get(ddp.hash) if case.world_size > 1 else None,
+                    ddp=ended.get(ddp.hash) if case.job.gpus > 1 else None,
                 )
             if case in skipped:
                 blank = blank_record(case, round_, header, datetime.now(UTC))
@@ -267,14 +268,14 @@ def _run_missing(
         writer.close(header.run_id, interrupted=interrupted)
 
 
-def round_order(cases: tuple[CaseSpec, ...], round_: int) -> list[CaseSpec]:
+def round_order(cases: tuple[Case, ...], round_: int) -> list[Case]:
     """The order of one round, shuffled by its number; in round 0 those come first that others are held against, whose
     records later rounds find there.
     """
     shuffled = list(cases)
     random.Random(round_).shuffle(shuffled)
     if round_ == 0:  # every strategy is compared with the reference, some with ddp
-        shuffled.sort(key=lambda case: 0 if case == case.reference() else 1 if case.strategy == "ddp" else 2)
+        shuffled.sort(key=lambda case: 0 if case == case.reference() else 1 if case.job.strategy == "ddp" else 2)
     return shuffled
 
 
@@ -308,7 +309,7 @@ def launching(what: str, folder: Path) -> Iterator[None]:
 
 
 def launch_case(
-    case: CaseSpec,
+    case: Case,
     round_: int,
     header: RunRecord,
     folder: Path,
@@ -320,7 +321,7 @@ def launch_case(
     name = launch_name(case, round_)
     work = fresh_folder(folder / "cases" / name)
     started = datetime.now(UTC)
-    if case.fidelity == "dryrun":
+    if case.protocol.fidelity == "dryrun":
         # Its one process needs neither GPUs nor a network: it runs on this machine.
         here = launcher if isinstance(launcher, LocalLauncher) else LocalLauncher()
         launched = launch_dry(case, here, work, on_progress)
@@ -329,13 +330,13 @@ def launch_case(
         (work / CASE_FILE).write_bytes(msgspec.json.encode(case))
         if peers.reduced is not None:
             (work / REDUCED_FILE).write_bytes(msgspec.json.encode(peers.reduced))
-        job = Job(program="case", processes=case.processes, time_limit_s=case.time_limit_s)
+        job = Job(program="case", processes=case.processes, time_limit_s=case.protocol.time_limit_s)
         launch = launcher.launch(job, work, on_progress)
         record = assemble(blank_record(case, round_, header, started), launch, work, header.environment, peers)
     return msgspec.structs.replace(record, traces=_keep_traces(case, name, work, folder))
 
 
-def launch_name(case: CaseSpec, round_: int) -> str:
+def launch_name(case: Case, round_: int) -> str:
     """What a launch's folder and its traces are called."""
     return f"{case.name}-{case.hash}-round{round_}"
 
@@ -351,7 +352,7 @@ def fresh_folder(work: Path) -> Path:
     return work.absolute()
 
 
-def blank_record(case: CaseSpec, round_: int, header: RunRecord, started: datetime) -> LaunchRecord:
+def blank_record(case: Case, round_: int, header: RunRecord, started: datetime) -> LaunchRecord:
     """The record of a launch that has just ended, without what came of it; its state is preset to ok."""
     return LaunchRecord(
         run_id=header.run_id,
@@ -359,20 +360,20 @@ def blank_record(case: CaseSpec, round_: int, header: RunRecord, started: dateti
         case=case,
         spec_hash=case.hash,
         round=round_,
-        fidelity=case.fidelity,
+        fidelity=case.protocol.fidelity,
         state="ok",
         started_at=started.isoformat(timespec="seconds"),
         duration_s=(datetime.now(UTC) - started).total_seconds(),
     )
 
 
-def _keep_traces(case: CaseSpec, name: str, work: Path, folder: Path) -> tuple[str, ...]:
+def _keep_traces(case: Case, name: str, work: Path, folder: Path) -> tuple[str, ...]:
     """Move the traces of the ranks, or of those that were dry-run, to the run's ``traces`` folder.
 
     Returns their paths, relative to the run's folder.
     """
     kept = []
-    for rank in ranks_of(case) if case.fidelity == "dryrun" else range(case.processes):
+    for rank in ranks_of(case) if case.protocol.fidelity == "dryrun" else range(case.processes):
         source = trace_file(work, rank)
         if source.exists():
             target = folder / "traces" / f"{name}-rank{rank}.json.gz"
@@ -382,12 +383,15 @@ def _keep_traces(case: CaseSpec, name: str, work: Path, folder: Path) -> tuple[s
     return tuple(kept)
 
 
-def _check_model(case: CaseSpec) -> None:
-    if (model := known_dimensions(case.model)) is not None:
+def _check_model(case: Case) -> None:
+    job = case.job
+    if (model := known_dimensions(job.model)) is not None:
         check_trainable(model)
-        open_source(case.data, model.vocab, case.seed)
-        checkpointing_of(case.checkpointing, model.n_layers)
+        open_source(case.protocol.data, model.vocab, case.protocol.seed)
+        job.checkpointed(model.n_layers)
         return
-    find_factory(case.model)
-    if case.data != SYNTHETIC:
-        raise SpecError(f"data: the factory '{case.model}' makes its own batches, got '{case.data}'; leave data out")
+    find_factory(job.model)
+    if case.protocol.data != SYNTHETIC:
+        raise SpecError(
+            f"data: the factory '{job.model}' makes its own batches, got '{case.protocol.data}'; leave data out"
+        )

@@ -28,7 +28,7 @@ from refshard.measure.reduced import ReducedLosses
 from refshard.measure.trainer import Trainer, compiling_anew
 from refshard.quantities import GIB
 from refshard.records import Census, CollectiveCount, GpuMemory, GpuUse, State
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.model import known_dimensions
 from refshard.strategies import strategy_for
 from refshard.strategies.table import ROWS
@@ -115,24 +115,20 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     warnings: tuple[str, ...] = ()
 
 
-def measure(
-    case: CaseSpec, group: dist.ProcessGroup, device: torch.device, trace: Path, progress: Progress
-) -> RankResult:
+def measure(case: Case, group: dist.ProcessGroup, device: torch.device, trace: Path, progress: Progress) -> RankResult:
     """Run ``case`` on this rank, compiling anew what is compiled. The Kineto trace goes to ``trace``."""
     with compiling_anew() as compile_s:
         result = _measure(case, group, device, trace, progress)
         return msgspec.structs.replace(result, compile_s=compile_s())
 
 
-def _measure(
-    case: CaseSpec, group: dist.ProcessGroup, device: torch.device, trace: Path, progress: Progress
-) -> RankResult:
-    strategy, spec = strategy_for(case, cuda=device.type == "cuda"), known_dimensions(case.model)
-    warmup = _counted("warm-up", case.warmup_steps, progress)
+def _measure(case: Case, group: dist.ProcessGroup, device: torch.device, trace: Path, progress: Progress) -> RankResult:
+    strategy, spec = strategy_for(case, cuda=device.type == "cuda"), known_dimensions(case.job.model)
+    warmup = _counted("warm-up", case.protocol.warmup_steps, progress)
     progress("build", 0, 1)
     _import_lazy_parts()
     allocator, gpu, census = AllocatorPeak(), GpuPeaks(device), OperatorCensus()
-    limit_bytes = None if case.memory_limit_gib is None else int(case.memory_limit_gib * GIB)
+    limit_bytes = None if case.protocol.memory_limit_gib is None else int(case.protocol.memory_limit_gib * GIB)
     with limited_memory(limit_bytes, device):
         trainer = Trainer(case, spec, strategy, group, device)
         watching: dict[int, AbstractContextManager[object]] = {CENSUS_STEP: census}
@@ -147,15 +143,19 @@ def _measure(
                 with watch:
                     trainer.timed_step(aligned=True)
         with watched_load(device) as load, watched_gpus(device) as gpu_use, gpu.window():
-            times = [trainer.timed_step(aligned=True) for _ in _counted("measure", case.measured_steps, progress)]
+            times = [
+                trainer.timed_step(aligned=True) for _ in _counted("measure", case.protocol.measured_steps, progress)
+            ]
             rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        free = trainer.free_step_s(min(case.measured_steps, MOST_FREE_STEPS)) if device.type == "cuda" else None
-    row = ROWS[case.strategy]
+        free = (
+            trainer.free_step_s(min(case.protocol.measured_steps, MOST_FREE_STEPS)) if device.type == "cuda" else None
+        )
+    row = ROWS[case.job.strategy]
     if not row.labels and not row.compiles:  # compiled code would take hooks for a part of it
         trainer.mark_units()
     traced = []
-    with capture_steps(trace, case.traced_steps, all_threads=case.fidelity == "emulated") as profiler:
-        for step in _counted("trace", WARMUP_STEPS + case.traced_steps, progress):
+    with capture_steps(trace, case.protocol.traced_steps, all_threads=case.protocol.fidelity == "emulated") as profiler:
+        for step in _counted("trace", WARMUP_STEPS + case.protocol.traced_steps, progress):
             elapsed = trainer.timed_step(aligned=False)
             profiler.step()
             if step >= WARMUP_STEPS:
@@ -178,7 +178,7 @@ def _measure(
         blocks=trainer.blocks,
         wrapped_units=strategy.wrapped_units(),
         announced=strategy.announced(),
-        parameters_sha256=_digest(strategy.full_parameters()) if case.fidelity == "measured" else "",
+        parameters_sha256=_digest(strategy.full_parameters()) if case.protocol.fidelity == "measured" else "",
         census=census.census,
         operators=census.operators if group.rank() == 0 else (),
         flops_per_token=trainer.flops_per_token,

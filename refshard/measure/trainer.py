@@ -26,7 +26,7 @@ from refshard.models.activation import checkpoint_layers, recompute
 from refshard.models.data import Batch, Tokens, open_source, rank_batch
 from refshard.models.llama import Llama, initialise
 from refshard.models.own import Blocks, build_own
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.model import ModelSpec, is_factory
 from refshard.strategies.base import Strategy
 from refshard.strategies.table import ROWS
@@ -131,19 +131,20 @@ class Subject(ABC):
 class LlamaSubject(Subject):
     """A Llama of these dimensions and the case's tokens. Only adapters have dropout."""
 
-    def __init__(self, case: CaseSpec, spec: ModelSpec, device: torch.device) -> None:
+    def __init__(self, case: Case, spec: ModelSpec, device: torch.device) -> None:
+        job = case.job
         self._case, self._device = case, device
-        self._source = open_source(case.data, spec.vocab, case.seed)
+        self._source = open_source(case.protocol.data, spec.vocab, case.protocol.seed)
         self.model: Llama = build_model(case, spec, device)
-        self.drops = case.tuning != "full"
-        self.flops_per_token = float(flops_per_token(spec, case.seq_len, CONVENTION, case.workload, case.tuning))
+        self.drops = job.tuning != "full"
+        self.flops_per_token = float(flops_per_token(spec, job.seq_len, CONVENTION, job.workload, job.tuning))
 
     def batch(self, step: int, data_rank: int) -> Batch:
         """See :meth:`Subject.batch`."""
         case = self._case
         inputs, targets = rank_batch(
-            self._source, step=step, rank=data_rank, world_size=case.data_ranks, global_batch=case.global_batch,
-            seq_len=case.seq_len,
+            self._source, step=step, rank=data_rank, world_size=case.job.data_ranks, global_batch=case.job.global_batch,
+            seq_len=case.job.seq_len,
         )  # fmt: skip
         return Tokens(inputs.to(self._device), targets.to(self._device))
 
@@ -158,22 +159,23 @@ class LlamaSubject(Subject):
 class OwnSubject(Subject):
     """What the case's factory makes. Until dropout begins, the whole module is in evaluation mode."""
 
-    def __init__(self, case: CaseSpec, device: torch.device) -> None:
+    def __init__(self, case: Case, device: torch.device) -> None:
         self._case, self._device = case, device
         where = torch.device("meta") if is_deferred(case) else device
-        self._own = build_own(case.model, case.seed, where)
+        self._own = build_own(case.job.model, case.protocol.seed, where)
         self.model, self.blocks = self._own.module, self._own.blocks
         self._training = [module for module in self.model.modules() if module.training]
         self.drops = bool(self._training)
         self.model.eval()
         self.flops_per_token = self._count()
-        recompute(list(find_blocks(self.model, self.blocks).values()), case.checkpointing, random=True)
+        blocks = list(find_blocks(self.model, self.blocks).values())
+        recompute(blocks, case.job.checkpointed(len(blocks)), random=True)
 
     def _count(self) -> float | None:
         from refshard.models.counted import count_flops  # torch's counter warns on import where there is no Triton
 
         try:
-            found = count_flops(self._own, self._case.seq_len, backward=self._case.workload == "training")
+            found = count_flops(self._own, self._case.job.seq_len, backward=self._case.job.workload == "training")
         except Exception as error:  # a module need not run on the meta device
             why = f"{type(error).__name__}: {error}".partition("\n")[0]
             warnings.warn(
@@ -186,10 +188,10 @@ class OwnSubject(Subject):
 
     def batch(self, step: int, data_rank: int) -> Batch:
         """See :meth:`Subject.batch`."""
-        case, share = self._case, self._case.global_batch // self._case.data_ranks
-        seed = int.from_bytes(hashlib.sha256(f"{case.seed}/{step}".encode()).digest()[:8], "little") >> 1
+        case, share = self._case, self._case.job.global_batch // self._case.job.data_ranks
+        seed = int.from_bytes(hashlib.sha256(f"{case.protocol.seed}/{step}".encode()).digest()[:8], "little") >> 1
         rows = range(data_rank * share, (data_rank + 1) * share)
-        return self._own.batch(seed, case.global_batch, case.seq_len, rows, self._device)
+        return self._own.batch(seed, case.job.global_batch, case.job.seq_len, rows, self._device)
 
     def begin_dropout(self) -> None:
         """See :meth:`Subject.begin_dropout`: back to the modes that the factory left."""
@@ -197,41 +199,43 @@ class OwnSubject(Subject):
             module.training = True
 
 
-def build_model(case: CaseSpec, spec: ModelSpec, device: torch.device) -> Llama:
+def build_model(case: Case, spec: ModelSpec, device: torch.device) -> Llama:
     """The bare model that a strategy is given: initialised on ``device``, adapted if the case says so, its layers
     checkpointed. Where :func:`is_deferred`, it is on the meta device, for the strategy to shard and then to fill.
 
     What is tuned by adapters is in the dtype that is computed with; else masters are fp32, whatever the precision.
     """
+    job = case.job
     with torch.device("meta"):
         model = Llama(spec)
     if not is_deferred(case):
         model.to_empty(device=device)
-        initialise(model, case.seed)
-    if case.tuning != "full":
+        initialise(model, case.protocol.seed)
+    if job.tuning != "full":
         # Here, since these packages come with an extra, and take seconds to import.
         from refshard.models.adapters import adapt, switch_dropout
 
-        if case.precision == "bf16":
+        if job.precision == "bf16":
             model.to(torch.bfloat16)
-        if case.tuning == "qlora":
+        if job.tuning == "qlora":
             from refshard.models.nf4 import quantise
 
             quantise(model)
-        adapt(model, case.seed)
+        adapt(model, case.protocol.seed)
         switch_dropout(model, on=False)
-    checkpoint_layers(model, case.checkpointing)
+    checkpoint_layers(model, job.checkpointed(len(model.model.layers)))
     return model
 
 
-def is_deferred(case: CaseSpec) -> bool:
+def is_deferred(case: Case) -> bool:
     """Whether the strategy of a case is given its model on the meta device, so that no rank ever holds all of it.
 
     An own module is there only in a dry run, which computes no values: nothing else knows how to initialise it.
     """
-    if is_factory(case.model) and case.fidelity != "dryrun":
+    job = case.job
+    if is_factory(job.model) and case.protocol.fidelity != "dryrun":
         return False
-    return case.tuning == "full" and ROWS[case.strategy].deferred
+    return job.tuning == "full" and ROWS[job.strategy].deferred
 
 
 class Trainer:
@@ -242,7 +246,7 @@ class Trainer:
     """
 
     def __init__(
-        self, case: CaseSpec, spec: ModelSpec | None, strategy: Strategy, group: dist.ProcessGroup, device: torch.device
+        self, case: Case, spec: ModelSpec | None, strategy: Strategy, group: dist.ProcessGroup, device: torch.device
     ) -> None:
         self._case, self._device = case, device
         self.losses: list[float] = []
@@ -254,7 +258,7 @@ class Trainer:
         self._units = tuple((group.name, group.modules) for group in group_units(model, named))
         self._world = World.of(case, group, device, self.blocks)
         self._loop = strategy.wrap(cast(Any, model), self._world)  # rows without the axis "own model" get a Llama
-        torch.manual_seed((case.seed << 16) + self._world.data_rank)  # ranks that share tokens drop the same
+        torch.manual_seed((case.protocol.seed << 16) + self._world.data_rank)  # ranks that share tokens drop the same
 
     @property
     def held(self) -> int:
@@ -265,7 +269,7 @@ class Trainer:
     @property
     def drops(self) -> bool:
         """Whether training drops anything, once :meth:`begin_dropout` is called."""
-        return self._subject.drops and self._case.workload == "training"
+        return self._subject.drops and self._case.job.workload == "training"
 
     def begin_dropout(self) -> None:
         """Turn dropout on. Until now it was off: which elements are dropped depends on the rank, so that the losses of
@@ -283,7 +287,7 @@ class Trainer:
 
     def step(self, batch: Batch) -> torch.Tensor:
         """Compute one step and return its loss, scalar fp32, for which nothing has waited."""
-        return self._loop.train(batch) if self._case.workload == "training" else self._loop.infer(batch)
+        return self._loop.train(batch) if self._case.job.workload == "training" else self._loop.infer(batch)
 
     def timed_step(self, *, aligned: bool) -> float:
         """Compute one step and return its synchronised wall time in seconds.

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from refshard.analysis.snapshot import MemoryTimelineFigures, is_memory_timeline, memory_timeline
-from refshard.commands.memory_snapshot import memory_timelines
-from refshard.commands.trace import trace
+from refshard.commands.trace import memory_timelines, trace
 from refshard.errors import TraceError
 from tests.report.printed import as_csv, as_json, rows, tables, verdict
 

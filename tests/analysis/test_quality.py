@@ -8,7 +8,7 @@ import pytest
 from refshard.analysis.analyse import analyse
 from refshard.analysis.figures import TraceWarning
 from refshard.report.trace.answer import as_objects, trace_answer
-from refshard.report.trace.tables import steps as steps_table
+from refshard.report.trace.sections import steps as steps_table
 from tests.analysis.handmade import event, note, shaped, step, write
 from tests.report import traces
 from tests.report.printed import as_json, notes, rows, tables, verdict

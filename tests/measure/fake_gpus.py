@@ -12,7 +12,7 @@ from refshard.measure.launchers.base import Job
 from refshard.measure.launchers.local import ADDRESS, local_places
 from refshard.measure.launchers.ranks import RankLauncher, Ranks, started, worker_arguments
 from refshard.records import Environment
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,7 +35,7 @@ class FakeGpus(RankLauncher):
         with started(sys.executable, [own] * job.processes, environments, folder, folder / "logs") as ranks:
             yield ranks
 
-    def check(self, case: CaseSpec, *, oversubscribe: bool) -> None:
+    def check(self, case: Case, *, oversubscribe: bool) -> None:
         """See :meth:`Launcher.check`; a node has eight."""
         assert case.processes <= 8
 

@@ -50,7 +50,7 @@ from refshard.measure.launchers.torchrun import Place
 from refshard.measure.load import available_cores
 from refshard.records import Environment, GpuUse
 from refshard.report.calibration import profile_answer
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.cluster import ClusterSpec, load_cluster
 from refshard.specs.hardware import Dtype
 from refshard.specs.suite import NetworkSpec
@@ -419,7 +419,7 @@ class Scripted(Launcher):
             raise self._launch
         return self._launch
 
-    def check(self, case: CaseSpec, *, oversubscribe: bool) -> None:
+    def check(self, case: Case, *, oversubscribe: bool) -> None:
         raise AssertionError("a calibration has no case")
 
     def environment(self, threads: int, beside: Path, on_progress: Any) -> Environment:
@@ -622,7 +622,7 @@ def test_shapes_are_those_that_training_meets() -> None:
         ({"network": "2x2gbit", "launcher": "slurm"}, "network: --network brings its own launcher; leave out"),
         ({"launcher": "slrum"}, "launcher: unknown 'slrum'; did you mean 'slurm'?"),
         ({"sbatch": "-p main"}, "sbatch needs launcher 'slurm', got launcher 'local'; add --launcher slurm"),
-        ({"launcher": "slurm"}, "launcher 'slurm' starts ranks on nodes that are unknown here; give --ranks, and"),
+        ({"launcher": "slurm"}, "launcher 'slurm' starts ranks on nodes that are unknown here; give --gpus, and"),
         ({"launcher": "torchrun"}, "launcher 'torchrun' needs torchrun, which did not start this process; run"),
         ({"output": Path("/proc/no/such.toml")}, "out: /proc/no/such.toml cannot be written"),
         ({"output": Path("/tmp")}, "out: /tmp is a folder; name the file to write"),

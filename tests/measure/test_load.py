@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from refshard.measure.load import RankLoad, load_of, probe, watched_load
 from refshard.measure.timing import RankResult, measure
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from tests.distributed.ranks import run_ranks
 from tests.fakecuda.fresh import see
 
@@ -93,8 +93,8 @@ def test_the_fake_device_has_memory_and_no_sensors() -> None:
 
 
 def measured(trace: Path) -> RankResult:
-    case = CaseSpec(
-        strategy="single", world_size=1, model="llama-tiny", global_batch=1, seq_len=16, measured_steps=3,
+    case = Case.of(
+        strategy="single", gpus=1, model="llama-tiny", global_batch=1, seq_len=16, measured_steps=3,
         traced_steps=1,
     )  # fmt: skip
     assert dist.group.WORLD is not None

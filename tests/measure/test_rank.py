@@ -16,7 +16,8 @@ from refshard.errors import UnsupportedError
 from refshard.measure.rank import CASE_FILE, rank_file, state_of
 from refshard.measure.timing import RankResult
 from refshard.quantities import GIB
-from refshard.specs.case import CaseSpec, CommMemory
+from refshard.specs.case import Case
+from refshard.specs.job import CommMemory
 from tests.fakecuda.fresh import needs_device
 
 THREADS_OF_64_MIB = """
@@ -56,7 +57,7 @@ sys.exit(run_rank(Path(sys.argv[1])))
 """
 
 
-def run_rank_of(script: str, folder: Path, case: CaseSpec) -> RankResult:
+def run_rank_of(script: str, folder: Path, case: Case) -> RankResult:
     """What the only rank of ``case`` leaves, which runs in ``script`` and ends with status 1."""
     (folder / CASE_FILE).write_bytes(msgspec.json.encode(case))
     done = subprocess.run(
@@ -68,7 +69,7 @@ def run_rank_of(script: str, folder: Path, case: CaseSpec) -> RankResult:
 
 @pytest.mark.processes
 def test_a_rank_that_fails_ends_without_waiting_for_its_peers(tmp_path: Path) -> None:
-    case = CaseSpec(strategy="single", world_size=1, model="llama-tiny", global_batch=1, seq_len=8, device="cpu")
+    case = Case.of(strategy="single", gpus=1, model="llama-tiny", global_batch=1, seq_len=8, device="cpu")
     result = run_rank_of(HANGING_END, tmp_path, case)
     assert (result.state, result.error) == ("failed", "ZeroDivisionError: planted")
 
@@ -97,9 +98,9 @@ ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.
 def test_a_thread_without_room_for_its_stack_is_out_of_memory(
     tmp_path: Path, limit_gib: float | None, state: str, error: str
 ) -> None:
-    case = CaseSpec(
+    case = Case.of(
         strategy="single",
-        world_size=1,
+        gpus=1,
         model="llama-tiny",
         global_batch=1,
         seq_len=8,
@@ -126,8 +127,8 @@ sys.exit(status)
 
 @pytest.mark.processes
 def test_a_ranks_limit_holds_for_its_training_and_not_for_the_trace(tmp_path: Path) -> None:
-    case = CaseSpec(
-        strategy="single", world_size=1, model="llama-tiny", global_batch=1, seq_len=8, device="cpu",
+    case = Case.of(
+        strategy="single", gpus=1, model="llama-tiny", global_batch=1, seq_len=8, device="cpu",
         measured_steps=2, traced_steps=1, memory_limit_gib=2.0,
     )  # fmt: skip
     (tmp_path / CASE_FILE).write_bytes(msgspec.json.encode(case))
@@ -136,7 +137,9 @@ def test_a_ranks_limit_holds_for_its_training_and_not_for_the_trace(tmp_path: Pa
         env={**os.environ, **ALONE}, check=True, timeout=1800, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     seen = json.loads(done.stdout)
-    steps = case.warmup_steps + case.measured_steps + 2  # the profiler's own warm-up step, and the traced one
+    steps = (
+        case.protocol.warmup_steps + case.protocol.measured_steps + 2
+    )  # the profiler's own warm-up step, and the traced one
     calls = len(seen) // steps
     assert len(seen) == calls * steps
     assert set(seen[: -2 * calls]) == {2 * GIB}
@@ -160,8 +163,8 @@ sys.exit(run_rank(Path(sys.argv[1])))
 def test_a_limit_of_a_gpu_is_one_of_its_allocator(tmp_path: Path, limit_gib: float | None, state: str) -> None:
     """The GPU has 80 GB; parameters, gradients and AdamW's state of llama-tiny alone are 76 MiB."""
     needs_device()
-    case = CaseSpec(
-        strategy="single", world_size=1, model="llama-tiny", global_batch=1, seq_len=8, device="cuda",
+    case = Case.of(
+        strategy="single", gpus=1, model="llama-tiny", global_batch=1, seq_len=8, device="cuda",
         measured_steps=1, traced_steps=1, memory_limit_gib=limit_gib,
     )  # fmt: skip
     (tmp_path / CASE_FILE).write_bytes(msgspec.json.encode(case))
@@ -179,8 +182,8 @@ def test_a_limit_of_a_gpu_is_one_of_its_allocator(tmp_path: Path, limit_gib: flo
 def test_memory_that_is_not_there_ends_unsupported_and_symmetric_memory_has_nccls_copy_engines(
     tmp_path: Path, memory: CommMemory, policy: str
 ) -> None:
-    case = CaseSpec(
-        strategy="fsdp2", world_size=1, model="llama-tiny", global_batch=1, seq_len=8, device="cpu", comm_memory=memory
+    case = Case.of(
+        strategy="fsdp2", gpus=1, model="llama-tiny", global_batch=1, seq_len=8, device="cpu", comm_memory=memory
     )
     (tmp_path / CASE_FILE).write_bytes(msgspec.json.encode(case))
     variables = {name: value for name, value in os.environ.items() if name != "NCCL_CTA_POLICY"}

@@ -14,7 +14,7 @@ from refshard.measure.rank import rank_file, trace_file
 from refshard.measure.run import check_suite, mark_latest, resume_run, round_order, run_suite
 from refshard.measure.store import RECORDS, read_run
 from refshard.records import DERIVED, METRICS, CollectiveCount, GpuMemory, GpuUse, LaunchRecord, Load, Run
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.model import load_model
 from refshard.specs.suite import SuiteSpec
 from tests.analysis.handmade import event, shaped, step, write
@@ -29,7 +29,7 @@ def run(tmp_path: Path, launcher: FakeLauncher, suite: SuiteSpec | None = None) 
 
 
 def by_strategy(found: Run) -> dict[str, LaunchRecord]:
-    return {record.case.strategy: record for record in found.launches}
+    return {record.case.job.strategy: record for record in found.launches}
 
 
 def test_metrics_of_a_case_in_closed_form(tmp_path: Path) -> None:
@@ -67,24 +67,24 @@ def test_every_round_launches_every_case_references_first(tmp_path: Path) -> Non
     found = run(tmp_path, launcher, make_suite(rounds=3))
     assert len(found.launches) == found.header.planned == 9
     assert [r.round for r in found.launches] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    assert [c.strategy for c in launcher.launched[:2]] == ["single", "ddp"]
+    assert [c.job.strategy for c in launcher.launched[:2]] == ["single", "ddp"]
     assert found.end is not None
     assert (found.end.cases, found.end.states, found.end.interrupted) == (9, {"ok": 9}, False)
 
 
 def test_round_order_favours_no_strategy() -> None:
     strategies = ["ddp", "fsdp2", "fsdp2-tuned", "refshard-fsdp", "refshard-yafsdp"]
-    cases = make_suite(matrix={"strategy": strategies, "world_size": [2], "model": ["llama-tiny"]}).cases()
-    orders = {tuple(c.strategy for c in round_order(cases, round_)) for round_ in range(8)}
-    assert round_order(cases, 0)[0].strategy == "single"
-    assert round_order(cases, 0)[1].strategy == "ddp"
+    cases = make_suite(matrix={"strategy": strategies, "gpus": [2], "model": ["llama-tiny"]}).cases()
+    orders = {tuple(c.job.strategy for c in round_order(cases, round_)) for round_ in range(8)}
+    assert round_order(cases, 0)[0].job.strategy == "single"
+    assert round_order(cases, 0)[1].job.strategy == "ddp"
     assert all(sorted(order) == sorted(["single", *strategies]) for order in orders)
     assert len({order.index("ddp") for order in orders}) > 3, "not even ddp keeps its place"
 
 
 def test_a_failed_case_is_recorded_and_the_run_goes_on(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
-        if case.strategy == "ddp":
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
+        if case.job.strategy == "ddp":
             write_rank(case, folder, 0, state="failed", error="ValueError: no")
             return LaunchOutcome(
                 error="rank 0 ended with exit status 1", log_tail=("Traceback", told, "ValueError: no")
@@ -122,9 +122,9 @@ def test_a_failed_case_is_recorded_and_the_run_goes_on(tmp_path: Path) -> None:
 def test_terminal_states(
     tmp_path: Path, launch: LaunchOutcome, changes: dict[str, str], state: str, error: str
 ) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
         good(case, folder)
-        if case.strategy != "ddp":
+        if case.job.strategy != "ddp":
             return LaunchOutcome()
         write_rank(case, folder, 0, state="failed", error="RuntimeError: connection closed by peer")
         write_rank(case, folder, 1, **changes)
@@ -135,9 +135,9 @@ def test_terminal_states(
 
 
 def test_a_rank_that_left_nothing_is_a_failure_with_the_launchers_cause(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
         write_rank(case, folder, 0)
-        if case.world_size == 1:
+        if case.job.gpus == 1:
             return LaunchOutcome()
         write_rank(case, folder, 0, state="failed", error="RuntimeError: connection closed by peer")
         return LaunchOutcome(failed_rank=1, error="rank 1 ended with signal 9 (SIGKILL)")
@@ -163,9 +163,9 @@ def test_a_rank_that_left_nothing_is_a_failure_with_the_launchers_cause(tmp_path
     ],
 )
 def test_what_is_not_proven_does_not_count(tmp_path: Path, changes: dict[str, object], reason: str) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
         good(case, folder)
-        if case.strategy == "refshard-yafsdp":
+        if case.job.strategy == "refshard-yafsdp":
             for rank in range(2):
                 write_rank(case, folder, rank, **changes)
         return LaunchOutcome()
@@ -183,9 +183,9 @@ def test_a_trace_that_holds_less_than_was_asked_for_is_no_proof(tmp_path: Path) 
 
 
 def test_unknown_collectives_and_silent_ones_are_no_proof(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
         good(case, folder)
-        if case.strategy == "ddp":
+        if case.job.strategy == "ddp":
             events = [step(1, 0, 100), event("c10d::send", 5, 1, **shaped([[100]], ["float"]))]
             for rank in range(2):
                 write(trace_file(folder, rank), events, rank=rank)
@@ -197,9 +197,9 @@ def test_unknown_collectives_and_silent_ones_are_no_proof(tmp_path: Path) -> Non
 
 
 def test_collectives_of_unknown_size_are_not_checked_and_leave_the_timing_valid(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
         good(case, folder)
-        if case.strategy == "ddp":
+        if case.job.strategy == "ddp":
             events = [step(1, 0, 100), event("c10d::allreduce_", 5, 1, **shaped([[[100]], []], ["TensorList", ""])),
                       event("gloo:all_reduce", 40, 40, cat="user_annotation", tid=2)]  # fmt: skip
             write(trace_file(folder, 1), events, rank=1)
@@ -217,14 +217,14 @@ def test_ddp_on_one_gpu_is_proved_by_its_real_trace(tmp_path: Path) -> None:
     """NCCL launches no kernel for a group of one rank; DDP's operators hide the dtype in a list of tensors."""
     parameters = load_model("llama3.2-1b").params
 
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
         announced = (CollectiveCount(op="all_reduce", count=65, bytes=4 * parameters),)
-        write_rank(case, folder, 0, **({"announced": announced} if case.strategy == "ddp" else {}))
-        if case.strategy == "ddp":
+        write_rank(case, folder, 0, **({"announced": announced} if case.job.strategy == "ddp" else {}))
+        if case.job.strategy == "ddp":
             shutil.copy(H200_DDP, trace_file(folder, 0))
         return LaunchOutcome()
 
-    matrix = {"strategy": ["single", "ddp"], "world_size": [1], "model": ["llama3.2-1b"]}
+    matrix = {"strategy": ["single", "ddp"], "gpus": [1], "model": ["llama3.2-1b"]}
     record = by_strategy(run(tmp_path, FakeLauncher(outcome), make_suite(matrix=matrix)))["ddp"]
     assert record.proof is not None
     assert (record.state, record.error) == ("ok", None)
@@ -234,9 +234,9 @@ def test_ddp_on_one_gpu_is_proved_by_its_real_trace(tmp_path: Path) -> None:
 
 
 def test_a_damaged_result_fails_its_case_only(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
         good(case, folder)
-        if case.strategy == "ddp":
+        if case.job.strategy == "ddp":
             rank_file(folder, 0).write_text('{"rank": 0, "state": "ok", "losses": [null]}')
         return LaunchOutcome()
 
@@ -247,8 +247,8 @@ def test_a_damaged_result_fails_its_case_only(tmp_path: Path) -> None:
 
 
 def test_the_kernels_out_of_memory_killer_means_oom(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
-        if case.strategy != "ddp":
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
+        if case.job.strategy != "ddp":
             return good(case, folder)
         return LaunchOutcome(out_of_memory=True, failed_rank=1, error="rank 1 ended with signal 9 (SIGKILL)")
 
@@ -259,9 +259,9 @@ def test_the_kernels_out_of_memory_killer_means_oom(tmp_path: Path) -> None:
 
 
 def test_ranks_with_different_parameters_are_no_proof(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
         good(case, folder)
-        if case.strategy == "ddp":
+        if case.job.strategy == "ddp":
             write_rank(case, folder, 1, parameters_sha256="other")
         return LaunchOutcome()
 
@@ -269,12 +269,12 @@ def test_ranks_with_different_parameters_are_no_proof(tmp_path: Path) -> None:
     assert record.error == "proof of run: the ranks ended with different parameters"
 
 
-AXES = {"strategy": ["single", "ddp", "refshard-fsdp"], "world_size": [2], "model": ["llama-tiny"]}
+AXES = {"strategy": ["single", "ddp", "refshard-fsdp"], "gpus": [2], "model": ["llama-tiny"]}
 
 
 def test_flops_of_inference_are_those_of_forward_and_the_convention_says_so(tmp_path: Path) -> None:
     suite = make_suite(matrix={**AXES, "workload": ["training", "inference"]})
-    found = {(r.case.strategy, r.case.workload): r for r in run(tmp_path, FakeLauncher(), suite).launches}
+    found = {(r.case.job.strategy, r.case.job.workload): r for r in run(tmp_path, FakeLauncher(), suite).launches}
     training, inference = (found["ddp", workload] for workload in ("training", "inference"))
     assert training.flops_convention == "A: 6(N-E) + 12LHQT (torchtitan)"
     assert inference.flops_convention.startswith("A: 2(N-E) + 4LHQT, forward only")
@@ -284,14 +284,16 @@ def test_flops_of_inference_are_those_of_forward_and_the_convention_says_so(tmp_
 
 
 def test_ranks_may_infer_without_communication_but_not_train(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
-        for rank in range(case.world_size):
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
+        for rank in range(case.job.gpus):
             write_rank(case, folder, rank, announced=())
             write(trace_file(folder, rank), [step(1, 0, 100), event("aten::mm", 10, 50)], rank=rank)
         return LaunchOutcome()
 
     suite = make_suite(matrix={**AXES, "workload": ["training", "inference"]})
-    found = {(r.case.strategy, r.case.workload): r for r in run(tmp_path, FakeLauncher(outcome), suite).launches}
+    found = {
+        (r.case.job.strategy, r.case.job.workload): r for r in run(tmp_path, FakeLauncher(outcome), suite).launches
+    }
     assert found["ddp", "inference"].state == "ok"
     assert "training on several ranks needs them" in str(found["ddp", "training"].error)
 
@@ -299,7 +301,7 @@ def test_ranks_may_infer_without_communication_but_not_train(tmp_path: Path) -> 
 def test_recompute_is_recorded_and_counts_for_nothing(tmp_path: Path) -> None:
     suite = make_suite(matrix={**AXES, "checkpointing": ["none", "every-4", [0, 5]]})
     records = run(tmp_path, FakeLauncher(), suite).launches
-    found = {r.case.checkpointing: r for r in records if r.case.strategy == "ddp"}
+    found = {r.case.job.checkpointing: r for r in records if r.case.job.strategy == "ddp"}
     assert {policy: r.recompute for policy, r in found.items()} == {
         "none": "none",
         "every-4": "forward of 1 of 6 layers, not counted",
@@ -309,28 +311,28 @@ def test_recompute_is_recorded_and_counts_for_nothing(tmp_path: Path) -> None:
 
 
 def test_a_reference_that_recomputes_or_accumulates_is_held_against_one_that_does_not(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
         good(case, folder)
-        if case.microbatches > 1:
-            write_rank(case, folder, 0, losses=(5.5,) * case.total_steps)
+        if case.job.microbatches > 1:
+            write_rank(case, folder, 0, losses=(5.5,) * case.protocol.total_steps)
         return LaunchOutcome()
 
     launcher = FakeLauncher(outcome)
     records = run(tmp_path, launcher, make_suite(matrix={**AXES, "microbatches": [2, 1]}, rounds=2)).launches
     assert launcher.launched[0] == launcher.launched[0].reference()
-    alone = {r.case.microbatches: r for r in records if r.case.strategy == "single"}
+    alone = {r.case.job.microbatches: r for r in records if r.case.job.strategy == "single"}
     assert alone[1].state == "ok"
     assert "losses differ from one unsharded rank by" in str(alone[2].error)
 
 
 def test_sharded_gradients_of_microbatches_are_summed_in_another_order_than_ddps(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
-        for rank in range(case.world_size):
-            write_rank(case, folder, rank, parameters_sha256=case.strategy)
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
+        for rank in range(case.job.gpus):
+            write_rank(case, folder, rank, parameters_sha256=case.job.strategy)
         return LaunchOutcome()
 
     records = run(tmp_path, FakeLauncher(outcome), make_suite(matrix={**AXES, "microbatches": [2]})).launches
-    (fsdp,) = (r.proof for r in records if r.case.strategy == "refshard-fsdp")
+    (fsdp,) = (r.proof for r in records if r.case.job.strategy == "refshard-fsdp")
     assert fsdp is not None
     assert fsdp.bits_note.endswith("DDP sums microbatches before reducing; reducing each microbatch changes the order")
 
@@ -340,8 +342,8 @@ MESSAGES = (CollectiveCount(op="send", count=1, bytes=8),)
 
 def test_each_rank_is_held_to_its_own_messages_and_all_to_the_same_collectives(tmp_path: Path) -> None:
     def outcome(second: tuple[CollectiveCount, ...], first: tuple[CollectiveCount, ...] = ()) -> FakeLauncher:
-        def leave(case: CaseSpec, folder: Path) -> LaunchOutcome:
-            for rank in range(case.world_size):
+        def leave(case: Case, folder: Path) -> LaunchOutcome:
+            for rank in range(case.job.gpus):
                 announced = second if rank else first
                 write_rank(case, folder, rank, **({"announced": announced} if rank or first else {}))
             return LaunchOutcome()
@@ -378,10 +380,10 @@ def test_each_rank_is_held_to_its_own_messages_and_all_to_the_same_collectives(t
 def test_losses_may_differ_by_what_the_arithmetic_loses(
     tmp_path: Path, axes: dict[str, object], off: float, state: str
 ) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
         scale = 1.0 if case == case.reference() else 1.0 + off
-        for rank in range(case.world_size):
-            write_rank(case, folder, rank, losses=(5.0 * scale,) * case.total_steps)
+        for rank in range(case.job.gpus):
+            write_rank(case, folder, rank, losses=(5.0 * scale,) * case.protocol.total_steps)
         return LaunchOutcome()
 
     record = by_strategy(run(tmp_path, FakeLauncher(outcome), make_suite(matrix={**AXES, **axes})))["refshard-fsdp"]
@@ -389,9 +391,9 @@ def test_losses_may_differ_by_what_the_arithmetic_loses(
 
 
 def test_the_longest_compilation_is_recorded_apart_from_the_steps(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
-        for rank in range(case.world_size):
-            write_rank(case, folder, rank, compile_s=20.0 + rank if case.strategy == "ddp" else 0.0)
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
+        for rank in range(case.job.gpus):
+            write_rank(case, folder, rank, compile_s=20.0 + rank if case.job.strategy == "ddp" else 0.0)
         return LaunchOutcome()
 
     found = by_strategy(run(tmp_path, FakeLauncher(outcome)))
@@ -399,13 +401,13 @@ def test_the_longest_compilation_is_recorded_apart_from_the_steps(tmp_path: Path
 
 
 def test_how_busy_the_machine_was_is_recorded_of_all_ranks(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
-        for rank in range(case.world_size):
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
+        for rank in range(case.job.gpus):
             seen = RankLoad(
                 host="h", cores=2, probe_before_s=0.05, probe_after_s=(0.06, 0.07)[rank], wall_s=2.0, own_cpu_s=1.0,
                 host_cpu_s=3.0,
             )  # fmt: skip
-            write_rank(case, folder, rank, load=seen if case.strategy == "ddp" else None)
+            write_rank(case, folder, rank, load=seen if case.job.strategy == "ddp" else None)
         return LaunchOutcome()
 
     found = by_strategy(run(tmp_path, FakeLauncher(outcome)))
@@ -416,8 +418,8 @@ def test_how_busy_the_machine_was_is_recorded_of_all_ranks(tmp_path: Path) -> No
 def test_a_gpus_mfu_is_held_against_its_profile_and_throttling_is_a_warning(tmp_path: Path) -> None:
     hot = GpuUse(gpu=1, samples=4, power_w=700.0, throttled={"power cap": 3})
 
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
-        for rank in range(case.world_size):
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
+        for rank in range(case.job.gpus):
             write_rank(case, folder, rank, device="NVIDIA H100 80GB HBM3", gpu_use=() if rank else (hot,))
         return LaunchOutcome()
 
@@ -433,8 +435,8 @@ def test_a_gpus_memory_is_kept_of_each_rank_and_retries_are_a_warning(tmp_path: 
     less = GpuMemory(**{**fields, "active_bytes": 60, "reserved_bytes": 70, "total_bytes": 80})
     more = GpuMemory(**{**fields, "active_bytes": 50, "reserved_bytes": 75, "total_bytes": 80, "retries": 2})
 
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
-        for rank in range(case.world_size):
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
+        for rank in range(case.job.gpus):
             write_rank(case, folder, rank, gpu_memory=more if rank else less)
         return LaunchOutcome()
 
@@ -446,8 +448,8 @@ def test_a_gpus_memory_is_kept_of_each_rank_and_retries_are_a_warning(tmp_path: 
 
 
 def test_what_a_strategy_cannot_do_is_unsupported_with_its_reason(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
-        if case.strategy != "ddp":
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
+        if case.job.strategy != "ddp":
             return good(case, folder)
         for rank in range(2):
             write_rank(case, folder, rank, state="unsupported", error="no forward without backward")
@@ -461,15 +463,15 @@ def test_a_table_runs_its_own_number_of_rounds(tmp_path: Path) -> None:
     tables = [{**AXES, "strategy": "ddp"}, {**AXES, "strategy": "refshard-fsdp", "seq_len": 64, "rounds": 1}]
     found = run(tmp_path, FakeLauncher(), make_suite(matrix=tables, rounds=2))
     assert found.header.planned == len(found.launches) == 6
-    launches = [(r.round, r.case.strategy) for r in found.launches]
+    launches = [(r.round, r.case.job.strategy) for r in found.launches]
     assert sorted(launches) == [
         (0, "ddp"), (0, "refshard-fsdp"), (0, "single"), (0, "single"), (1, "ddp"), (1, "single"),
     ]  # fmt: skip
 
 
 def test_a_reference_that_does_not_end_well_leaves_parity_unknown_and_the_timing_valid(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
-        return LaunchOutcome(timed_out=True) if case.strategy == "single" else good(case, folder)
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
+        return LaunchOutcome(timed_out=True) if case.job.strategy == "single" else good(case, folder)
 
     found = by_strategy(run(tmp_path, FakeLauncher(outcome)))
     ddp = found["ddp"]
@@ -482,14 +484,14 @@ def test_a_reference_that_does_not_end_well_leaves_parity_unknown_and_the_timing
 
 
 def test_bits_are_compared_with_ddp(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
         good(case, folder)
-        if case.strategy == "refshard-fsdp":
+        if case.job.strategy == "refshard-fsdp":
             for rank in range(2):
                 write_rank(case, folder, rank, parameters_sha256="other")
         return LaunchOutcome()
 
-    matrix = {"strategy": ["ddp", "refshard-fsdp", "refshard-yafsdp"], "world_size": [2], "model": ["llama-tiny"]}
+    matrix = {"strategy": ["ddp", "refshard-fsdp", "refshard-yafsdp"], "gpus": [2], "model": ["llama-tiny"]}
     found = by_strategy(run(tmp_path, FakeLauncher(outcome), make_suite(matrix=matrix)))
     same, other = found["refshard-yafsdp"].proof, found["refshard-fsdp"].proof
     assert same is not None
@@ -501,15 +503,15 @@ def test_bits_are_compared_with_ddp(tmp_path: Path) -> None:
 
 
 def test_an_interruption_closes_the_store_and_passes_through(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
-        if case.strategy == "ddp":
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
+        if case.job.strategy == "ddp":
             raise KeyboardInterrupt
         return good(case, folder)
 
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, FakeLauncher(outcome))
     found = read_run(tmp_path / "run")
-    assert [r.case.strategy for r in found.launches] == ["single"]
+    assert [r.case.job.strategy for r in found.launches] == ["single"]
     assert found.end is not None
     assert (found.end.interrupted, found.end.states) == (True, {"ok": 1})
 
@@ -517,7 +519,7 @@ def test_an_interruption_closes_the_store_and_passes_through(tmp_path: Path) -> 
 def test_traces_are_kept_under_the_run(tmp_path: Path) -> None:
     found = run(tmp_path, FakeLauncher())
     for record in found.launches:
-        assert len(record.traces) == record.case.world_size
+        assert len(record.traces) == record.case.job.gpus
         assert all((tmp_path / "run" / trace).is_file() for trace in record.traces)
 
 
@@ -543,23 +545,23 @@ def test_a_folder_that_holds_something_is_refused_untouched(tmp_path: Path) -> N
     [
         ({"strategy": ["dpp"]}, {}, r"strategy: no strategy 'dpp'; did you mean 'ddp'\?"),
         ({"model": ["llama-huge"]}, {}, r"model: no preset 'llama-huge'"),
-        ({"world_size": [4096]}, {"batch_per_rank": 1}, r"world_size: 4096 ranks x 1 thread\(s\) exceed the \d+ cores"),
+        ({"gpus": [4096]}, {"batch_per_rank": 1}, r"gpus: 4096 ranks x 1 thread\(s\) exceed the \d+ cores"),
         ({}, {"global_batch": 4, "data": "/no/such.npy"}, "no/such.npy"),
-        ({}, {"global_batch": 4, "checkpointing": "every-7"}, "K must be at most the model's 6 layers, got 'every-7'"),
+        ({}, {"global_batch": 4, "checkpointing": "every-7"}, "its number must be at most the 6 layers, got 'every-7'"),
         ({}, {"global_batch": 4, "checkpointing": [6]}, r"checkpointing: layers must lie in 0..5, got 6"),
     ],
 )
 def test_wrong_suites_are_refused_before_anything_is_launched(
     matrix: dict[str, list[object]], shared: dict[str, object], message: str
 ) -> None:
-    whole = {"strategy": ["ddp"], "world_size": [2], "model": ["llama-tiny"], **matrix}
+    whole = {"strategy": ["ddp"], "gpus": [2], "model": ["llama-tiny"], **matrix}
     suite = make_suite(matrix=whole, case={"device": "cpu", **(shared or {"global_batch": 4})})
     with pytest.raises(SpecError, match=message):
         check_suite(suite, FakeLauncher(), oversubscribe=False)
 
 
 def test_oversubscription_is_allowed_when_asked_for() -> None:
-    matrix = {"strategy": ["ddp"], "world_size": [64], "model": ["llama-tiny"]}
+    matrix = {"strategy": ["ddp"], "gpus": [64], "model": ["llama-tiny"]}
     suite = make_suite(matrix=matrix, case={"batch_per_rank": 1, "device": "cpu"})
     assert len(check_suite(suite, FakeLauncher(), oversubscribe=True)) == 2
 
@@ -580,7 +582,7 @@ def test_records_survive_a_round_trip(tmp_path: Path) -> None:
 def test_a_resumed_run_launches_what_is_missing_and_what_failed(tmp_path: Path) -> None:
     """Killed while the fourth of six launches ran; the second had failed."""
 
-    def dying(case: CaseSpec, folder: Path) -> LaunchOutcome:
+    def dying(case: Case, folder: Path) -> LaunchOutcome:
         if len(launcher.launched) == 2:
             return LaunchOutcome(failed_rank=1, error="rank 1 ended with signal 9 (SIGKILL)")
         if len(launcher.launched) == 4:
@@ -598,7 +600,7 @@ def test_a_resumed_run_launches_what_is_missing_and_what_failed(tmp_path: Path) 
 
     second, observer = FakeLauncher(), Silent()
     after = resume_run(folder, second, observer, ENVIRONMENT)
-    assert second.launched[0].strategy == "ddp", "what failed comes first, as it did"
+    assert second.launched[0].job.strategy == "ddp", "what failed comes first, as it did"
     assert len(second.launched) == 4
     assert observer.told[0] == "start 1/4 ddp 0"
     assert len({(record.spec_hash, record.round) for record in after.launches}) == len(after.launches) == 6
@@ -614,10 +616,11 @@ def test_a_resumed_run_launches_what_is_missing_and_what_failed(tmp_path: Path) 
 
 
 def test_a_resumption_that_is_cut_short_counts_what_it_has_not_repeated_yet(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
-        return good(case, folder) if case.strategy == "single" else LaunchOutcome(failed_rank=1, error="rank 1 failed")
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
+        job = case.job
+        return good(case, folder) if job.strategy == "single" else LaunchOutcome(failed_rank=1, error="rank 1 failed")
 
-    def interrupted(_case: CaseSpec, _folder: Path) -> LaunchOutcome:
+    def interrupted(_case: Case, _folder: Path) -> LaunchOutcome:
         raise KeyboardInterrupt
 
     before = run(tmp_path, FakeLauncher(outcome))
@@ -630,7 +633,7 @@ def test_a_resumption_that_is_cut_short_counts_what_it_has_not_repeated_yet(tmp_
 
 
 def test_what_this_process_cannot_write_ends_the_run_with_the_cause(tmp_path: Path) -> None:
-    def outcome(_case: CaseSpec, _folder: Path) -> LaunchOutcome:
+    def outcome(_case: Case, _folder: Path) -> LaunchOutcome:
         raise OSError(28, "No space left on device", "logs")
 
     with pytest.raises(
@@ -645,8 +648,8 @@ def test_what_this_process_cannot_write_ends_the_run_with_the_cause(tmp_path: Pa
 def test_the_error_that_came_first_is_the_cause(tmp_path: Path) -> None:
     """Whichever rank's process ended first."""
 
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
-        if case.strategy == "single":
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
+        if case.job.strategy == "single":
             return good(case, folder)
         write_rank(case, folder, 0, state="failed", error="RuntimeError: connection closed by peer", failed_at_s=9.2)
         write_rank(case, folder, 1, state="failed", error="ValueError: no", failed_at_s=9.1)
@@ -656,7 +659,7 @@ def test_the_error_that_came_first_is_the_cause(tmp_path: Path) -> None:
 
 
 def test_results_that_are_no_success_are_kept(tmp_path: Path) -> None:
-    def timing_out(_case: CaseSpec, _folder: Path) -> LaunchOutcome:
+    def timing_out(_case: Case, _folder: Path) -> LaunchOutcome:
         return LaunchOutcome(timed_out=True)
 
     run(tmp_path, FakeLauncher(timing_out))
@@ -669,7 +672,7 @@ def test_a_run_is_not_resumed_with_another_file_under_the_same_name(tmp_path: Pa
     model = tmp_path / "mine.toml"
     preset = Path(__file__).parents[2] / "profiles" / "models" / "llama-tiny.toml"
     model.write_text(preset.read_text())
-    suite = make_suite(matrix={"strategy": ["ddp"], "world_size": [2], "model": [str(model)]})
+    suite = make_suite(matrix={"strategy": ["ddp"], "gpus": [2], "model": [str(model)]})
     started = run_suite(suite, tmp_path / "run", FakeLauncher(), Silent(), ENVIRONMENT)
     assert list(started.header.files) == [str(model)]
     assert resume_run(tmp_path / "run", FakeLauncher(), Silent(), ENVIRONMENT).end is not None

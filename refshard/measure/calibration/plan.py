@@ -54,7 +54,7 @@ def plan_calibration(
         raise SpecError(f"ranks must be >= 1, got {ranks}")
     if elsewhere and (ranks is None or device == "auto"):
         raise SpecError(
-            "launcher 'slurm' starts ranks on nodes that are unknown here; give --ranks, and --device cpu or cuda"
+            "launcher 'slurm' starts ranks on nodes that are unknown here; give --gpus, and --device cpu or cuda"
         )
     chosen = device if elsewhere and device != "auto" else _device(device, network)
     hosts = network.hosts if network is not None else 1

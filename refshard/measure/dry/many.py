@@ -21,13 +21,13 @@ from refshard.measure.dry.rank import (
     result_file,
     run_case,
 )
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 
 _CASES = "cases.json"
 
 
 def dry_run_many(
-    cases: Sequence[CaseSpec], work: Path, on_progress: Callable[[str], None], *, time_limit_s: float,
+    cases: Sequence[Case], work: Path, on_progress: Callable[[str], None], *, time_limit_s: float,
     environment: Mapping[str, str] | None = None,
 ) -> list[tuple[DryResult, ...]]:  # fmt: skip
     """The results of each case's ranks, without a limit of memory, and without traces; of a case that did not end,
@@ -59,7 +59,7 @@ def dry_run_many(
 
 
 def _wait(
-    process: subprocess.Popen[bytes], cases: Sequence[CaseSpec], work: Path, on_progress: Callable[[str], None],
+    process: subprocess.Popen[bytes], cases: Sequence[Case], work: Path, on_progress: Callable[[str], None],
     time_limit_s: float,
 ) -> None:  # fmt: skip
     waited, told = 0.0, -1
@@ -74,7 +74,7 @@ def _wait(
             told = ended
 
 
-def _results(folder: Path, case: CaseSpec) -> tuple[DryResult, ...]:
+def _results(folder: Path, case: Case) -> tuple[DryResult, ...]:
     found = []
     for rank in ranks_of(case):
         path = result_file(rank_folder(folder, rank))

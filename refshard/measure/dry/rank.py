@@ -20,7 +20,7 @@ from refshard.fakecuda import activate
 from refshard.folders import replace_file
 from refshard.measure.worker import end_with_parent
 from refshard.records import Census, CollectiveCount, State, StepTrace
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.cluster import load_cluster
 
 ASKED_FILE = "dryrun.json"
@@ -39,7 +39,7 @@ class DryCase(msgspec.Struct, frozen=True, kw_only=True):
     a trace of each rank.
     """
 
-    case: CaseSpec
+    case: Case
     rank: int = 0
     limited: bool = True
     traced: bool = True
@@ -89,9 +89,9 @@ class DryResult(msgspec.Struct, frozen=True, kw_only=True):
     limited: "DryResult | None" = None
 
 
-def ranks_of(case: CaseSpec) -> tuple[int, ...]:
+def ranks_of(case: Case) -> tuple[int, ...]:
     """The ranks that a dry run follows: one of each pipeline rank's, since the others compute alike."""
-    return case.stage_ranks
+    return case.job.stage_ranks
 
 
 def rank_folder(folder: Path, rank: int) -> Path:
@@ -147,8 +147,8 @@ def prepare(asked: Sequence[DryCase]) -> Prepared:
     forked.
     """
     first = asked[0]
-    cluster = load_cluster(first.case.cluster).of_world_size(first.case.world_size)
-    hardware, beside = cluster.accelerator, sum(one.bytes for one in overheads(first.case.world_size))
+    cluster = load_cluster(first.case.job.cluster).of_world_size(first.case.job.gpus)
+    hardware, beside = cluster.accelerator, sum(one.bytes for one in overheads(first.case.job.gpus))
     if not first.limited:
         hardware = msgspec.structs.replace(hardware, memory_bytes=UNLIMITED_BYTES)
     ext = activate(hardware, devices=cluster.ranks_per_node, unusable_bytes=beside)
@@ -165,10 +165,10 @@ def _runner(asked: DryCase, device: Prepared, folder: Path) -> Run:
     """What runs a rank, once in each process."""
     from refshard.measure.dry.steps import run_steps
 
-    cluster = load_cluster(asked.case.cluster).of_world_size(asked.case.world_size)
+    cluster = load_cluster(asked.case.job.cluster).of_world_size(asked.case.job.gpus)
 
     def run(rank: int) -> DryResult:
-        take_place(rank, asked.case.world_size, cluster.ranks_per_node)
+        take_place(rank, asked.case.job.gpus, cluster.ranks_per_node)
         own = msgspec.structs.replace(asked, rank=rank)
         result = run_steps(own, cluster, device.ext, rank_folder(folder, rank))
         return msgspec.structs.replace(result, usable_bytes=device.usable_bytes)

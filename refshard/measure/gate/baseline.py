@@ -22,7 +22,7 @@ from refshard.measure.launchers.base import Launcher
 from refshard.measure.run import Observer
 from refshard.measure.store import read_run
 from refshard.records import Environment, Run, RunRecord, timestamp
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.gate import TimeLimits
 from refshard.specs.suite import SuiteSpec
 from refshard.version import __version__
@@ -167,8 +167,8 @@ A, B = "a", "b"
 
 def record_rounds(
     suite: SuiteSpec,
-    references: Sequence[CaseSpec],
-    timed: Sequence[CaseSpec],
+    references: Sequence[Case],
+    timed: Sequence[Case],
     folder: Path,
     launcher: Launcher,
     environment: Environment,
@@ -207,7 +207,7 @@ def read_rounds(folders: Sequence[Path]) -> tuple[RunRecord, dict[str, LogRatios
             [record for record in read_run(folder / side).launches if record.case != record.case.reference()]
             for side in (A, B)
         ]
-        launches += sum(len({(record.round, record.case.world_size) for record in side}) for side in sides)
+        launches += sum(len({(record.round, record.case.job.gpus) for record in side}) for side in sides)
         for name in dict.fromkeys(record.case.name for record in sides[0]):
             before, after = ([record for record in side if record.case.name == name] for side in sides)
             rounds.setdefault(name, []).append(log_ratios(before, after))

@@ -27,19 +27,19 @@ from refshard.measure.run import Observer, blank_record, fresh_folder, launch_ca
 from refshard.measure.store import RunWriter
 from refshard.measure.timing import RankResult
 from refshard.records import Environment, LaunchRecord, RunRecord, timestamp
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.suite import SuiteSpec
 from refshard.version import __version__
 
 
 def launch_series(
-    cases: Sequence[CaseSpec],
+    cases: Sequence[Case],
     round_: int,
     header: RunRecord,
     folder: Path,
     launcher: Launcher,
     on_progress: Callable[[str], None],
-    peers_of: Callable[[CaseSpec], Peers],
+    peers_of: Callable[[Case], Peers],
 ) -> list[LaunchRecord]:
     """Run cases that are alike (see :func:`kind`) in one launch, and return their records; only records are kept.
 
@@ -52,7 +52,7 @@ def launch_series(
         series_folder(work, index).mkdir()
     (work / SERIES_FILE).write_bytes(msgspec.json.encode(cases))
     started = datetime.now(UTC)
-    limit_s = sum(case.time_limit_s for case in cases)
+    limit_s = sum(case.protocol.time_limit_s for case in cases)
     job = Job(program="series", processes=cases[0].processes, time_limit_s=limit_s)
     launch = launcher.launch(job, work, on_progress)
     records: list[LaunchRecord] = []
@@ -66,14 +66,14 @@ def launch_series(
     return records
 
 
-def serial(case: CaseSpec) -> bool:
+def serial(case: Case) -> bool:
     """Whether a case can be part of a series: it is measured, and needs no limit of its own on its processes."""
-    return case.fidelity == "measured" and case.memory_limit_gib is None
+    return case.protocol.fidelity == "measured" and case.protocol.memory_limit_gib is None
 
 
-def kind(case: CaseSpec) -> tuple[int, int, str, bool]:
+def kind(case: Case) -> tuple[int, int, str, bool]:
     """What the processes of a series have in common: the last is NCCL's policy for symmetric memory."""
-    return case.world_size, case.threads_per_rank, case.device, case.comm_memory == "symmetric"
+    return case.job.gpus, case.protocol.threads_per_rank, case.protocol.device, case.job.comm_memory == "symmetric"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,14 +85,14 @@ class Side:
     environment: Environment
     strategy: str | None = None
 
-    def case(self, case: CaseSpec) -> CaseSpec:
+    def case(self, case: Case) -> Case:
         """What this side launches for a case of the suite; the reference stays what it is."""
         return case if self.strategy is None or case == case.reference() else of_strategy(case, self.strategy)
 
 
-def of_strategy(case: CaseSpec, strategy: str) -> CaseSpec:
+def of_strategy(case: Case, strategy: str) -> Case:
     """The same case under another strategy."""
-    return msgspec.structs.replace(case, strategy=strategy)
+    return case.changed(strategy=strategy)
 
 
 @dataclass(slots=True)
@@ -104,14 +104,14 @@ class _Held:
     writer: RunWriter
     records: list[LaunchRecord] = field(default_factory=list)
 
-    def latest_ok(self, case: CaseSpec) -> LaunchRecord | None:
+    def latest_ok(self, case: Case) -> LaunchRecord | None:
         return next((r for r in reversed(self.records) if r.spec_hash == case.hash and r.state == "ok"), None)
 
-    def peers(self, case: CaseSpec) -> Peers:
+    def peers(self, case: Case) -> Peers:
         """What this side's case is held against."""
         return Peers(
             reference=self.latest_ok(case.reference()),
-            ddp=self.latest_ok(msgspec.structs.replace(case, strategy="ddp")) if case.world_size > 1 else None,
+            ddp=self.latest_ok(case.changed(strategy="ddp")) if case.job.gpus > 1 else None,
         )
 
     def keep(self, record: LaunchRecord) -> None:
@@ -163,7 +163,7 @@ class PairedRounds:
             for held in self._held:
                 held.writer.close(held.header.run_id, interrupted=kind is not None)
 
-    def apart(self, cases: Sequence[CaseSpec]) -> None:
+    def apart(self, cases: Sequence[Case]) -> None:
         """Launch each case once on each side, in processes of its own: for what is exact, or what others need.
 
         Raises:
@@ -182,7 +182,7 @@ class PairedRounds:
             self._observer.case_ended(record)
         self._round += 1
 
-    def hold(self, cases: Sequence[CaseSpec], rounds: int) -> None:
+    def hold(self, cases: Sequence[Case], rounds: int) -> None:
         """Hold ``rounds`` more rounds of ``cases``. Which side is first is drawn for every other round; the one after
         it has the other order, so that each side comes first as often.
 
@@ -201,7 +201,7 @@ class PairedRounds:
             left_s = (time.monotonic() - started) / (index + 1) * (rounds - index - 1)
             self._tell(f"round {index + 1}/{rounds} of {len(cases)} cases; {left_s / 60:.0f} min left")
 
-    def _hold_one(self, cases: Sequence[CaseSpec], order: Sequence[_Held]) -> None:
+    def _hold_one(self, cases: Sequence[Case], order: Sequence[_Held]) -> None:
         for held in order:
             with launching(f"a round of {len(cases)} cases", self._folder):
                 records = launch_series(
@@ -211,26 +211,26 @@ class PairedRounds:
             for record in records:
                 held.keep(record)
 
-    def failures(self, case: CaseSpec, first_round: int) -> tuple[list[LaunchRecord], list[LaunchRecord]]:
+    def failures(self, case: Case, first_round: int) -> tuple[list[LaunchRecord], list[LaunchRecord]]:
         """Records of each side from ``first_round`` on that did not end ok, baseline first."""
         before, after = ([r for r in side if r.state != "ok"] for side in self._since(case, first_round))
         return before, after
 
-    def _since(self, case: CaseSpec, first_round: int) -> tuple[list[LaunchRecord], list[LaunchRecord]]:
+    def _since(self, case: Case, first_round: int) -> tuple[list[LaunchRecord], list[LaunchRecord]]:
         before, after = (
             [r for r in held.records if r.spec_hash == held.side.case(case).hash and r.round >= first_round]
             for held in self._held
         )
         return before, after
 
-    def last(self, case: CaseSpec) -> tuple[LaunchRecord, LaunchRecord]:
+    def last(self, case: Case) -> tuple[LaunchRecord, LaunchRecord]:
         """The last record of each side, baseline first."""
         found = [
             next(r for r in reversed(held.records) if r.spec_hash == held.side.case(case).hash) for held in self._held
         ]
         return found[0], found[1]
 
-    def operators(self, case: CaseSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def operators(self, case: Case) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """What rank 0 of each side asked of torch in a step, baseline first; of the launch of ``case`` alone."""
         found = []
         for held in self._held:
@@ -240,7 +240,7 @@ class PairedRounds:
             found.append(msgspec.json.decode(rank_file(work, 0).read_bytes(), type=RankResult).operators)
         return found[0], found[1]
 
-    def log_ratios(self, case: CaseSpec, first_round: int = 0) -> LogRatios:
+    def log_ratios(self, case: Case, first_round: int = 0) -> LogRatios:
         """ln(candidate / baseline) of each round from ``first_round`` on in which both sides ended ok, [rounds]."""
         return log_ratios(*self._since(case, first_round))
 

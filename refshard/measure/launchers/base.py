@@ -15,30 +15,30 @@ from refshard.errors import LaunchError, SpecError
 from refshard.measure.environment import DESCRIBE_FILE, DescribeOptions, described_file, differences
 from refshard.measure.load import available_cores
 from refshard.records import Environment
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 
 
-def check_fits_machine(case: CaseSpec, processes: int, *, oversubscribe: bool) -> None:
+def check_fits_machine(case: Case, processes: int, *, oversubscribe: bool) -> None:
     """Refuse a case of which ``processes`` are to run here, if a GPU or a core would have to serve two of them.
 
     Raises:
         SpecError: they are too many; more than the cores bear are allowed with ``oversubscribe``.
     """
     gpus = torch.cuda.device_count()
-    field = "resident_ranks" if case.fidelity == "emulated" else "world_size"
-    if case.device == "cuda" and not gpus:
+    field = "resident_ranks" if case.protocol.fidelity == "emulated" else "gpus"
+    if case.protocol.device == "cuda" and not gpus:
         raise SpecError(
             'device: \'cuda\' asked for, but torch sees no GPU; set device = "cpu" or "auto", or dry-run the suite '
-            "with --dry-run-on CLUSTER"
+            "with --cluster CLUSTER"
         )
-    if gpus and case.device != "cpu":
+    if gpus and case.protocol.device != "cpu":
         if processes > gpus:
             raise SpecError(f"{field}: {processes} ranks need {processes} GPUs, found {gpus}; lower it")
         return
-    wanted, cores = processes * case.threads_per_rank, available_cores()
+    wanted, cores = processes * case.protocol.threads_per_rank, available_cores()
     if wanted > cores and not oversubscribe:
         raise SpecError(
-            f"{field}: {processes} ranks x {case.threads_per_rank} thread(s) exceed the {cores} cores here; "
+            f"{field}: {processes} ranks x {case.protocol.threads_per_rank} thread(s) exceed the {cores} cores here; "
             "lower it, or pass --oversubscribe to measure contention too"
         )
 
@@ -95,7 +95,7 @@ class Launcher(ABC):
         """
 
     @abstractmethod
-    def check(self, case: CaseSpec, *, oversubscribe: bool) -> None:
+    def check(self, case: Case, *, oversubscribe: bool) -> None:
         """Refuse a case that has no room where this launcher starts ranks, as far as that can be known before.
 
         Raises:

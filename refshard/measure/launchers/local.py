@@ -13,7 +13,7 @@ from refshard.measure.launchers.base import Job, check_fits_machine
 from refshard.measure.launchers.ranks import RankLauncher, Ranks, rank_environment, started, worker_arguments
 from refshard.measure.meeting import STORE_IS_HELD
 from refshard.records import Environment
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 
 ADDRESS = "127.0.0.1"
 
@@ -37,7 +37,7 @@ class LocalLauncher(RankLauncher):
         with started(sys.executable, arguments, environments, folder, folder / "logs") as ranks:
             yield ranks
 
-    def check(self, case: CaseSpec, *, oversubscribe: bool) -> None:
+    def check(self, case: Case, *, oversubscribe: bool) -> None:
         check_fits_machine(case, case.processes, oversubscribe=oversubscribe)
 
     def environment(self, threads: int, beside: Path, on_progress: Callable[[str], None]) -> Environment:

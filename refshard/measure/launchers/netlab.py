@@ -23,7 +23,7 @@ from refshard.measure.interruption import Interruption
 from refshard.measure.launchers.base import Job, check_fits_machine
 from refshard.measure.launchers.ranks import RankLauncher, Ranks, rank_environment, started, worker_arguments
 from refshard.records import Environment
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.suite import NetworkSpec
 
 INTERFACE = "eth0"
@@ -219,7 +219,7 @@ class NetlabLauncher(RankLauncher):
         with network, started(program, arguments, environments, folder, folder / "logs") as ranks:
             yield ranks
 
-    def check(self, case: CaseSpec, *, oversubscribe: bool) -> None:
+    def check(self, case: Case, *, oversubscribe: bool) -> None:
         check_fits_machine(case, case.processes, oversubscribe=oversubscribe)
 
     def environment(self, threads: int, beside: Path, on_progress: Callable[[str], None]) -> Environment:

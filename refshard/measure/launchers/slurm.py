@@ -24,7 +24,7 @@ from refshard.measure.launchers.ranks import RankEnd, launch_of, log_tail, stack
 from refshard.measure.rank import PROGRESS_FILE
 from refshard.measure.worker import ASK
 from refshard.records import Environment
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 
 OWN = "slurm"
 """The folder, in the job's, of scripts and of what Slurm writes; all else there but what was asked is the ranks'."""
@@ -312,7 +312,7 @@ class SlurmLauncher(Launcher):
             error=f"Slurm ended the job all {len(lost)} times ({', '.join(lost)}); choose other nodes with --sbatch"
         )
 
-    def check(self, case: CaseSpec, *, oversubscribe: bool) -> None:
+    def check(self, case: Case, *, oversubscribe: bool) -> None:
         """See :meth:`Launcher.check`. Slurm knows its nodes: it refuses what has no room on any."""
 
     def environment(self, threads: int, beside: Path, on_progress: Callable[[str], None]) -> Environment:
