@@ -54,7 +54,7 @@ def _record(name: str, launches: int, *, oversubscribe: bool) -> Path:
     if rounds < needed:
         raise SpecError(f"launches must be >= {2 * kinds * needed}, got {launches}: a gate needs {needed} rounds")
     folder = run_folder(f"noise-{suite.name}")
-    environment = capture_environment(cases[0].threads_per_rank)
+    environment = capture_environment(cases[0].protocol.threads_per_rank)
     with make_observer() as observer:
         record_rounds(
             suite, references, timed, folder, LocalLauncher(), environment, observer, tell, rounds=rounds

@@ -36,9 +36,9 @@ from refshard.records import (
     StepTrace,
     parity_tolerance,
 )
-from refshard.specs.case import REFERENCE_STRATEGY, CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.hardware import load_hardware, profile_of_device
-from refshard.specs.layers import checkpointing_of
+from refshard.specs.job import REFERENCE_STRATEGY
 from refshard.specs.model import is_factory
 from refshard.strategies.table import ROWS
 
@@ -129,7 +129,7 @@ def _with_samples(
 
 
 def failure_of(
-    case: CaseSpec, launch: LaunchOutcome, ranks: Sequence[RankResult], flights: Mapping[int, Any]
+    case: Case, launch: LaunchOutcome, ranks: Sequence[RankResult], flights: Mapping[int, Any]
 ) -> tuple[State, str]:
     """The state of a case that did not end well, and its cause in one line. ``flights`` are the ranks' flight recorders
     at the time limit.
@@ -151,10 +151,10 @@ def failure_of(
     return "failed", launch.error or "a rank ended without a result"
 
 
-def timeout_text(case: CaseSpec, launch: LaunchOutcome) -> str:
+def timeout_text(case: Case, launch: LaunchOutcome) -> str:
     """The time limit that a launch reached, and where its ranks stood."""
     stood = f": {launch.error}" if launch.error else ""
-    return f"did not finish within time_limit_s = {case.time_limit_s:g}; the ranks were killed{stood}"
+    return f"did not finish within time_limit_s = {case.protocol.time_limit_s:g}; the ranks were killed{stood}"
 
 
 def without_home(line: str) -> str:
@@ -196,7 +196,7 @@ def metrics_of(record: LaunchRecord, ranks: Sequence[RankResult], traces: Traces
 def rates(record: LaunchRecord, step_time_s: float) -> dict[str, float | None]:
     """The step time, and what a rank does in it: tokens, model FLOPs, and MFU."""
     case = record.case
-    tokens_per_s = case.global_batch * case.seq_len / step_time_s / case.world_size
+    tokens_per_s = case.job.global_batch * case.job.seq_len / step_time_s / case.job.gpus
     flops_per_s = None if record.flops_per_token is None else tokens_per_s * record.flops_per_token
     peak = record.peak_flops_per_s
     return {
@@ -222,27 +222,27 @@ def complete(found: dict[str, float | None]) -> dict[str, float | None]:
     return {name: found.get(name) for name in METRICS.keys() - DERIVED}
 
 
-def flops_text(case: CaseSpec) -> str:
+def flops_text(case: Case) -> str:
     """The FLOPs convention, by name and formula; for a factory's module, what is counted."""
-    if is_factory(case.model):
+    if is_factory(case.job.model):
         return "matrix products, attention and convolutions, counted by torch"
-    return f"{CONVENTION}: {formula(CONVENTION, case.workload, case.tuning)}"
+    return f"{CONVENTION}: {formula(CONVENTION, case.job.workload, case.job.tuning)}"
 
 
-def recompute_text(case: CaseSpec, n_layers: int) -> str:
+def recompute_text(case: Case, n_layers: int) -> str:
     """Which layers ran forward a second time. Model FLOPs, and so MFU, never count that."""
-    policy = checkpointing_of(case.checkpointing, n_layers)
+    policy = case.job.checkpointed(n_layers)
     if not policy.layers:
         return "none"
     but = " except attention and every other matmul" if policy.by_op else ""
     return f"forward of {len(policy.layers)} of {n_layers} layers{but}, not counted"
 
 
-def peak_of(case: CaseSpec, device: str, environment: Environment) -> dict[str, object]:
+def peak_of(case: Case, device: str, environment: Environment) -> dict[str, object]:
     """The peak for MFU: a CPU's is measured, a GPU's is in its profile; an unknown GPU has none."""
     if device != "cpu":
         peak, source = _gpu_peak(case, device, environment)
-    elif case.threads_per_rank != environment.gemm_threads:
+    elif case.protocol.threads_per_rank != environment.gemm_threads:
         peak, source = None, f"measured with {environment.gemm_threads} thread(s) only"
     else:
         peak = environment.gemm_flops_per_s
@@ -250,7 +250,7 @@ def peak_of(case: CaseSpec, device: str, environment: Environment) -> dict[str, 
     return {"peak_flops_per_s": peak, "peak_source": source}
 
 
-def _gpu_peak(case: CaseSpec, device: str, environment: Environment) -> tuple[float | None, str]:
+def _gpu_peak(case: Case, device: str, environment: Environment) -> tuple[float | None, str]:
     """The dense peak of the case's precision, and its source: fp32 products are TF32 if torch may round so."""
     if (name := profile_of_device(device)) is None:
         return None, (
@@ -258,13 +258,15 @@ def _gpu_peak(case: CaseSpec, device: str, environment: Environment) -> tuple[fl
             f'or add a file with device_name = "{device}"'
         )
     hardware, file = load_hardware(name), f"profiles/hardware/{name}.toml"
-    if case.precision == "fp32" and environment.tf32:
+    if case.job.precision == "fp32" and environment.tf32:
         if not hardware.tf32_peak:
             return None, f"TF32 is allowed, and {file} has no tf32_peak; add it with its source, or forbid TF32"
         return hardware.tf32_peak, f"TF32 (allowed for fp32 products), dense, {file}: {hardware.sources['tf32_peak']}"
-    if case.precision not in hardware.matmul:
-        return None, f"{file} has no [matmul.{case.precision}]; add it with its source"
-    return hardware.matmul[case.precision].peak, f"{case.precision}, dense, {file}: {hardware.sources['matmul']}"
+    if case.job.precision not in hardware.matmul:
+        return None, f"{file} has no [matmul.{case.job.precision}]; add it with its source"
+    return hardware.matmul[
+        case.job.precision
+    ].peak, f"{case.job.precision}, dense, {file}: {hardware.sources['matmul']}"
 
 
 def of_all_hosts(ranks: Sequence[Sequence[GpuUse]]) -> tuple[GpuUse, ...]:
@@ -348,17 +350,19 @@ def step_trace(rank: int, step: int | None, breakdown: Breakdown) -> StepTrace:
     )
 
 
-def prove(case: CaseSpec, ranks: Sequence[RankResult], traces: Traces, losses: Sequence[float], peers: Peers) -> Proof:
+def prove(case: Case, ranks: Sequence[RankResult], traces: Traces, losses: Sequence[float], peers: Peers) -> Proof:
     """Compare the ranks' results and traces with what the strategy announced, and with the peers."""
     announced, units = ranks[0].announced, units_of_all([rank.wrapped_units for rank in ranks])
     differing = next((step for step in traces.per_step if step[1] != ranks[step[0]].announced), None)
     failures = [*_failed_collectives(case, ranks, traces, differing)]
     failures += failed_units(case, ranks[0].blocks, units)
-    if len(losses) < case.total_steps or any(len(r.step_times_s) != case.measured_steps for r in ranks):
+    if len(losses) < case.protocol.total_steps or any(
+        len(r.step_times_s) != case.protocol.measured_steps for r in ranks
+    ):
         failures.append("a rank left fewer losses or step times than steps")
     parity: dict[str, Any] = {"loss_parity": None, "parity_note": NOT_COMPARABLE}
     identical, bits_note = None, NOT_COMPARABLE
-    if case.fidelity == "measured":
+    if case.protocol.fidelity == "measured":
         parity = _parity_of(case, ranks, losses, peers)
         identical, bits_note = _compare_bits(case, losses, ranks[0].parameters_sha256, peers.ddp)
         value, tolerance = parity["loss_parity"], parity.get("parity_tolerance")
@@ -372,7 +376,7 @@ def prove(case: CaseSpec, ranks: Sequence[RankResult], traces: Traces, losses: S
         announced=announced,
         traced=(differing or next(iter(traces.per_step), (0, ())))[1],
         collectives_note=traces.unread and f"not checked, because {traces.unread}",
-        parity_steps=case.warmup_steps,
+        parity_steps=case.protocol.warmup_steps,
         parameters_sha256=ranks[0].parameters_sha256,
         bit_identical_to_ddp=identical,
         bits_note=bits_note,
@@ -386,24 +390,24 @@ def units_of_all(units: Iterable[Sequence[str]]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(unit for own in units for unit in own))
 
 
-def failed_units(case: CaseSpec, blocks: Sequence[str], units: Sequence[str]) -> Iterator[str]:
+def failed_units(case: Case, blocks: Sequence[str], units: Sequence[str]) -> Iterator[str]:
     """Blocks of the model that should be in a unit, and are not."""
-    if not units and case.strategy != REFERENCE_STRATEGY:
+    if not units and case.job.strategy != REFERENCE_STRATEGY:
         yield "the model was not wrapped: it has no unit"
-    elif ROWS[case.strategy].by_block:
+    elif ROWS[case.job.strategy].by_block:
         inside = [block for block in blocks if any(unit == block or unit.startswith(f"{block}.") for unit in units)]
         if bare := [block for block in blocks if block not in inside]:
             yield f"blocks outside any unit: {', '.join(bare)}"
 
 
-def failed_announcement(case: CaseSpec, announced: Sequence[CollectiveCount]) -> Iterator[str]:
+def failed_announcement(case: Case, announced: Sequence[CollectiveCount]) -> Iterator[str]:
     """Collectives that a strategy should have announced, and has not."""
-    if case.world_size > 1 and case.workload == "training" and not announced:
+    if case.job.gpus > 1 and case.job.workload == "training" and not announced:
         yield "no collective was announced, but training on several ranks needs them"
 
 
 def _failed_collectives(
-    case: CaseSpec,
+    case: Case,
     ranks: Sequence[RankResult],
     traces: Traces,
     differing: tuple[int, tuple[CollectiveCount, ...]] | None,
@@ -413,19 +417,19 @@ def _failed_collectives(
     if differing is not None:
         rank, found = differing
         yield f"the plan announced {counts(ranks[rank].announced)}, the trace shows {counts(found)}"
-    alike = len(ranks) // case.pipeline_ranks or 1  # ranks of one stage follow each other
+    alike = len(ranks) // case.job.pp_ranks or 1  # ranks of one stage follow each other
     firsts = [ranks[place // alike * alike] for place in range(len(ranks))]
     if any(_of_all(rank.announced) != _of_all(first.announced) for rank, first in zip(ranks, firsts)):
         yield "the ranks announced different collectives"
     yield from failed_announcement(case, announced)
-    if len(traces.steps) != case.processes * case.traced_steps:
-        yield f"the traces hold {len(traces.steps)} steps, {case.processes * case.traced_steps} were asked for"
+    if len(traces.steps) != case.processes * case.protocol.traced_steps:
+        yield f"the traces hold {len(traces.steps)} steps, {case.processes * case.protocol.traced_steps} were asked for"
     # NCCL launches no kernel for a group of one rank.
-    if announced and case.world_size > 1 and not all(step.comm_ns for step in traces.steps):
+    if announced and case.job.gpus > 1 and not all(step.comm_ns for step in traces.steps):
         yield "collectives were issued, but the trace shows no communication"
 
 
-def _parity_of(case: CaseSpec, ranks: Sequence[RankResult], losses: Sequence[float], peers: Peers) -> dict[str, Any]:
+def _parity_of(case: Case, ranks: Sequence[RankResult], losses: Sequence[float], peers: Peers) -> dict[str, Any]:
     """Fields of the proof: the largest relative difference of a step's loss from the reference's, of the case itself or
     of the reduced one. Without a reference it is unknown, and fails no case.
     """
@@ -457,17 +461,17 @@ def _parity_of(case: CaseSpec, ranks: Sequence[RankResult], losses: Sequence[flo
         return unknown(
             f"{alone} ended in state {peers.reference.state}: {peers.reference.error or 'no error is known'}"
         )
-    value = difference(losses[: case.warmup_steps], peers.reference.losses)
+    value = difference(losses[: case.protocol.warmup_steps], peers.reference.losses)
     return {"loss_parity": value, "parity_tolerance": parity_tolerance(case)}
 
 
 def _compare_bits(
-    case: CaseSpec, losses: Sequence[float], digest: str, ddp: LaunchRecord | None
+    case: Case, losses: Sequence[float], digest: str, ddp: LaunchRecord | None
 ) -> tuple[bool | None, str]:
     """Whether losses and final parameters equal DDP's to the bit, and if not, why."""
-    if case.world_size == 1:
+    if case.job.gpus == 1:
         return None, "one rank reduces nothing"
-    if case.strategy == "ddp":
+    if case.job.strategy == "ddp":
         return True, ""
     if ddp is None or ddp.state != "ok" or ddp.proof is None:
         return None, "no ddp case at this world size ended ok before it in this run"
@@ -475,11 +479,11 @@ def _compare_bits(
     if step is None and digest == ddp.proof.parameters_sha256:
         return True, ""
     where = "the final parameters differ" if step is None else f"the loss of step {step} is the first to differ"
-    if case.precision == "bf16" and case.tuning == "full":
+    if case.job.precision == "bf16" and case.job.tuning == "full":
         return False, f"{where}: DDP computes under autocast, which keeps norms and the residual stream in fp32"
-    if case.microbatches > 1:
+    if case.job.microbatches > 1:
         return False, f"{where}: DDP sums microbatches before reducing; reducing each microbatch changes the order"
-    if case.world_size > 2:
+    if case.job.gpus > 2:
         return False, f"{where}: with more than two ranks the order of summation differs from DDP's all-reduce"
     return False, f"{where}, although the order cannot matter with two ranks: other arithmetic differs"
 

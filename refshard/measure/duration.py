@@ -13,7 +13,7 @@ from refshard import resources
 from refshard.errors import SpecError, StoreError
 from refshard.flops import flops_per_token
 from refshard.measure.store import RECORDS, read_run
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.model import load_model
 from refshard.specs.suite import SuiteSpec
 
@@ -73,19 +73,20 @@ def recorded_folders() -> list[Path]:
     return sorted(path for path in (resources.root() / "profiles" / "recorded").glob("*") if path.is_dir())
 
 
-def _estimated_s(case: CaseSpec, *, gpus: bool) -> float | None:
+def _estimated_s(case: Case, *, gpus: bool) -> float | None:
     """None for a case on GPUs, whose rate is unknown here."""
-    if case.fidelity == "dryrun":
+    job = case.job
+    if case.protocol.fidelity == "dryrun":
         return _DRY_RUN_S
-    if case.device == "cuda" or (gpus and case.device == "auto"):
+    if case.protocol.device == "cuda" or (gpus and case.protocol.device == "auto"):
         return None
     try:
-        model = load_model(case.model)
+        model = load_model(job.model)
     except SpecError:
         return None
-    steps = case.warmup_steps + case.measured_steps + case.traced_steps
-    tokens = case.global_batch * case.seq_len * case.processes // case.world_size
-    flops = flops_per_token(model, case.seq_len, "A", workload=case.workload) * tokens * steps
+    steps = case.protocol.warmup_steps + case.protocol.measured_steps + case.protocol.traced_steps
+    tokens = job.global_batch * job.seq_len * case.processes // job.gpus
+    flops = flops_per_token(model, job.seq_len, "A", workload=job.workload) * tokens * steps
     return _START_S + flops / (_PART_OF_GEMM * _gemm_flops_per_s())
 
 

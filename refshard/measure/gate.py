@@ -37,7 +37,7 @@ from refshard.measure.rank import RankResult, rank_file
 from refshard.measure.run import Observer, OpenRun, kind, launch_name, open_run
 from refshard.measure.store import read_run
 from refshard.records import Environment, LaunchRecord, Run, RunRecord, timestamp
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.gate import TimeLimits
 from refshard.specs.suite import SuiteSpec
 from refshard.version import __version__
@@ -116,14 +116,14 @@ class Side:
     environment: Environment
     strategy: str | None = None
 
-    def case(self, case: CaseSpec) -> CaseSpec:
+    def case(self, case: Case) -> Case:
         """What this side launches for a case of the suite; the reference stays what it is."""
         return case if self.strategy is None or case == case.reference() else of_strategy(case, self.strategy)
 
 
-def of_strategy(case: CaseSpec, strategy: str) -> CaseSpec:
+def of_strategy(case: Case, strategy: str) -> Case:
     """The same case under another strategy."""
-    return msgspec.structs.replace(case, strategy=strategy)
+    return case.changed(strategy=strategy)
 
 
 class PairedRounds:
@@ -167,7 +167,7 @@ class PairedRounds:
     ) -> None:
         self._open.__exit__(kind, error, trace)
 
-    def apart(self, cases: Sequence[CaseSpec]) -> None:
+    def apart(self, cases: Sequence[Case]) -> None:
         """Launch each case once on each side, in processes of its own: for exact metrics, or as a reference.
 
         Raises:
@@ -178,7 +178,7 @@ class PairedRounds:
             run.launch(side.case(case), self.rounds, index, len(launches))
         self.rounds += 1
 
-    def hold(self, cases: Sequence[CaseSpec], rounds: int) -> None:
+    def hold(self, cases: Sequence[Case], rounds: int) -> None:
         """Hold ``rounds`` more rounds of ``cases``. Which side is first is drawn for every other round; the one after
         it has the other order, so that each side comes first as often.
 
@@ -199,7 +199,7 @@ class PairedRounds:
             left_s = (time.monotonic() - started) / (index + 1) * (rounds - index - 1)
             self._tell(f"round {index + 1}/{rounds} of {len(cases)} cases; {left_s / 60:.0f} min left")
 
-    def _of(self, case: CaseSpec, first_round: int = 0) -> tuple[list[LaunchRecord], list[LaunchRecord]]:
+    def _of(self, case: Case, first_round: int = 0) -> tuple[list[LaunchRecord], list[LaunchRecord]]:
         """Records of each side from ``first_round`` on, baseline first."""
         before, after = (
             [r for r in run.records if r.spec_hash == side.case(case).hash and r.round >= first_round]
@@ -207,17 +207,17 @@ class PairedRounds:
         )
         return before, after
 
-    def failures(self, case: CaseSpec, first_round: int) -> tuple[list[LaunchRecord], list[LaunchRecord]]:
+    def failures(self, case: Case, first_round: int) -> tuple[list[LaunchRecord], list[LaunchRecord]]:
         """Records of each side from ``first_round`` on that did not end ok, baseline first."""
         before, after = ([r for r in side if r.state != "ok"] for side in self._of(case, first_round))
         return before, after
 
-    def last(self, case: CaseSpec) -> tuple[LaunchRecord, LaunchRecord]:
+    def last(self, case: Case) -> tuple[LaunchRecord, LaunchRecord]:
         """The last record of each side, baseline first."""
         before, after = self._of(case)
         return before[-1], after[-1]
 
-    def operators(self, case: CaseSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def operators(self, case: Case) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Rank 0's operators of a step on each side, baseline first, from the launch of ``case`` alone."""
         found = []
         for (side, _), records in zip(self._runs, self._of(case)):
@@ -225,7 +225,7 @@ class PairedRounds:
             found.append(msgspec.json.decode(rank_file(work, 0).read_bytes(), type=RankResult).operators)
         return found[0], found[1]
 
-    def log_ratios(self, case: CaseSpec, first_round: int = 0) -> LogRatios:
+    def log_ratios(self, case: Case, first_round: int = 0) -> LogRatios:
         """ln(candidate / baseline) of each round from ``first_round`` on in which both sides ended ok, [rounds]."""
         return log_ratios(*self._of(case, first_round))
 
@@ -371,8 +371,8 @@ def noise_file(folder: Path, environment: Environment, suite: str) -> Path:
 
 def record_rounds(
     suite: SuiteSpec,
-    references: Sequence[CaseSpec],
-    timed: Sequence[CaseSpec],
+    references: Sequence[Case],
+    timed: Sequence[Case],
     folder: Path,
     launcher: Launcher,
     environment: Environment,
@@ -409,7 +409,7 @@ def read_rounds(folders: Sequence[Path]) -> tuple[RunRecord, dict[str, LogRatios
             [record for record in read_run(folder / side).launches if record.case != record.case.reference()]
             for side in (A, B)
         ]
-        launches += sum(len({(record.round, record.case.world_size) for record in side}) for side in sides)
+        launches += sum(len({(record.round, record.case.job.gpus) for record in side}) for side in sides)
         for name in dict.fromkeys(record.case.name for record in sides[0]):
             before, after = ([record for record in side if record.case.name == name] for side in sides)
             rounds.setdefault(name, []).append(log_ratios(before, after))

@@ -45,7 +45,7 @@ from refshard.measure.trainer import Trainer, compiling_anew
 from refshard.measure.worker import ASK, PROGRESS_FILE, request_file
 from refshard.quantities import GIB
 from refshard.records import Census, CollectiveCount, GpuMemory, GpuUse, State
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.cluster import load_cluster
 from refshard.specs.model import known_dimensions
 from refshard.strategies import strategy_for
@@ -126,7 +126,7 @@ def series_folder(folder: Path, index: int) -> Path:
 
 def run_rank(folder: Path) -> int:
     """Run this rank and return the process's exit status."""
-    case = msgspec.json.decode(request_file(folder, "case").read_bytes(), type=CaseSpec)
+    case = msgspec.json.decode(request_file(folder, "case").read_bytes(), type=Case)
     return 0 if _leave_result(folder, lambda: _run(case, folder)) else 1
 
 
@@ -135,8 +135,8 @@ def run_series_rank(folder: Path) -> int:
 
     The first case that does not end well is the last, and ends the process.
     """
-    cases = msgspec.json.decode(request_file(folder, "series").read_bytes(), type=list[CaseSpec])
-    torch.set_num_threads(cases[0].threads_per_rank)
+    cases = msgspec.json.decode(request_file(folder, "series").read_bytes(), type=list[Case])
+    torch.set_num_threads(cases[0].protocol.threads_per_rank)
     device = _device(cases[0])
     with _process_group(cases[0], device) as group:
         for index, case in enumerate(cases):
@@ -162,10 +162,10 @@ def _leave_result(folder: Path, run: Callable[[], RankResult]) -> bool:
     return result.state == "ok"
 
 
-def _run(case: CaseSpec, folder: Path) -> RankResult:
+def _run(case: Case, folder: Path) -> RankResult:
     device, rank = _device(case), int(os.environ["RANK"])
-    torch.set_num_threads(case.threads_per_rank)
-    if case.fidelity == "emulated":
+    torch.set_num_threads(case.protocol.threads_per_rank)
+    if case.protocol.fidelity == "emulated":
         return _emulate(case, folder, rank, device)
     with _process_group(case, device) as group, answering(folder, group, ASK):
         try:
@@ -191,8 +191,8 @@ def end_now(group: dist.ProcessGroup) -> NoReturn:
 
 
 @contextmanager
-def _process_group(case: CaseSpec, device: torch.device) -> Iterator[dist.ProcessGroup]:
-    if case.comm_memory == "symmetric":
+def _process_group(case: Case, device: torch.device) -> Iterator[dist.ProcessGroup]:
+    if case.job.comm_memory == "symmetric":
         # By the environment, for the communicators that meshes and strategies make later as well.
         os.environ["NCCL_CTA_POLICY"] = _ZERO_CTA
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -204,13 +204,13 @@ def _process_group(case: CaseSpec, device: torch.device) -> Iterator[dist.Proces
         dist.destroy_process_group()
 
 
-def _emulate(case: CaseSpec, folder: Path, rank: int, device: torch.device) -> RankResult:
+def _emulate(case: Case, folder: Path, rank: int, device: torch.device) -> RankResult:
     # Imported here because it registers a backend with torch: measured cases run without.
     from refshard.emulate.process_group import emulated_world
     from refshard.emulate.world import EmulatedWorld
 
     meet = _meeting(case.processes) if case.processes > 1 else None
-    world = EmulatedWorld(load_cluster(case.cluster), rank=rank, world_size=case.world_size, meet=meet)
+    world = EmulatedWorld(load_cluster(case.job.cluster), rank=rank, world_size=case.job.gpus, meet=meet)
     with emulated_world(world) as group:
         result = _measure(case, folder, group, device, _progress(folder, group))
         remark = world.remark()
@@ -241,7 +241,7 @@ def _progress(folder: Path, group: dist.ProcessGroup, prefix: str = "") -> Progr
 
 
 def _measure(
-    case: CaseSpec, folder: Path, group: dist.ProcessGroup, device: torch.device, progress: Progress
+    case: Case, folder: Path, group: dist.ProcessGroup, device: torch.device, progress: Progress
 ) -> RankResult:
     result = measure(case, group, device, trace_file(folder, group.rank()), progress)
     if (request := reduced_file(folder)).exists():
@@ -252,17 +252,15 @@ def _measure(
     return result
 
 
-def measure(
-    case: CaseSpec, group: dist.ProcessGroup, device: torch.device, trace: Path, progress: Progress
-) -> RankResult:
+def measure(case: Case, group: dist.ProcessGroup, device: torch.device, trace: Path, progress: Progress) -> RankResult:
     """Run ``case`` on this rank; nothing compiled earlier is used. The Kineto trace goes to ``trace``."""
     with compiling_anew() as compile_s:
-        strategy, spec = strategy_for(case, cuda=device.type == "cuda"), known_dimensions(case.model)
-        warmup = _counted("warm-up", case.warmup_steps, progress)
+        strategy, spec = strategy_for(case, cuda=device.type == "cuda"), known_dimensions(case.job.model)
+        warmup = _counted("warm-up", case.protocol.warmup_steps, progress)
         progress("build", 0, 1)
         _import_lazy_parts()
         allocator, gpu, census = AllocatorPeak(), GpuPeaks(device), OperatorCensus()
-        limit_bytes = None if case.memory_limit_gib is None else int(case.memory_limit_gib * GIB)
+        limit_bytes = None if case.protocol.memory_limit_gib is None else int(case.protocol.memory_limit_gib * GIB)
         with limited_memory(limit_bytes, device):
             trainer = Trainer(case, spec, strategy, group, device)
             watching: dict[int, AbstractContextManager[object]] = {CENSUS_STEP: census}
@@ -277,15 +275,24 @@ def measure(
                     with watch:
                         trainer.timed_step(aligned=True)
             with watched_load(device) as load, watched_gpus(device) as gpu_use, gpu.window():
-                times = [trainer.timed_step(aligned=True) for _ in _counted("measure", case.measured_steps, progress)]
+                times = [
+                    trainer.timed_step(aligned=True)
+                    for _ in _counted("measure", case.protocol.measured_steps, progress)
+                ]
                 rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            free = trainer.free_step_s(min(case.measured_steps, MOST_FREE_STEPS)) if device.type == "cuda" else None
-        row = ROWS[case.strategy]
+            free = (
+                trainer.free_step_s(min(case.protocol.measured_steps, MOST_FREE_STEPS))
+                if device.type == "cuda"
+                else None
+            )
+        row = ROWS[case.job.strategy]
         if not row.labels and not row.compiles:  # hooks would become part of compiled code
             trainer.mark_units()
         traced = []
-        with capture_steps(trace, case.traced_steps, all_threads=case.fidelity == "emulated") as profiler:
-            for step in _counted("trace", WARMUP_STEPS + case.traced_steps, progress):
+        with capture_steps(
+            trace, case.protocol.traced_steps, all_threads=case.protocol.fidelity == "emulated"
+        ) as profiler:
+            for step in _counted("trace", WARMUP_STEPS + case.protocol.traced_steps, progress):
                 elapsed = trainer.timed_step(aligned=False)
                 profiler.step()
                 if step >= WARMUP_STEPS:
@@ -308,7 +315,7 @@ def measure(
             blocks=trainer.blocks,
             wrapped_units=strategy.wrapped_units(),
             announced=strategy.announced(),
-            parameters_sha256=_digest(strategy.full_parameters()) if case.fidelity == "measured" else "",
+            parameters_sha256=_digest(strategy.full_parameters()) if case.protocol.fidelity == "measured" else "",
             census=census.census,
             operators=census.operators if group.rank() == 0 else (),
             flops_per_token=trainer.flops_per_token,
@@ -381,8 +388,10 @@ def make_room(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _device(case: CaseSpec) -> torch.device:
-    wanted = case.device if case.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+def _device(case: Case) -> torch.device:
+    wanted = (
+        case.protocol.device if case.protocol.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    )
     if wanted == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

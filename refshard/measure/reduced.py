@@ -15,7 +15,7 @@ import torch.distributed as dist
 from refshard.measure.trainer import Trainer, compiling_anew
 from refshard.quantities import format_bytes
 from refshard.records import Environment
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.model import ModelSpec, is_factory, load_model, makes_scores
 from refshard.strategies import strategy_for
 
@@ -33,7 +33,7 @@ def reduced_file(folder: Path) -> Path:
 class Reduced(msgspec.Struct, frozen=True, kw_only=True):
     """The case that stands in for another in the comparison of losses, its model, and why it is needed."""
 
-    case: CaseSpec
+    case: Case
     model: ModelSpec
     why: str
 
@@ -43,7 +43,7 @@ class Reduced(msgspec.Struct, frozen=True, kw_only=True):
         model = self.model
         return (
             f"the same case reduced to {model.n_layers} layers of width {model.dim}, a vocabulary of {model.vocab:,}, "
-            f"{self.case.seq_len} tokens a sequence and fp32"
+            f"{self.case.job.seq_len} tokens a sequence and fp32"
         )
 
 
@@ -55,43 +55,44 @@ class ReducedLosses(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
-def reduced_for(case: CaseSpec, environment: Environment) -> Reduced | None:
+def reduced_for(case: Case, environment: Environment) -> Reduced | None:
     """The reduced case of a measured case with a too large reference; None if the reference fits, or if a factory makes
     the model, since that cannot be reduced.
     """
-    if is_factory(case.model):
+    job = case.job
+    if is_factory(job.model):
         return None
-    kind: Literal["cuda", "cpu"] = "cuda" if environment.gpus and case.device != "cpu" else "cpu"
+    kind: Literal["cuda", "cpu"] = "cuda" if environment.gpus and case.protocol.device != "cpu" else "cpu"
     memory = min(environment.gpu_memory_bytes, default=0) if kind == "cuda" else environment.memory_bytes
     needed = _reference_bytes(case, kind)
     if not memory or needed <= USABLE * memory:
         return None
-    whole = load_model(case.model)
-    reduced = msgspec.structs.replace(
-        case,
-        checkpointing="full" if isinstance(case.checkpointing, tuple) else case.checkpointing,
+    whole = load_model(job.model)
+    reduced = case.changed(
+        checkpointing="full" if isinstance(job.checkpointing, tuple) else job.checkpointing,
         precision="fp32",
-        seq_len=min(case.seq_len, _SEQ_LEN),
+        seq_len=min(job.seq_len, _SEQ_LEN),
         data="synthetic",
     )
     return Reduced(
         case=reduced,
-        model=whole.reduced(max(_LAYERS, case.pipeline_ranks * case.interleave)),
+        model=whole.reduced(max(_LAYERS, job.pp_ranks * job.interleave)),
         why=f"one unsharded rank would need about {format_bytes(needed)}, and has {format_bytes(memory)}",
     )
 
 
-def _reference_bytes(case: CaseSpec, device: Literal["cuda", "cpu"]) -> int:
+def _reference_bytes(case: Case, device: Literal["cuda", "cpu"]) -> int:
     """An upper estimate of the memory of a case's unsharded fp32 reference.
 
     A reference that does not fit costs a launch and its proof; a reduced one proves nearly as much. All of AdamW is
     counted, although adapters and other optimizers need less.
     """
-    model, tokens = load_model(case.model), case.global_batch * case.seq_len
+    job = case.job
+    model, tokens = load_model(job.model), job.global_batch * job.seq_len
     logits = 4 * tokens * model.vocab
     unfused = makes_scores(model, fp32=True, device=device)
-    scores = 4 * tokens * case.seq_len * model.n_heads if unfused else 0
-    if case.workload == "inference":
+    scores = 4 * tokens * job.seq_len * model.n_heads if unfused else 0
+    if job.workload == "inference":
         return 4 * model.params + max(2 * logits, 4 * scores)
     # Besides AdamW's state: the embedding's gradient twice, what each layer's backward reads, and the logits or one
     # layer's scores with their gradients.
@@ -116,14 +117,14 @@ def losses_of(
 
 
 def _train(
-    case: CaseSpec,
+    case: Case,
     model: ModelSpec,
     group: dist.ProcessGroup,
     device: torch.device,
     progress: Callable[[str, int, int], None],
 ) -> tuple[float, ...]:
     trainer = Trainer(case, model, strategy_for(case, cuda=device.type == "cuda"), group, device)
-    for step in range(case.warmup_steps):
-        progress("parity", step, case.warmup_steps)
+    for step in range(case.protocol.warmup_steps):
+        progress("parity", step, case.protocol.warmup_steps)
         trainer.timed_step(aligned=False)
     return tuple(trainer.losses)

@@ -26,9 +26,8 @@ from refshard.measure.worker import request_file
 from refshard.models.data import SYNTHETIC, open_source
 from refshard.models.own import factory_file, find_factory
 from refshard.records import Environment, LaunchRecord, Run, RunRecord, timestamp
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.cluster import load_cluster
-from refshard.specs.layers import checkpointing_of
 from refshard.specs.model import check_trainable, is_factory, known_dimensions, load_model, model_file
 from refshard.specs.suite import SuiteSpec
 from refshard.strategies import check_name
@@ -39,7 +38,7 @@ class Observer(ABC):
     """Shows a run's progress."""
 
     @abstractmethod
-    def case_started(self, case: CaseSpec, round_: int, index: int, total: int) -> None:
+    def case_started(self, case: Case, round_: int, index: int, total: int) -> None:
         """The launch number ``index`` (from 0) of ``total`` starts."""
 
     @abstractmethod
@@ -51,7 +50,7 @@ class Observer(ABC):
         """A launch ended and its record is written."""
 
 
-def check_suite(suite: SuiteSpec, launcher: Launcher | None, *, oversubscribe: bool) -> tuple[CaseSpec, ...]:
+def check_suite(suite: SuiteSpec, launcher: Launcher | None, *, oversubscribe: bool) -> tuple[Case, ...]:
     """Expand a suite and check it before anything is launched. Without a ``launcher``, whether this machine can run the
     cases is not checked.
 
@@ -62,29 +61,30 @@ def check_suite(suite: SuiteSpec, launcher: Launcher | None, *, oversubscribe: b
     """
     cases = suite.cases()
     for case in cases:
-        if case.fidelity == "simulated":
+        if case.protocol.fidelity == "simulated":
             raise SpecError(
                 f"fidelity must be measured, emulated or dryrun, got 'simulated' for {case.name}; use fidelity = "
                 "'dryrun' (closed forms: refshard plan)"
             )
-        check_name(case.strategy)
-        if (model := known_dimensions(case.model)) is not None:
+        check_name(case.job.strategy)
+        if (model := known_dimensions(case.job.model)) is not None:
             check_trainable(model)
-            open_source(case.data, model.vocab, case.seed)
-            checkpointing_of(case.checkpointing, model.n_layers)
+            open_source(case.protocol.data, model.vocab, case.protocol.seed)
+            case.job.checkpointed(model.n_layers)
         else:
-            find_factory(case.model)
-            if case.data != SYNTHETIC:
+            find_factory(case.job.model)
+            if case.protocol.data != SYNTHETIC:
                 raise SpecError(
-                    f"data: the factory '{case.model}' makes its own batches, got '{case.data}'; leave data out"
+                    f"data: the factory '{case.job.model}' makes its own batches, got "
+                    f"'{case.protocol.data}'; leave data out"
                 )
-        if case.cluster:
-            load_cluster(case.cluster)
-        if launcher is not None and case.fidelity == "dryrun":
+        if case.job.cluster:
+            load_cluster(case.job.cluster)
+        if launcher is not None and case.protocol.fidelity == "dryrun":
             check_dry(case)
         elif launcher is not None:
-            if case.fidelity == "emulated":
-                load_cluster(case.cluster).of_world_size(case.world_size)
+            if case.protocol.fidelity == "emulated":
+                load_cluster(case.job.cluster).of_world_size(case.job.gpus)
             launcher.check(case, oversubscribe=oversubscribe)
     return cases
 
@@ -97,8 +97,8 @@ def run_suite(
     environment: Environment,
     *,
     oversubscribe: bool = False,
-    cases: tuple[CaseSpec, ...] | None = None,
-    skipped: Mapping[CaseSpec, str] | None = None,
+    cases: tuple[Case, ...] | None = None,
+    skipped: Mapping[Case, str] | None = None,
 ) -> Run:
     """Run every case of ``suite`` in every round, in ``environment``, and return what was written to ``folder``.
 
@@ -120,7 +120,7 @@ def run_suite(
         environment=environment,
         planned=len(_plan(suite, environment)),
         files=named_files(cases),
-        models={name: load_model(name) for name in {case.model for case in cases} if model_file(name) is not None},
+        models={name: load_model(name) for name in {case.job.model for case in cases} if model_file(name) is not None},
     )
     with open_run(header, folder, launcher, observer) as run:
         _launch_all(run, _plan(suite, environment), skipped or {})
@@ -135,8 +135,8 @@ def resume_run(
     *,
     suite: SuiteSpec | None = None,
     oversubscribe: bool = False,
-    cases: tuple[CaseSpec, ...] | None = None,
-    skipped: Mapping[CaseSpec, str] | None = None,
+    cases: tuple[Case, ...] | None = None,
+    skipped: Mapping[Case, str] | None = None,
 ) -> Run:
     """Run what the run in ``folder`` lacks, and return all of it: launches that never ended, that failed, and that were
     skipped and are not in ``skipped`` now.
@@ -208,10 +208,10 @@ def check_resumable(header: RunRecord, environment: Environment | None, suite: S
         raise SpecError(f"run {header.run_id} cannot be resumed: {'; '.join(changed)}; start a new run")
 
 
-def named_files(cases: Sequence[CaseSpec]) -> dict[str, str]:
+def named_files(cases: Sequence[Case]) -> dict[str, str]:
     """SHA-256 of every file that a case names, by that name; for a factory, of its module."""
-    paths = {name: Path(name) for case in cases for name in (case.cluster, case.data) if name}
-    for name in {case.model for case in cases}:
+    paths = {name: Path(name) for case in cases for name in (case.job.cluster, case.protocol.data) if name}
+    for name in {case.job.model for case in cases}:
         if (path := factory_file(name) if is_factory(name) else model_file(name)) is not None:
             paths[name] = path
     found = {}
@@ -222,7 +222,7 @@ def named_files(cases: Sequence[CaseSpec]) -> dict[str, str]:
     return found
 
 
-def _plan(suite: SuiteSpec, environment: Environment) -> list[tuple[int, CaseSpec]]:
+def _plan(suite: SuiteSpec, environment: Environment) -> list[tuple[int, Case]]:
     """Round and case of every launch, in order, without references that are too large, unless the suite names them."""
     named = suite.named_references
     return [
@@ -233,21 +233,21 @@ def _plan(suite: SuiteSpec, environment: Environment) -> list[tuple[int, CaseSpe
     ]
 
 
-def _launch_all(run: "OpenRun", plan: Sequence[tuple[int, CaseSpec]], skipped: Mapping[CaseSpec, str]) -> None:
+def _launch_all(run: "OpenRun", plan: Sequence[tuple[int, Case]], skipped: Mapping[Case, str]) -> None:
     named = run.header.suite.named_references
     for index, (round_, case) in enumerate(plan):
         reduced = None
-        if case.fidelity == "measured" and case.reference() not in named:
+        if case.protocol.fidelity == "measured" and case.reference() not in named:
             reduced = reduced_for(case, run.header.environment)
         run.launch(case, round_, index, len(plan), reduced=reduced, skip=skipped.get(case))
 
 
-def round_order(cases: tuple[CaseSpec, ...], round_: int) -> list[CaseSpec]:
+def round_order(cases: tuple[Case, ...], round_: int) -> list[Case]:
     """The order of one round, shuffled by its number; round 0 begins with the cases that others are compared with."""
     shuffled = list(cases)
     random.Random(round_).shuffle(shuffled)
     if round_ == 0:  # every strategy is compared with the reference, some with ddp
-        shuffled.sort(key=lambda case: 0 if case == case.reference() else 1 if case.strategy == "ddp" else 2)
+        shuffled.sort(key=lambda case: 0 if case == case.reference() else 1 if case.job.strategy == "ddp" else 2)
     return shuffled
 
 
@@ -298,7 +298,7 @@ class OpenRun:
         self._folder, self._launcher, self._observer, self._writer = folder, launcher, observer, writer
 
     def launch(
-        self, case: CaseSpec, round_: int, index: int, total: int, *, reduced: Reduced | None = None,
+        self, case: Case, round_: int, index: int, total: int, *, reduced: Reduced | None = None,
         skip: str | None = None,
     ) -> None:  # fmt: skip
         """Launch one case, the number ``index`` of ``total``, and keep its record; or ``skip`` it for this reason.
@@ -316,10 +316,10 @@ class OpenRun:
         self._keep(record)
         self._observer.case_ended(record)
 
-    def _launched(self, case: CaseSpec, round_: int, reduced: Reduced | None) -> LaunchRecord:
+    def _launched(self, case: Case, round_: int, reduced: Reduced | None) -> LaunchRecord:
         name, launcher = launch_name(case, round_), self._launcher
         work, started = fresh_folder(self._folder / "cases" / name), datetime.now(UTC)
-        if case.fidelity == "dryrun":
+        if case.protocol.fidelity == "dryrun":
             # Its one process needs neither GPUs nor a network: it runs on this machine.
             here = launcher if isinstance(launcher, LocalLauncher) else LocalLauncher()
             outcome = launch_dry(case, here, work, self._observer.case_progressed)
@@ -328,12 +328,12 @@ class OpenRun:
             request_file(work, "case").write_bytes(msgspec.json.encode(case))
             if reduced is not None:
                 reduced_file(work).write_bytes(msgspec.json.encode(reduced))
-            program = Program(name="case", processes=case.processes, time_limit_s=case.time_limit_s)
+            program = Program(name="case", processes=case.processes, time_limit_s=case.protocol.time_limit_s)
             launch = launcher.launch(program, work, self._observer.case_progressed)
             blank = blank_record(case, round_, self.header, started)
             record = assemble(blank, launch, work, self.header.environment, self._peers(case, reduced))
         traces = []
-        for rank in ranks_of(case) if case.fidelity == "dryrun" else range(case.processes):
+        for rank in ranks_of(case) if case.protocol.fidelity == "dryrun" else range(case.processes):
             if (source := trace_file(work, rank)).exists():
                 target = self._folder / "traces" / f"{name}-rank{rank}.json.gz"
                 target.parent.mkdir(exist_ok=True)
@@ -341,7 +341,7 @@ class OpenRun:
                 traces.append(str(target.relative_to(self._folder)))
         return msgspec.structs.replace(record, traces=tuple(traces))
 
-    def launch_series(self, cases: Sequence[CaseSpec], round_: int) -> None:
+    def launch_series(self, cases: Sequence[Case], round_: int) -> None:
         """Run cases that are alike (see :func:`kind`) in one launch, and keep their records, and nothing else.
 
         A case that does not end well is the last: those after it have no record.
@@ -356,7 +356,7 @@ class OpenRun:
             for index in range(len(cases)):
                 series_folder(work, index).mkdir()
             request_file(work, "series").write_bytes(msgspec.json.encode(cases))
-            limit_s = sum(case.time_limit_s for case in cases)
+            limit_s = sum(case.protocol.time_limit_s for case in cases)
             program = Program(name="series", processes=cases[0].processes, time_limit_s=limit_s)
             launch = self._launcher.launch(program, work, self._observer.case_progressed)
             for index, case in enumerate(cases):
@@ -367,12 +367,12 @@ class OpenRun:
                     break
             shutil.rmtree(work)
 
-    def _peers(self, case: CaseSpec, reduced: Reduced | None = None) -> Peers:
-        def latest(peer: CaseSpec) -> LaunchRecord | None:
+    def _peers(self, case: Case, reduced: Reduced | None = None) -> Peers:
+        def latest(peer: Case) -> LaunchRecord | None:
             found = [record for record in self.records if record.spec_hash == peer.hash]
             return next((record for record in reversed(found) if record.state == "ok"), found[-1] if found else None)
 
-        ddp = latest(msgspec.structs.replace(case, strategy="ddp")) if case.world_size > 1 else None
+        ddp = latest(case.changed(strategy="ddp")) if case.job.gpus > 1 else None
         return Peers(reference=latest(case.reference()), ddp=ddp, reduced=reduced)
 
     def _keep(self, record: LaunchRecord) -> None:
@@ -388,17 +388,17 @@ class OpenRun:
             raise LaunchError(f"{what} cannot be launched ({error}); correct that and resume {self._folder}") from None
 
 
-def serial(case: CaseSpec) -> bool:
+def serial(case: Case) -> bool:
     """Whether a case can be part of a series: it is measured, and its processes have no limit of their own."""
-    return case.fidelity == "measured" and case.memory_limit_gib is None
+    return case.protocol.fidelity == "measured" and case.protocol.memory_limit_gib is None
 
 
-def kind(case: CaseSpec) -> tuple[int, int, str, bool]:
+def kind(case: Case) -> tuple[int, int, str, bool]:
     """What the processes of a series share; the last is NCCL's policy for symmetric memory."""
-    return case.world_size, case.threads_per_rank, case.device, case.comm_memory == "symmetric"
+    return case.job.gpus, case.protocol.threads_per_rank, case.protocol.device, case.job.comm_memory == "symmetric"
 
 
-def launch_name(case: CaseSpec, round_: int) -> str:
+def launch_name(case: Case, round_: int) -> str:
     """The name of a launch's folder and its traces."""
     return f"{case.name}-{case.hash}-round{round_}"
 
@@ -414,7 +414,7 @@ def fresh_folder(work: Path) -> Path:
     return work.absolute()
 
 
-def blank_record(case: CaseSpec, round_: int, header: RunRecord, started: datetime) -> LaunchRecord:
+def blank_record(case: Case, round_: int, header: RunRecord, started: datetime) -> LaunchRecord:
     """The record of a launch that has just ended, without its results, in state ok."""
     return LaunchRecord(
         run_id=header.run_id,
@@ -422,7 +422,7 @@ def blank_record(case: CaseSpec, round_: int, header: RunRecord, started: dateti
         case=case,
         spec_hash=case.hash,
         round=round_,
-        fidelity=case.fidelity,
+        fidelity=case.protocol.fidelity,
         state="ok",
         started_at=started.isoformat(timespec="seconds"),
         duration_s=(datetime.now(UTC) - started).total_seconds(),

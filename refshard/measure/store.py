@@ -20,10 +20,27 @@ import msgspec
 
 from refshard.errors import StoreError
 from refshard.measure.interruption import Interruption
-from refshard.records import SCHEMA, EndRecord, LaunchRecord, Record, Run, RunRecord, State, timestamp
+from refshard.records import (
+    SCHEMA,
+    EndRecord,
+    LaunchRecord,
+    Record,
+    Run,
+    RunRecord,
+    State,
+    from_schema_1,
+    timestamp,
+)
 
 RECORDS = "records.jsonl"
 _CHECK = re.compile(rb',"check":"([0-9a-f]{16})"}$')
+
+
+class _Version(msgspec.Struct):
+    schema: int = SCHEMA
+
+
+_versions = msgspec.json.Decoder(_Version)
 _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
 
 
@@ -186,7 +203,8 @@ def _decode(path: Path, number: int, line: bytes) -> Record:
     if (check := _CHECK.search(line)) and line != _checked(line[: check.start()] + b"}"):
         raise StoreError(f"{path}:{number}: damaged record (its check does not match); the lines before it are good")
     try:
-        record = _decoder.decode(line)
+        first = _versions.decode(line).schema == 1
+        record = from_schema_1(msgspec.json.decode(line)) if first else _decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise StoreError(f"{path}:{number}: damaged record ({error}); the lines before it are good") from None
     if record.schema > SCHEMA:

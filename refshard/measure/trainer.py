@@ -26,7 +26,7 @@ from refshard.models.activation import checkpoint_layers, recompute
 from refshard.models.data import Batch, Tokens, open_source, rank_batch
 from refshard.models.llama import Llama, initialise
 from refshard.models.own import Blocks, build_own
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.model import ModelSpec, is_factory
 from refshard.strategies.base import Strategy
 from refshard.strategies.table import ROWS
@@ -120,14 +120,14 @@ class Subject:
     begin_dropout: Callable[[], None]
 
 
-def llama_subject(case: CaseSpec, spec: ModelSpec, device: torch.device) -> Subject:
+def llama_subject(case: Case, spec: ModelSpec, device: torch.device) -> Subject:
     """A Llama of these dimensions and the case's tokens. Only adapters have dropout."""
-    source, model = open_source(case.data, spec.vocab, case.seed), build_model(case, spec, device)
+    source, model = open_source(case.protocol.data, spec.vocab, case.protocol.seed), build_model(case, spec, device)
 
     def batch(step: int, data_rank: int) -> Batch:
         inputs, targets = rank_batch(
-            source, step=step, rank=data_rank, world_size=case.data_ranks, global_batch=case.global_batch,
-            seq_len=case.seq_len,
+            source, step=step, rank=data_rank, world_size=case.job.data_ranks, global_batch=case.job.global_batch,
+            seq_len=case.job.seq_len,
         )  # fmt: skip
         return Tokens(inputs.to(device), targets.to(device))
 
@@ -136,21 +136,21 @@ def llama_subject(case: CaseSpec, spec: ModelSpec, device: torch.device) -> Subj
 
         switch_dropout(model, on=True)
 
-    flops = float(flops_per_token(spec, case.seq_len, CONVENTION, case.workload, case.tuning))
+    flops = float(flops_per_token(spec, case.job.seq_len, CONVENTION, case.job.workload, case.job.tuning))
     return Subject(
-        model=model, drops=case.tuning != "full", flops_per_token=flops, batch=batch, begin_dropout=begin_dropout
+        model=model, drops=case.job.tuning != "full", flops_per_token=flops, batch=batch, begin_dropout=begin_dropout
     )
 
 
-def own_subject(case: CaseSpec, device: torch.device) -> Subject:
+def own_subject(case: Case, device: torch.device) -> Subject:
     """The module of the case's factory. Until dropout begins, all of it is in evaluation mode."""
     from refshard.models.counted import count_flops  # torch's counter warns on import without Triton
 
-    own = build_own(case.model, case.seed, torch.device("meta") if is_deferred(case) else device)
+    own = build_own(case.job.model, case.protocol.seed, torch.device("meta") if is_deferred(case) else device)
     training = [module for module in own.module.modules() if module.training]
     own.module.eval()
     try:
-        flops = count_flops(own, case.seq_len, backward=case.workload == "training") or None
+        flops = count_flops(own, case.job.seq_len, backward=case.job.workload == "training") or None
     except Exception as error:  # a module need not run on the meta device
         flops, why = None, f"{type(error).__name__}: {error}".partition("\n")[0]
         warnings.warn(
@@ -158,13 +158,14 @@ def own_subject(case: CaseSpec, device: torch.device) -> Subject:
             f"{why}",
             stacklevel=1,
         )
-    recompute(list(find_blocks(own.module, own.blocks).values()), case.checkpointing, random=True)
+    blocks = list(find_blocks(own.module, own.blocks).values())
+    recompute(blocks, case.job.checkpointed(len(blocks)), random=True)
 
     def batch(step: int, data_rank: int) -> Batch:
-        share = case.global_batch // case.data_ranks
-        seed = int.from_bytes(hashlib.sha256(f"{case.seed}/{step}".encode()).digest()[:8], "little") >> 1
+        share = case.job.global_batch // case.job.data_ranks
+        seed = int.from_bytes(hashlib.sha256(f"{case.protocol.seed}/{step}".encode()).digest()[:8], "little") >> 1
         rows = range(data_rank * share, (data_rank + 1) * share)
-        return own.batch(seed, case.global_batch, case.seq_len, rows, device)
+        return own.batch(seed, case.job.global_batch, case.job.seq_len, rows, device)
 
     def begin_dropout() -> None:
         for module in training:
@@ -176,41 +177,43 @@ def own_subject(case: CaseSpec, device: torch.device) -> Subject:
     )  # fmt: skip
 
 
-def build_model(case: CaseSpec, spec: ModelSpec, device: torch.device) -> Llama:
+def build_model(case: Case, spec: ModelSpec, device: torch.device) -> Llama:
     """The bare model that a strategy gets: initialised on ``device``, with the case's adapters and checkpointing. If
     :func:`is_deferred`, it is on the meta device, for the strategy to shard and then to fill.
 
     With adapters, weights have the dtype of the computation; else masters are fp32, whatever the precision.
     """
+    job = case.job
     with torch.device("meta"):
         model = Llama(spec)
     if not is_deferred(case):
         model.to_empty(device=device)
-        initialise(model, case.seed)
-    if case.tuning != "full":
+        initialise(model, case.protocol.seed)
+    if case.job.tuning != "full":
         # Imported here because these packages come with an extra, and take seconds to import.
         from refshard.models.adapters import adapt, switch_dropout
 
-        if case.precision == "bf16":
+        if job.precision == "bf16":
             model.to(torch.bfloat16)
-        if case.tuning == "qlora":
+        if job.tuning == "qlora":
             from refshard.models.nf4 import quantise
 
             quantise(model)
-        adapt(model, case.seed)
+        adapt(model, case.protocol.seed)
         switch_dropout(model, on=False)
-    checkpoint_layers(model, case.checkpointing)
+    checkpoint_layers(model, job.checkpointed(len(model.model.layers)))
     return model
 
 
-def is_deferred(case: CaseSpec) -> bool:
+def is_deferred(case: Case) -> bool:
     """Whether the strategy of a case gets its model on the meta device, so that no rank ever holds all of it.
 
     A factory's module is deferred only in a dry run, which computes no values: only the factory can initialise it.
     """
-    if is_factory(case.model) and case.fidelity != "dryrun":
+    job = case.job
+    if is_factory(job.model) and case.protocol.fidelity != "dryrun":
         return False
-    return case.tuning == "full" and ROWS[case.strategy].deferred
+    return job.tuning == "full" and ROWS[job.strategy].deferred
 
 
 class Trainer:
@@ -221,7 +224,7 @@ class Trainer:
     """
 
     def __init__(
-        self, case: CaseSpec, spec: ModelSpec | None, strategy: Strategy, group: dist.ProcessGroup, device: torch.device
+        self, case: Case, spec: ModelSpec | None, strategy: Strategy, group: dist.ProcessGroup, device: torch.device
     ) -> None:
         self._case, self._device = case, device
         self.losses: list[float] = []
@@ -233,7 +236,7 @@ class Trainer:
         self._units = tuple((group.name, group.modules) for group in group_units(model, named))
         self._world = World.of(case, group, device, self.blocks)
         self._loop = strategy.wrap(cast(Any, model), self._world)  # rows without the axis "own model" get a Llama
-        torch.manual_seed((case.seed << 16) + self._world.data_rank)  # ranks that share tokens drop the same
+        torch.manual_seed((case.protocol.seed << 16) + self._world.data_rank)  # ranks that share tokens drop the same
 
     @property
     def held(self) -> int:
@@ -244,7 +247,7 @@ class Trainer:
     @property
     def drops(self) -> bool:
         """Whether training drops anything, once :meth:`begin_dropout` is called."""
-        return self._subject.drops and self._case.workload == "training"
+        return self._subject.drops and self._case.job.workload == "training"
 
     def begin_dropout(self) -> None:
         """Turn dropout on. It was off for the proof, since what is dropped, and so the loss, depends on the rank."""
@@ -260,7 +263,7 @@ class Trainer:
 
     def step(self, batch: Batch) -> torch.Tensor:
         """Compute one step and return its loss, scalar fp32, without waiting for it."""
-        return self._loop.train(batch) if self._case.workload == "training" else self._loop.infer(batch)
+        return self._loop.train(batch) if self._case.job.workload == "training" else self._loop.infer(batch)
 
     def timed_step(self, *, aligned: bool) -> float:
         """Compute one step and return its synchronised wall time in seconds.

@@ -11,7 +11,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from refshard.measure.launchers.base import Launcher, Program, Ranks, started, worker_arguments
 from refshard.measure.launchers.local import ADDRESS, local_places
 from refshard.records import Environment
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,7 +34,7 @@ class FakeGpus(Launcher):
         with started(sys.executable, [(own, {**place, **path}) for place in places], folder) as ranks:
             yield ranks
 
-    def check(self, case: CaseSpec, *, oversubscribe: bool) -> None:
+    def check(self, case: Case, *, oversubscribe: bool) -> None:
         """See :meth:`Launcher.check`; a node has eight."""
         assert case.processes <= 8
 

@@ -16,7 +16,7 @@ from refshard.measure.trainer import CONVENTION
 from refshard.measure.worker import request_file
 from refshard.quantities import GIB
 from refshard.records import Census, CollectiveCount, Environment, LaunchRecord
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.model import load_model
 from refshard.specs.reading import convert
 from refshard.specs.suite import SuiteSpec
@@ -26,18 +26,19 @@ ANNOUNCED = (CollectiveCount(op="all_reduce", count=1, bytes=400),)
 CENSUS = Census(operators=10, allocations=4, allocated_bytes=640, order_sha256="0123456789abcdef" * 4)
 
 
-def rank_result(case: CaseSpec, rank: int, **changes: Any) -> RankResult:
+def rank_result(case: Case, rank: int, **changes: Any) -> RankResult:
     """A plausible result: step times 0.1, 0.2, ... s (0.05 s more on each further rank), the same losses everywhere."""
-    alone = case.strategy == "single"
-    blocks = tuple(f"model.layers.{i}" for i in range(load_model(case.model).n_layers))
+    job = case.job
+    alone = job.strategy == "single"
+    blocks = tuple(f"model.layers.{i}" for i in range(load_model(job.model).n_layers))
     fields: dict[str, Any] = {
         "rank": rank,
         "state": "ok",
         "device": "cpu",
         "backend": "gloo",
-        "step_times_s": tuple(0.1 * (i + 1) + 0.05 * rank for i in range(case.measured_steps)),
-        "traced_step_times_s": (0.3,) * case.traced_steps,
-        "losses": tuple(5.0 - 0.1 * i for i in range(case.total_steps)),
+        "step_times_s": tuple(0.1 * (i + 1) + 0.05 * rank for i in range(case.protocol.measured_steps)),
+        "traced_step_times_s": (0.3,) * case.protocol.traced_steps,
+        "losses": tuple(5.0 - 0.1 * i for i in range(case.protocol.total_steps)),
         "peak_memory_bytes": 1000 * (rank + 1),
         "rss_bytes": 5000,
         "blocks": blocks,
@@ -45,16 +46,16 @@ def rank_result(case: CaseSpec, rank: int, **changes: Any) -> RankResult:
         "announced": () if alone else ANNOUNCED,
         "parameters_sha256": "same",
         "census": CENSUS,
-        "flops_per_token": float(flops_per_token(load_model(case.model), case.seq_len, CONVENTION, case.workload)),
+        "flops_per_token": float(flops_per_token(load_model(job.model), job.seq_len, CONVENTION, job.workload)),
     }
     return RankResult(**{**fields, **changes})
 
 
-def write_rank(case: CaseSpec, folder: Path, rank: int, **changes: Any) -> None:
+def write_rank(case: Case, folder: Path, rank: int, **changes: Any) -> None:
     """Leave a rank's result and a trace of one 100 us step: compute [10, 60), an all-reduce [40, 80)."""
     rank_file(folder, rank).write_bytes(msgspec.json.encode(rank_result(case, rank, **changes)))
     events = [step(1, 0, 100), event("aten::mm", 10, 50)]
-    if case.strategy != "single":
+    if case.job.strategy != "single":
         events += [
             event("c10d::allreduce_", 5, 1, **shaped([[[100]], []], ["TensorList", ""])),
             event("gloo:all_reduce", 40, 40, cat="user_annotation", tid=2, **shaped([[100]], ["float"])),
@@ -98,7 +99,7 @@ class StandIn(Launcher):
     def start(self, program: Program, folder: Path) -> Iterator[Ranks]:
         yield Ended(self._ranks(program, folder), self._shown)
 
-    def check(self, case: CaseSpec, *, oversubscribe: bool) -> None:
+    def check(self, case: Case, *, oversubscribe: bool) -> None:
         check_fits_machine(case, case.processes, oversubscribe=oversubscribe)
 
     def environment(self, threads: int, run: Path, on_progress: Callable[[str], None]) -> Environment:
@@ -108,21 +109,21 @@ class StandIn(Launcher):
 class FakeLauncher(StandIn):
     """Calls ``outcome(case, folder)`` for each launch; by default every rank leaves a good result."""
 
-    def __init__(self, outcome: Callable[[CaseSpec, Path], LaunchOutcome] | None = None) -> None:
+    def __init__(self, outcome: Callable[[Case, Path], LaunchOutcome] | None = None) -> None:
         super().__init__(self._launched)
-        self.launched: list[CaseSpec] = []
-        self.series: list[list[CaseSpec]] = []
+        self.launched: list[Case] = []
+        self.series: list[list[Case]] = []
         self._outcome = outcome or good
 
     def _launched(self, program: Program, folder: Path) -> LaunchOutcome:
         data = request_file(folder, program.name).read_bytes()
         if program.name == "series":
-            cases = msgspec.json.decode(data, type=list[CaseSpec])
-            assert program.time_limit_s == sum(case.time_limit_s for case in cases)
+            cases = msgspec.json.decode(data, type=list[Case])
+            assert program.time_limit_s == sum(case.protocol.time_limit_s for case in cases)
             self.series.append(cases)
             return [self._outcome(case, series_folder(folder, index)) for index, case in enumerate(cases)][-1]
-        case = msgspec.json.decode(data, type=CaseSpec)
-        assert program == Program(name="case", processes=case.processes, time_limit_s=case.time_limit_s)
+        case = msgspec.json.decode(data, type=Case)
+        assert program == Program(name="case", processes=case.processes, time_limit_s=case.protocol.time_limit_s)
         self.launched.append(case)
         return self._outcome(case, folder)
 
@@ -132,8 +133,8 @@ def leaving(strategy: str, *ranks: dict[str, Any], launch: LaunchOutcome | None 
     cases of ``strategy`` or, if that is empty, in all but references; launches of these end as ``launch`` says.
     """
 
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
-        mine = case.strategy == strategy if strategy else case != case.reference()
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
+        mine = case.job.strategy == strategy if strategy else case != case.reference()
         for rank in range(case.processes):
             write_rank(case, folder, rank, **(ranks[min(rank, len(ranks) - 1)] if mine and ranks else {}))
         return (launch if mine else None) or LaunchOutcome()
@@ -141,7 +142,7 @@ def leaving(strategy: str, *ranks: dict[str, Any], launch: LaunchOutcome | None 
     return FakeLauncher(outcome)
 
 
-def good(case: CaseSpec, folder: Path) -> LaunchOutcome:
+def good(case: Case, folder: Path) -> LaunchOutcome:
     """Every rank ends well."""
     for rank in range(case.processes):
         write_rank(case, folder, rank)
@@ -161,8 +162,8 @@ class Silent(Observer):
     def __init__(self) -> None:
         self.told: list[str] = []
 
-    def case_started(self, case: CaseSpec, round_: int, index: int, total: int) -> None:
-        self.told.append(f"start {index + 1}/{total} {case.strategy} {round_}")
+    def case_started(self, case: Case, round_: int, index: int, total: int) -> None:
+        self.told.append(f"start {index + 1}/{total} {case.job.strategy} {round_}")
 
     def case_progressed(self, text: str) -> None:
         self.told.append(text)
@@ -175,7 +176,7 @@ def make_suite(**changes: Any) -> SuiteSpec:
     """Three strategies on two ranks."""
     fields: dict[str, Any] = {
         "name": "fake",
-        "matrix": {"strategy": ["single", "ddp", "refshard-yafsdp"], "world_size": [2], "model": ["llama-tiny"]},
+        "matrix": {"strategy": ["single", "ddp", "refshard-yafsdp"], "gpus": [2], "model": ["llama-tiny"]},
         "case": {"global_batch": 4, "measured_steps": 3, "traced_steps": 1, "device": "cpu"},
     }
     return convert({**fields, **changes}, SuiteSpec, where="suite")

@@ -57,7 +57,7 @@ def kill_within_collective(run: Path, strategy: str, victim: int) -> None:
 
 
 def record_of(run: Run, strategy: str) -> LaunchRecord:
-    (record,) = (record for record in run.launches if record.case.strategy == strategy)
+    (record,) = (record for record in run.launches if record.case.job.strategy == strategy)
     return record
 
 

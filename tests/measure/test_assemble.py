@@ -7,13 +7,13 @@ from msgspec.structs import replace
 
 from refshard.measure.assemble import of_all_hosts, peak_of, retry_warnings, throttle_warnings
 from refshard.records import GpuMemory, GpuUse
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from tests.measure.fakes import ENVIRONMENT
 
 
-def case(**changes: Any) -> CaseSpec:
-    fields = {"strategy": "ddp", "world_size": 2, "model": "llama-tiny", "global_batch": 2, "seq_len": 16}
-    return CaseSpec(**{**fields, **changes})
+def case(**changes: Any) -> Case:
+    fields = {"strategy": "ddp", "gpus": 2, "model": "llama-tiny", "global_batch": 2, "seq_len": 16}
+    return Case.of(**{**fields, **changes})
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_a_rank_that_is_killed_leaves_what_was_measured(tmp_path: Path) -> None:
 
 def test_calibrate_measures_this_machine_and_writes_a_profile(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "mine.toml"
-    done = refshard("calibrate", "--quick", "--ranks", "2", "--device", "cpu", "--out", path)
+    done = refshard("calibrate", "--quick", "--gpus", "2", "--device", "cpu", "--out", path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip().endswith(f"profile: {path}")
     assert "busbw" in done.stdout
@@ -132,7 +132,7 @@ def test_calibrate_measures_this_machine_and_writes_a_profile(tmp_path: Path) ->
 @pytest.mark.full
 def test_an_interrupted_calibration_keeps_its_samples_for_a_profile(tmp_path: Path) -> None:
     path, folder = tmp_path / "mine.toml", tmp_path / "mine.toml.samples"
-    process = start("calibrate", "--quick", "--ranks", "2", "--device", "cpu", "--out", path)
+    process = start("calibrate", "--quick", "--gpus", "2", "--device", "cpu", "--out", path)
     wait_for(lambda: has_measured(folder, "optimizer"), 240)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=1800)
@@ -182,7 +182,7 @@ def test_slurm_runs_a_calibration_as_a_job(tmp_path: Path, tmp_path_factory: pyt
     if found := obstacle():
         pytest.skip(found)
     path = tmp_path / "mine.toml"
-    asked = ("calibrate", "--quick", "--launcher", "slurm", "--ranks", "2", "--device", "cpu", "--out", path)
+    asked = ("calibrate", "--quick", "--launcher", "slurm", "--gpus", "2", "--device", "cpu", "--out", path)
     with running_slurm(tmp_path_factory.mktemp("slurm")) as cluster:
         process = start(*asked, "--sbatch", "--partition=main", env=cluster.environment)
         out, err = process.communicate(timeout=1800)

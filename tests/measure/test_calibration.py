@@ -607,7 +607,7 @@ def test_shapes_are_those_that_training_meets() -> None:
         ({"network": "2x2gbit", "launcher": "slurm"}, "network: --network brings its own launcher; leave out"),
         ({"launcher": "slrum"}, "launcher: unknown 'slrum'; did you mean 'slurm'?"),
         ({"sbatch": "-p main"}, "sbatch needs launcher 'slurm', got launcher 'local'; add --launcher slurm"),
-        ({"launcher": "slurm"}, "launcher 'slurm' starts ranks on nodes that are unknown here; give --ranks, and"),
+        ({"launcher": "slurm"}, "launcher 'slurm' starts ranks on nodes that are unknown here; give --gpus, and"),
         ({"launcher": "torchrun"}, "launcher 'torchrun' needs torchrun, which did not start this process; run"),
         ({"output": Path("/proc/no/such.toml")}, "out: /proc/no/such.toml cannot be written"),
         ({"output": Path("/tmp")}, "out: /tmp is a folder; name the file to write"),

@@ -22,7 +22,7 @@ from refshard.measure.run import blank_record, check_suite, run_suite
 from refshard.measure.worker import request_file
 from refshard.quantities import GIB, MIB, format_bytes
 from refshard.records import DERIVED, METRICS, Census, CollectiveCount, LaunchRecord, RunRecord, StepTrace
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.cluster import load_cluster
 from refshard.specs.suite import SuiteSpec
 from refshard.specs.writing import to_toml
@@ -33,15 +33,15 @@ DRY: dict[str, Any] = {
     "fidelity": "dryrun", "cluster": "dgx-h100x32", "model": "llama-tiny", "seq_len": 64, "batch_per_rank": 1,
 }  # fmt: skip
 TABLES: list[dict[str, Any]] = [
-    {"strategy": "ddp", "world_size": 8},
-    {"strategy": "fsdp1", "world_size": 8, "checkpointing": "full", "precision": "bf16"},
-    {"strategy": "fsdp2", "world_size": 16, "replicas": 2, "checkpointing": "selective", "microbatches": 2,
+    {"strategy": "ddp", "gpus": 8},
+    {"strategy": "fsdp1", "gpus": 8, "checkpointing": "full", "precision": "bf16"},
+    {"strategy": "fsdp2", "gpus": 16, "dp_replicate": 2, "checkpointing": "selective", "microbatches": 2,
      "batch_per_rank": 2, "precision": "bf16"},
-    {"strategy": "refshard-yafsdp", "world_size": 16, "tensor_parallel": 2},
-    {"strategy": "pipeline", "world_size": 2, "microbatches": 2, "global_batch": 4},
-    {"strategy": "simplefsdp", "world_size": 8},
-    {"strategy": "fsdp2-tuned", "world_size": 4, "optimizer": "muon"},
-    {"strategy": "refshard-fsdp", "world_size": 4, "optimizer": "muon", "precision": "bf16"},
+    {"strategy": "refshard-yafsdp", "gpus": 16, "tp": 2},
+    {"strategy": "pipeline", "gpus": 2, "microbatches": 2, "global_batch": 4},
+    {"strategy": "simplefsdp", "gpus": 8},
+    {"strategy": "fsdp2-tuned", "gpus": 4, "optimizer": "muon"},
+    {"strategy": "refshard-fsdp", "gpus": 4, "optimizer": "muon", "precision": "bf16"},
 ]  # fmt: skip
 HEADER = RunRecord(
     run_id="r", refshard="0", started_at="", suite=make_suite(), environment=ENVIRONMENT, planned=1
@@ -54,7 +54,7 @@ def dry_suite(tables: list[dict[str, Any]], **shared: Any) -> SuiteSpec:
 
 def run(folder: Path, suite: SuiteSpec) -> dict[str, LaunchRecord]:
     return {
-        record.case.strategy: record
+        record.case.job.strategy: record
         for record in run_suite(suite, folder, LocalLauncher(), Silent(), ENVIRONMENT).launches
     }
 
@@ -169,9 +169,7 @@ class TestRun:
     def test_too_small_a_gpu_is_told_with_what_the_case_needs(self, tmp_path: Path) -> None:
         cluster = tmp_path / "small.toml"
         cluster.write_text(small_cluster(60 * MIB))
-        (record,) = run(
-            tmp_path / "run", dry_suite([{"strategy": "ddp", "world_size": 8}], cluster=str(cluster))
-        ).values()
+        (record,) = run(tmp_path / "run", dry_suite([{"strategy": "ddp", "gpus": 8}], cluster=str(cluster))).values()
         assert record.state == "oom"
         needs = record.metrics["peak_memory_bytes"] or 0
         assert needs > 4 * 4 * 4_951_296
@@ -182,7 +180,7 @@ class TestRun:
 
 
 KNOBS: dict[str, Any] = {
-    "model": "llama3-8b-cut3", "seq_len": 512, "world_size": 64, "precision": "bf16",
+    "model": "llama3-8b-cut3", "seq_len": 512, "gpus": 64, "precision": "bf16",
 }  # fmt: skip
 """Blocks of 436 MB in bf16 over the network between nodes: communication decides how long a step takes."""
 BLOCK = 218_112_000
@@ -199,7 +197,7 @@ def turned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LaunchRecord]:
     ]
     folder = tmp_path_factory.mktemp("turned") / "run"
     records = run_suite(dry_suite(tables, **KNOBS), folder, LocalLauncher(), Silent(), ENVIRONMENT).launches
-    return {r.case.comm_memory if r.case.comm_memory != "default" else r.case.strategy: r for r in records}
+    return {r.case.job.comm_memory if r.case.job.comm_memory != "default" else r.case.job.strategy: r for r in records}
 
 
 @pytest.mark.processes
@@ -209,7 +207,7 @@ class TestKnobs:
     """A dry run follows FSDP2's knobs, and says of which it cannot."""
 
     def test_none_changes_what_is_communicated(self, turned: dict[str, LaunchRecord]) -> None:
-        ran = [record for record in turned.values() if record.case.comm_memory in ("default", "allocator")]
+        ran = [record for record in turned.values() if record.case.job.comm_memory in ("default", "allocator")]
         assert len(ran) == 5
         for record in ran:
             assert (record.state, record.error) == ("ok", None)
@@ -257,9 +255,7 @@ def small_cluster(usable_bytes: int) -> str:
     return to_toml(msgspec.structs.replace(cluster, hardware=hardware))
 
 
-CASE = CaseSpec(
-    strategy="fsdp2", world_size=8, global_batch=8, **{k: v for k, v in DRY.items() if k != "batch_per_rank"}
-)
+CASE = Case.of(strategy="fsdp2", gpus=8, global_batch=8, **{k: v for k, v in DRY.items() if k != "batch_per_rank"})
 GATHERS = CollectiveCount(op="all_gather", count=13, bytes=1000)
 REDUCES = CollectiveCount(op="reduce_scatter", count=7, bytes=700)
 STEP = StepResult(
@@ -307,7 +303,7 @@ class Leaves(StandIn):
         return self._launch
 
 
-def record_of(launcher: Leaves, folder: Path, case: CaseSpec = CASE) -> LaunchRecord:
+def record_of(launcher: Leaves, folder: Path, case: Case = CASE) -> LaunchRecord:
     launched = launch_dry(case, launcher, folder, lambda _: None)
     return record_dry(blank_record(case, 0, HEADER, datetime.now(UTC)), launched)
 
@@ -411,7 +407,7 @@ def test_a_process_that_does_not_end_well_is_the_case_s_end(
 
 
 def test_the_slowest_of_ranks_that_differ_counts(tmp_path: Path) -> None:
-    case = msgspec.structs.replace(CASE, strategy="pipeline", world_size=2, global_batch=2)
+    case = CASE.changed(strategy="pipeline", gpus=2, global_batch=2)
     slow = msgspec.structs.replace(STEP, step_s=0.4)
 
     def answer(asked: DryCase) -> DryResult:
@@ -426,7 +422,7 @@ def test_the_slowest_of_ranks_that_differ_counts(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_ends_badly_is_the_last(tmp_path: Path) -> None:
-    case = msgspec.structs.replace(CASE, strategy="pipeline", world_size=2, global_batch=2)
+    case = CASE.changed(strategy="pipeline", gpus=2, global_batch=2)
     launcher = Leaves(lambda _: DryResult(state="failed", error="no"))
     assert record_of(launcher, tmp_path, case).state == "failed"
     assert [asked.rank for asked in launcher.asked] == [0]
@@ -437,19 +433,19 @@ def test_a_rank_that_ends_badly_is_the_last(tmp_path: Path) -> None:
     [
         ({"cluster": "no-such"}, "cluster: no profile and no file 'no-such'"),
         ({"cluster": "lab-2x2gbit"}, "cluster must have CUDA GPUs for dryrun cases, but 'lab-2x2gbit' has none"),
-        ({"world_size": 12}, "on nodes of 8 ranks, got 12"),
+        ({"gpus": 12}, "on nodes of 8 ranks, got 12"),
     ],
 )
 def test_a_cluster_that_cannot_hold_the_case_is_refused_before_anything_runs(
     changes: dict[str, Any], message: str
 ) -> None:
-    suite = make_suite(matrix={"strategy": ["fsdp2"]}, case={**DRY, "world_size": 8, **changes})
+    suite = make_suite(matrix={"strategy": ["fsdp2"]}, case={**DRY, "gpus": 8, **changes})
     with pytest.raises(SpecError, match=message):
         check_suite(suite, LocalLauncher(), oversubscribe=False)
 
 
 @needs_device
 def test_a_world_of_any_size_needs_no_cores() -> None:
-    suite = dry_suite([{"strategy": "fsdp2", "world_size": 256}])
+    suite = dry_suite([{"strategy": "fsdp2", "gpus": 256}])
     (case,) = check_suite(suite, Leaves(lambda _: None), oversubscribe=False)
-    assert (case.processes, case.world_size) == (1, 256)
+    assert (case.processes, case.job.gpus) == (1, 256)

@@ -16,7 +16,7 @@ from refshard.measure.interruption import Interruption, interruptible
 from refshard.measure.launchers.base import LaunchOutcome
 from refshard.measure.run import resume_run, run_suite
 from refshard.measure.store import read_run
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from tests.measure.fakes import ENVIRONMENT, FakeLauncher, Silent, good, make_suite
 
 WATCHED = {
@@ -56,10 +56,11 @@ def signal_at(line: int, *numbers: signal.Signals) -> Iterator[list[int]]:
 def interrupted(folder: Path, line: int) -> bool:
     """Whether a run into ``folder`` came to the ``line``-th line, and was interrupted there."""
 
-    def outcome(case: CaseSpec, work: Path) -> LaunchOutcome:
-        return good(case, work) if case.strategy == "single" else LaunchOutcome(failed_rank=0, error="rank 0 failed")
+    def outcome(case: Case, work: Path) -> LaunchOutcome:
+        job = case.job
+        return good(case, work) if job.strategy == "single" else LaunchOutcome(failed_rank=0, error="rank 0 failed")
 
-    suite = make_suite(matrix={"strategy": ["single", "ddp"], "world_size": [2], "model": ["llama-tiny"]})
+    suite = make_suite(matrix={"strategy": ["single", "ddp"], "gpus": [2], "model": ["llama-tiny"]})
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     try:
         with interruptible(), signal_at(line, signal.SIGTERM) as ran:

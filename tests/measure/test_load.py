@@ -16,7 +16,7 @@ from refshard.measure.load import RankLoad, load_of, probe, sampled, use_of, wat
 from refshard.measure.nvml import GpuReading
 from refshard.measure.rank import RankResult, measure
 from refshard.records import GpuUse
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from tests.distributed.ranks import run_ranks
 from tests.fakecuda.fresh import see
 from tests.measure.sensors import FakeSensors
@@ -100,8 +100,8 @@ def test_the_fake_device_has_memory_and_no_sensors() -> None:
 
 
 def measured(trace: Path) -> RankResult:
-    case = CaseSpec(
-        strategy="single", world_size=1, model="llama-tiny", global_batch=1, seq_len=16, measured_steps=3,
+    case = Case.of(
+        strategy="single", gpus=1, model="llama-tiny", global_batch=1, seq_len=16, measured_steps=3,
         traced_steps=1,
     )  # fmt: skip
     assert dist.group.WORLD is not None

@@ -24,10 +24,10 @@ STRATEGIES = ("ddp", "fsdp2", "refshard-yafsdp")
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LaunchRecord]:
     case = {"global_batch": 8, "seq_len": 32, "measured_steps": 2, "traced_steps": 1, "device": "cuda"}
-    matrix = {"strategy": list(STRATEGIES), "world_size": [RANKS], "model": ["llama-mini"]}
+    matrix = {"strategy": list(STRATEGIES), "gpus": [RANKS], "model": ["llama-mini"]}
     suite = make_suite(matrix=matrix, case={**case, "precision": "bf16", "checkpointing": "full"})
     run = run_suite(suite, tmp_path_factory.mktemp("node") / "run", FakeGpus(), Silent(), NODE)
-    return {record.case.strategy: record for record in run.launches}
+    return {record.case.job.strategy: record for record in run.launches}
 
 
 def test_no_rank_holds_the_reference(found: dict[str, LaunchRecord]) -> None:
@@ -48,7 +48,7 @@ def test_a_case_ends_ok_with_all_figures_and_is_proved_by_its_reduced_model(
     assert record.peak_flops_per_s == pytest.approx(989e12, rel=2e-3)
     assert metrics["mfu"] > 0
     assert metrics["synchronisation"] > 0
-    assert len(record.losses) == record.case.total_steps + 2 + WARMUP_STEPS + record.case.traced_steps
+    assert len(record.losses) == record.case.protocol.total_steps + 2 + WARMUP_STEPS + record.case.protocol.traced_steps
     assert len(record.gpu_memory) == RANKS
     for one in record.gpu_memory:
         assert 0 < one.requested_bytes <= one.allocated_bytes <= one.active_bytes <= one.reserved_bytes

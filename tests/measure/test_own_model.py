@@ -63,14 +63,14 @@ def test_the_pages_example_is_measured_and_proven(suite: SuiteSpec, tmp_path: Pa
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_the_pages_example_is_dry_run_on_gpus_that_are_not_here(suite: SuiteSpec, tmp_path: Path) -> None:
     launches = run(suite.as_dry_run("dgx-h100"), tmp_path / "run").launches
-    assert {record.case.strategy: (record.state, record.error) for record in launches} == dict.fromkeys(
+    assert {record.case.job.strategy: (record.state, record.error) for record in launches} == dict.fromkeys(
         ["ddp", "fsdp2", "refshard-yafsdp"], ("ok", None)
     )
     assert all(record.flops_per_token and record.metrics["mfu"] for record in launches)
 
 
 def own_suite(model: str, **case: object) -> SuiteSpec:
-    matrix = {"strategy": ["ddp"], "world_size": [2], "model": [model]}
+    matrix = {"strategy": ["ddp"], "gpus": [2], "model": [model]}
     return make_suite(matrix=matrix, case={"global_batch": 4, "device": "cpu", **case})
 
 
@@ -109,7 +109,7 @@ def test_a_run_keeps_the_dimensions_of_a_file_and_is_not_resumed_without_it(tmp_
 
 
 def test_recomputed_layers_are_told_of_as_many_as_the_module_has() -> None:
-    case = msgspec.structs.replace(own_suite(OWN).cases()[-1], checkpointing="every-2")
+    case = own_suite(OWN).cases()[-1].changed(checkpointing="every-2")
     assert recompute_text(case, 5) == "forward of 2 of 5 layers, not counted"
 
 

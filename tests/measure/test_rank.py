@@ -17,12 +17,13 @@ from refshard.errors import UnsupportedError
 from refshard.measure.rank import RankResult, rank_file, state_of
 from refshard.measure.worker import request_file
 from refshard.quantities import GIB
-from refshard.specs.case import CaseSpec, CommMemory
+from refshard.specs.case import Case
+from refshard.specs.job import CommMemory
 from tests.fakecuda.fresh import needs_device
 
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-CASE = CaseSpec(
-    strategy="single", world_size=1, model="llama-tiny", global_batch=1, seq_len=8, device="cpu", measured_steps=2,
+CASE = Case.of(
+    strategy="single", gpus=1, model="llama-tiny", global_batch=1, seq_len=8, device="cpu", measured_steps=2,
     traced_steps=1,
 )  # fmt: skip
 RANK = """
@@ -74,7 +75,7 @@ def run_alone(folder: Path, script: str = "", then: str = "", first: str = "", *
     """What the only rank of a case leaves and prints, whose process runs ``first`` before torch, and ``script`` and
     ``then`` around it.
     """
-    request_file(folder, "case").write_bytes(msgspec.json.encode(msgspec.structs.replace(CASE, **case)))
+    request_file(folder, "case").write_bytes(msgspec.json.encode(CASE.changed(**case)))
     command = [sys.executable, "-c", RANK.format(first=first, script=script, then=then), str(folder)]
     variables = {name: value for name, value in os.environ.items() if name != "NCCL_CTA_POLICY"} | ALONE
     done = subprocess.run(command, env=variables, check=False, timeout=1800, stdout=subprocess.PIPE, text=True)
@@ -109,7 +110,9 @@ def test_a_ranks_limit_holds_for_its_training_and_not_for_the_trace(tmp_path: Pa
     note = "seen = []\nbefore_forward(lambda *_: seen.append(resource.getrlimit(resource.RLIMIT_DATA)[0]))"
     _, printed = run_alone(tmp_path, note, "print(json.dumps(seen))", memory_limit_gib=2.0)
     seen = json.loads(printed)
-    steps = CASE.warmup_steps + CASE.measured_steps + 2  # the profiler's own warm-up step, and the traced one
+    steps = (
+        CASE.protocol.warmup_steps + CASE.protocol.measured_steps + 2
+    )  # the profiler's own warm-up step, and the traced one
     calls = len(seen) // steps
     assert len(seen) == calls * steps
     assert set(seen[: -2 * calls]) == {2 * GIB}

@@ -14,7 +14,7 @@ from refshard.measure.run import run_suite
 from refshard.models.llama import Llama
 from refshard.quantities import GIB, MIB
 from refshard.records import LaunchRecord
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.model import load_model
 from refshard.specs.suite import SuiteSpec
 from tests.measure.fakes import ENVIRONMENT, FakeLauncher, Silent, make_suite, write_rank
@@ -22,8 +22,8 @@ from tests.measure.fakes import ENVIRONMENT, FakeLauncher, Silent, make_suite, w
 SMALL = msgspec.structs.replace(ENVIRONMENT, memory_bytes=100 * MIB)
 H100S = msgspec.structs.replace(ENVIRONMENT, gpus=("H100",) * 8, gpu_memory_bytes=(80 * GIB,) * 8)
 H200_BYTES = 150_109_106_176
-LARGE = CaseSpec(
-    strategy="fsdp2", world_size=8, model="llama3-8b", global_batch=8, seq_len=8192, precision="bf16", data="mine.bin",
+LARGE = Case.of(
+    strategy="fsdp2", gpus=8, model="llama3-8b", global_batch=8, seq_len=8192, precision="bf16", data="mine.bin",
     checkpointing=(0, 31),
 )  # fmt: skip
 
@@ -44,14 +44,14 @@ def test_a_reduced_model_is_small_and_counts_its_parameters(name: str, layers: i
 def test_a_reference_that_does_not_fit_is_reduced_in_fp32_on_the_same_ranks() -> None:
     reduced = reduced_for(LARGE, H100S)
     assert reduced is not None
-    case = msgspec.structs.replace(LARGE, precision="fp32", seq_len=128, data="synthetic", checkpointing="full")
+    case = LARGE.changed(precision="fp32", seq_len=128, data="synthetic", checkpointing="full")
     assert reduced.case == case
     assert reduced.model == load_model("llama3-8b").reduced(2)
     assert reduced.why == "one unsharded rank would need about 3,196 GiB, and has 80.0 GiB"
     assert reduced.text.startswith("the same case reduced to 2 layers of width 512, a vocabulary of 2,048, 128 tokens")
 
 
-SCORES = {"world_size": 1, "global_batch": 1, "checkpointing": "selective"}
+SCORES = {"gpus": 1, "global_batch": 1, "checkpointing": "selective"}
 SERVED = {**SCORES, "model": "llama3.2-1b", "workload": "inference", "checkpointing": "none"}
 QWEN = {"model": "qwen3-8b", "seq_len": 1024, "checkpointing": "none"}
 
@@ -77,19 +77,19 @@ def test_a_reference_is_reduced_if_its_scores_optimizer_or_parameters_do_not_fit
     changes: dict[str, Any], memory_bytes: int | None, layers: int | None
 ) -> None:
     gpus = msgspec.structs.replace(H100S, gpu_memory_bytes=() if memory_bytes is None else (memory_bytes,) * 8)
-    case = msgspec.structs.replace(LARGE, **changes)
+    case = LARGE.changed(**changes)
     reduced = reduced_for(case, gpus)
-    assert (reduced and reduced.model) == (layers and load_model(case.model).reduced(layers))
+    assert (reduced and reduced.model) == (layers and load_model(case.job.model).reduced(layers))
 
 
 def by_strategy(suite: SuiteSpec, tmp_path: Path, launcher: Any) -> dict[str, LaunchRecord]:
     found = run_suite(suite, tmp_path / "run", launcher, Silent(), SMALL)
     assert found.header.planned == len(found.launches)
-    return {record.case.strategy: record for record in found.launches}
+    return {record.case.job.strategy: record for record in found.launches}
 
 
 def _suite(*strategies: str, **case: Any) -> SuiteSpec:
-    matrix = {"strategy": list(strategies), "world_size": [2], "model": ["llama-mini"]}
+    matrix = {"strategy": list(strategies), "gpus": [2], "model": ["llama-mini"]}
     shared = {"global_batch": 2, "seq_len": 16, "measured_steps": 1, "traced_steps": 1, "device": "cpu", **case}
     return make_suite(matrix=matrix, case=shared)
 
@@ -97,9 +97,9 @@ def _suite(*strategies: str, **case: Any) -> SuiteSpec:
 def leaving(reference: tuple[float, ...], error: str = "") -> FakeLauncher:
     """A launcher whose ranks leave losses of 3 and 5 of the reduced case, and rank 0 those of its reference."""
 
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
         reduced = msgspec.json.decode(reduced_file(folder).read_bytes(), type=Reduced)
-        assert reduced.case.strategy == case.strategy
+        assert reduced.case.job.strategy == case.job.strategy
         for rank in range(case.processes):
             alone = {"reference": reference, "error": error} if rank == 0 else {}
             write_rank(case, folder, rank, reduced=ReducedLosses(losses=(3.0 + 2 * rank,) * 10, **alone))  # type: ignore[arg-type]
@@ -111,7 +111,7 @@ def leaving(reference: tuple[float, ...], error: str = "") -> FakeLauncher:
 def test_no_reference_is_launched_and_parity_is_the_reduced_cases(tmp_path: Path) -> None:
     launcher = leaving(reference=(4.0,) * 9 + (4.00001,))
     ddp = by_strategy(_suite("ddp", precision="bf16"), tmp_path, launcher)["ddp"]
-    assert [case.strategy for case in launcher.launched] == ["ddp"]
+    assert [case.job.strategy for case in launcher.launched] == ["ddp"]
     assert (ddp.state, ddp.error) == ("ok", None)
     assert ddp.metrics["loss_parity"] == pytest.approx(2.5e-6, rel=1e-3)
     assert ddp.proof is not None
@@ -140,7 +140,7 @@ def test_a_reduced_reference_that_fails_leaves_the_timing_valid(tmp_path: Path) 
 def test_a_reference_that_the_suite_asks_for_is_launched_whatever_it_needs(tmp_path: Path) -> None:
     launcher = FakeLauncher()
     found = by_strategy(_suite("single", "ddp"), tmp_path, launcher)
-    assert [case.strategy for case in launcher.launched] == ["single", "ddp"]
+    assert [case.job.strategy for case in launcher.launched] == ["single", "ddp"]
     proof = found["ddp"].proof
     assert proof is not None
     assert (proof.loss_parity, proof.parity_of) == (0.0, ""), "the case's own losses are held"

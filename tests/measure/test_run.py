@@ -15,14 +15,14 @@ from refshard.measure.rank import rank_file, trace_file
 from refshard.measure.run import check_suite, mark_latest, resume_run, round_order, run_suite
 from refshard.measure.store import RECORDS, read_run
 from refshard.records import DERIVED, METRICS, CollectiveCount, GpuMemory, GpuUse, LaunchRecord, Load, Proof, Run
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.model import load_model
 from refshard.specs.suite import SuiteSpec
 from tests.analysis.handmade import event, shaped, step, write
 from tests.measure.fakes import ANNOUNCED, ENVIRONMENT, FakeLauncher, Silent, good, leaving, make_suite, write_rank
 
 H200_DDP = Path(__file__).parents[1] / "analysis/h200/ddp.json.gz"
-AXES = {"strategy": ["single", "ddp", "refshard-fsdp"], "world_size": [2], "model": ["llama-tiny"]}
+AXES = {"strategy": ["single", "ddp", "refshard-fsdp"], "gpus": [2], "model": ["llama-tiny"]}
 _NONE_ON_A_CPU = ("peak_active_bytes", "peak_reserved_bytes", "synchronisation")
 
 
@@ -31,7 +31,7 @@ def run(tmp_path: Path, launcher: FakeLauncher, suite: SuiteSpec | None = None) 
 
 
 def by_strategy(found: Run) -> dict[str, LaunchRecord]:
-    return {record.case.strategy: record for record in found.launches}
+    return {record.case.job.strategy: record for record in found.launches}
 
 
 def proof_of(record: LaunchRecord) -> Proof:
@@ -40,8 +40,8 @@ def proof_of(record: LaunchRecord) -> Proof:
 
 
 def raising(error: BaseException, strategy: str = "") -> FakeLauncher:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
-        if strategy in ("", case.strategy):
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
+        if strategy in ("", case.job.strategy):
             raise error
         return good(case, folder)
 
@@ -51,9 +51,9 @@ def raising(error: BaseException, strategy: str = "") -> FakeLauncher:
 def tracing(*events: dict[str, Any], strategy: str = "ddp", ranks: tuple[int, ...] = (0, 1)) -> FakeLauncher:
     """Some ranks of cases of ``strategy`` leave a trace with one step and these events."""
 
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
         good(case, folder)
-        for rank in ranks if case.strategy == strategy else ():
+        for rank in ranks if case.job.strategy == strategy else ():
             write(trace_file(folder, rank), [step(1, 0, 100), *events], rank=rank)
         return LaunchOutcome()
 
@@ -97,12 +97,12 @@ def test_every_round_launches_every_case_references_first_and_the_observer_sees_
     found = run_suite(make_suite(rounds=3), tmp_path / "run", launcher, observer, ENVIRONMENT)
     assert len(found.launches) == found.header.planned == 9
     assert [r.round for r in found.launches] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    assert [c.strategy for c in launcher.launched[:2]] == ["single", "ddp"]
+    assert [c.job.strategy for c in launcher.launched[:2]] == ["single", "ddp"]
     assert found.end is not None
     assert (found.end.cases, found.end.states, found.end.interrupted) == (9, {"ok": 9}, False)
     assert observer.told[:4] == ["start 1/9 single 0", "measure 1/1", "end ok", "start 2/9 ddp 0"]
     for record in found.launches:
-        assert len(record.traces) == record.case.world_size
+        assert len(record.traces) == record.case.job.gpus
         assert all((tmp_path / "run" / trace).is_file() for trace in record.traces)
     assert msgspec.json.decode(msgspec.json.encode(found), type=Run) == found
 
@@ -110,8 +110,8 @@ def test_every_round_launches_every_case_references_first_and_the_observer_sees_
 def test_round_order_favours_no_strategy() -> None:
     strategies = ["ddp", "fsdp2", "fsdp2-tuned", "refshard-fsdp", "refshard-yafsdp"]
     cases = make_suite(matrix={**AXES, "strategy": strategies}).cases()
-    orders = {tuple(c.strategy for c in round_order(cases, round_)) for round_ in range(8)}
-    assert [case.strategy for case in round_order(cases, 0)[:2]] == ["single", "ddp"]
+    orders = {tuple(c.job.strategy for c in round_order(cases, round_)) for round_ in range(8)}
+    assert [case.job.strategy for case in round_order(cases, 0)[:2]] == ["single", "ddp"]
     assert all(sorted(order) == sorted(["single", *strategies]) for order in orders)
     assert len({order.index("ddp") for order in orders}) > 3, "not even ddp keeps its place"
 
@@ -120,7 +120,7 @@ def test_a_table_runs_its_own_number_of_rounds(tmp_path: Path) -> None:
     tables = [{**AXES, "strategy": "ddp"}, {**AXES, "strategy": "refshard-fsdp", "seq_len": 64, "rounds": 1}]
     found = run(tmp_path, FakeLauncher(), make_suite(matrix=tables, rounds=2))
     assert found.header.planned == len(found.launches) == 6
-    assert sorted((r.round, r.case.strategy) for r in found.launches) == [
+    assert sorted((r.round, r.case.job.strategy) for r in found.launches) == [
         (0, "ddp"), (0, "refshard-fsdp"), (0, "single"), (0, "single"), (1, "ddp"), (1, "single"),
     ]  # fmt: skip
 
@@ -170,9 +170,9 @@ def test_terminal_states(
     ],
 )
 def test_a_missing_or_damaged_result_fails_its_case_only(tmp_path: Path, left: str | None, error: str) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
         good(case, folder)
-        if case.strategy != "ddp":
+        if case.job.strategy != "ddp":
             return LaunchOutcome()
         write_rank(case, folder, 0, **LOST)
         rank_file(folder, 1).unlink()
@@ -251,14 +251,14 @@ def test_ddp_on_one_gpu_is_proved_by_its_real_trace(tmp_path: Path) -> None:
     """NCCL launches no kernel for a group of one rank; DDP's operators hide the dtype in a list of tensors."""
     parameters = load_model("llama3.2-1b").params
 
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
         announced = (CollectiveCount(op="all_reduce", count=65, bytes=4 * parameters),)
-        write_rank(case, folder, 0, **({"announced": announced} if case.strategy == "ddp" else {}))
-        if case.strategy == "ddp":
+        write_rank(case, folder, 0, **({"announced": announced} if case.job.strategy == "ddp" else {}))
+        if case.job.strategy == "ddp":
             shutil.copy(H200_DDP, trace_file(folder, 0))
         return LaunchOutcome()
 
-    matrix = {"strategy": ["single", "ddp"], "world_size": [1], "model": ["llama3.2-1b"]}
+    matrix = {"strategy": ["single", "ddp"], "gpus": [1], "model": ["llama3.2-1b"]}
     record = by_strategy(run(tmp_path, FakeLauncher(outcome), make_suite(matrix=matrix)))["ddp"]
     proof = proof_of(record)
     assert (record.state, record.error, record.metrics["comm_s"]) == ("ok", None, 0.0)
@@ -267,7 +267,7 @@ def test_ddp_on_one_gpu_is_proved_by_its_real_trace(tmp_path: Path) -> None:
 
 def test_flops_of_inference_are_those_of_forward_and_the_convention_says_so(tmp_path: Path) -> None:
     suite = make_suite(matrix={**AXES, "workload": ["training", "inference"]})
-    found = {(r.case.strategy, r.case.workload): r for r in run(tmp_path, FakeLauncher(), suite).launches}
+    found = {(r.case.job.strategy, r.case.job.workload): r for r in run(tmp_path, FakeLauncher(), suite).launches}
     training, inference = (found["ddp", workload] for workload in ("training", "inference"))
     assert training.flops_convention == "A: 6(N-E) + 12LHQT (torchtitan)"
     assert inference.flops_convention.startswith("A: 2(N-E) + 4LHQT, forward only")
@@ -277,14 +277,16 @@ def test_flops_of_inference_are_those_of_forward_and_the_convention_says_so(tmp_
 
 
 def test_ranks_may_infer_without_communication_but_not_train(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
-        for rank in range(case.world_size):
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
+        for rank in range(case.job.gpus):
             write_rank(case, folder, rank, announced=())
             write(trace_file(folder, rank), [step(1, 0, 100), event("aten::mm", 10, 50)], rank=rank)
         return LaunchOutcome()
 
     suite = make_suite(matrix={**AXES, "workload": ["training", "inference"]})
-    found = {(r.case.strategy, r.case.workload): r for r in run(tmp_path, FakeLauncher(outcome), suite).launches}
+    found = {
+        (r.case.job.strategy, r.case.job.workload): r for r in run(tmp_path, FakeLauncher(outcome), suite).launches
+    }
     assert found["ddp", "inference"].state == "ok"
     assert "training on several ranks needs them" in str(found["ddp", "training"].error)
 
@@ -292,7 +294,7 @@ def test_ranks_may_infer_without_communication_but_not_train(tmp_path: Path) -> 
 def test_recompute_is_recorded_and_counts_for_nothing(tmp_path: Path) -> None:
     suite = make_suite(matrix={**AXES, "checkpointing": ["none", "every-4", [0, 5]]})
     records = run(tmp_path, FakeLauncher(), suite).launches
-    found = {r.case.checkpointing: r for r in records if r.case.strategy == "ddp"}
+    found = {r.case.job.checkpointing: r for r in records if r.case.job.strategy == "ddp"}
     assert {policy: r.recompute for policy, r in found.items()} == {
         "none": "none",
         "every-4": "forward of 1 of 6 layers, not counted",
@@ -302,16 +304,16 @@ def test_recompute_is_recorded_and_counts_for_nothing(tmp_path: Path) -> None:
 
 
 def test_a_reference_that_accumulates_is_compared_with_one_that_does_not(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
         good(case, folder)
-        if case.microbatches > 1:
-            write_rank(case, folder, 0, losses=(5.5,) * case.total_steps)
+        if case.job.microbatches > 1:
+            write_rank(case, folder, 0, losses=(5.5,) * case.protocol.total_steps)
         return LaunchOutcome()
 
     launcher = FakeLauncher(outcome)
     records = run(tmp_path, launcher, make_suite(matrix={**AXES, "microbatches": [2, 1]}, rounds=2)).launches
     assert launcher.launched[0] == launcher.launched[0].reference()
-    alone = {r.case.microbatches: r for r in records if r.case.strategy == "single"}
+    alone = {r.case.job.microbatches: r for r in records if r.case.job.strategy == "single"}
     assert alone[1].state == "ok"
     assert "losses differ from one unsharded rank by" in str(alone[2].error)
 
@@ -411,23 +413,23 @@ def test_a_folder_that_holds_something_is_refused_untouched(tmp_path: Path) -> N
     [
         ({"strategy": ["dpp"]}, {}, r"strategy: no strategy 'dpp'; did you mean 'ddp'\?"),
         ({"model": ["llama-huge"]}, {}, r"model: no preset 'llama-huge'"),
-        ({"world_size": [4096]}, {"batch_per_rank": 1}, r"world_size: 4096 ranks x 1 thread\(s\) exceed the \d+ cores"),
+        ({"gpus": [4096]}, {"batch_per_rank": 1}, r"gpus: 4096 ranks x 1 thread\(s\) exceed the \d+ cores"),
         ({}, {"global_batch": 4, "data": "/no/such.npy"}, "no/such.npy"),
-        ({}, {"global_batch": 4, "checkpointing": "every-7"}, "K must be at most the model's 6 layers, got 'every-7'"),
+        ({}, {"global_batch": 4, "checkpointing": "every-7"}, "its number must be at most the 6 layers, got 'every-7'"),
         ({}, {"global_batch": 4, "checkpointing": [6]}, r"checkpointing: layers must lie in 0..5, got 6"),
     ],
 )
 def test_wrong_suites_are_refused_before_anything_is_launched(
     matrix: dict[str, list[object]], shared: dict[str, object], message: str
 ) -> None:
-    whole = {"strategy": ["ddp"], "world_size": [2], "model": ["llama-tiny"], **matrix}
+    whole = {"strategy": ["ddp"], "gpus": [2], "model": ["llama-tiny"], **matrix}
     suite = make_suite(matrix=whole, case={"device": "cpu", **(shared or {"global_batch": 4})})
     with pytest.raises(SpecError, match=message):
         check_suite(suite, FakeLauncher(), oversubscribe=False)
 
 
 def test_oversubscription_is_allowed_when_asked_for() -> None:
-    matrix = {"strategy": ["ddp"], "world_size": [64], "model": ["llama-tiny"]}
+    matrix = {"strategy": ["ddp"], "gpus": [64], "model": ["llama-tiny"]}
     suite = make_suite(matrix=matrix, case={"batch_per_rank": 1, "device": "cpu"})
     assert len(check_suite(suite, FakeLauncher(), oversubscribe=True)) == 2
 
@@ -452,7 +454,7 @@ def test_an_interruption_or_a_full_disk_here_closes_the_store_and_ends_the_run(
     with pytest.raises(raised) as ended:
         run(tmp_path, raising(error, "ddp"))
     found = read_run(tmp_path / "run")
-    assert [r.case.strategy for r in found.launches] == ["single"]
+    assert [r.case.job.strategy for r in found.launches] == ["single"]
     assert found.end is not None
     assert (found.end.interrupted, found.end.states) == (True, {"ok": 1})
     said = "cannot be launched ([Errno 28] No space left on device: 'logs'); correct that and resume "
@@ -462,7 +464,7 @@ def test_an_interruption_or_a_full_disk_here_closes_the_store_and_ends_the_run(
 def test_a_resumed_run_launches_what_is_missing_and_what_failed(tmp_path: Path) -> None:
     """Killed while the fourth of six launches ran; the second had failed."""
 
-    def dying(case: CaseSpec, folder: Path) -> LaunchOutcome:
+    def dying(case: Case, folder: Path) -> LaunchOutcome:
         if len(launcher.launched) == 2:
             return LaunchOutcome(failed_rank=1, error="rank 1 ended with signal 9 (SIGKILL)")
         if len(launcher.launched) == 4:
@@ -480,7 +482,7 @@ def test_a_resumed_run_launches_what_is_missing_and_what_failed(tmp_path: Path) 
 
     second, observer = FakeLauncher(), Silent()
     after = resume_run(folder, second, observer, ENVIRONMENT)
-    assert second.launched[0].strategy == "ddp", "what failed comes first, as it did"
+    assert second.launched[0].job.strategy == "ddp", "what failed comes first, as it did"
     assert len(second.launched) == 4
     assert observer.told[0] == "start 1/4 ddp 0"
     assert len({(record.spec_hash, record.round) for record in after.launches}) == len(after.launches) == 6
@@ -517,7 +519,7 @@ def test_a_run_is_not_resumed_with_another_file_under_the_same_name(tmp_path: Pa
     model = tmp_path / "mine.toml"
     preset = Path(__file__).parents[2] / "profiles" / "models" / "llama-tiny.toml"
     model.write_text(preset.read_text())
-    suite = make_suite(matrix={"strategy": ["ddp"], "world_size": [2], "model": [str(model)]})
+    suite = make_suite(matrix={"strategy": ["ddp"], "gpus": [2], "model": [str(model)]})
     started = run_suite(suite, tmp_path / "run", FakeLauncher(), Silent(), ENVIRONMENT)
     assert list(started.header.files) == [str(model)]
     assert resume_run(tmp_path / "run", FakeLauncher(), Silent(), ENVIRONMENT).end is not None

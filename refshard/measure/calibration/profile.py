@@ -89,7 +89,7 @@ def plan_calibration(
         raise SpecError(f"ranks must be >= 1, got {ranks}")
     if elsewhere and (ranks is None or device == "auto"):
         raise SpecError(
-            "launcher 'slurm' starts ranks on nodes that are unknown here; give --ranks, and --device cpu or cuda"
+            "launcher 'slurm' starts ranks on nodes that are unknown here; give --gpus, and --device cpu or cuda"
         )
     if device == "cuda" and not gpus and not elsewhere:
         raise SpecError("device: 'cuda' asked for, but torch sees no GPU; ask for 'cpu' or 'auto'")

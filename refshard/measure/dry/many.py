@@ -13,13 +13,13 @@ from pathlib import Path
 import msgspec
 
 from refshard.measure.dry.rank import DryCase, DryResult, forked, prepare, read_results, run_case
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 
 _CASES = "cases.json"
 
 
 def dry_run_many(
-    cases: Sequence[CaseSpec], work: Path, on_progress: Callable[[str], None], *, time_limit_s: float,
+    cases: Sequence[Case], work: Path, on_progress: Callable[[str], None], *, time_limit_s: float,
     environment: Mapping[str, str] | None = None,
 ) -> list[tuple[DryResult, ...]]:  # fmt: skip
     """The results of each case's ranks, as far as there are any, without a memory limit, and without traces.
@@ -48,7 +48,7 @@ def dry_run_many(
                 process.wait(0.5)
             except subprocess.TimeoutExpired:
                 waited += 0.5
-            ended = sum(len(found) == len(case.stage_ranks) for case, found in zip(cases, results()))
+            ended = sum(len(found) == len(case.job.stage_ranks) for case, found in zip(cases, results()))
             if shown < ended < len(cases):
                 on_progress(f"dry run {ended + 1} of {len(cases)}")
                 shown = ended

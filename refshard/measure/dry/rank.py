@@ -20,7 +20,7 @@ from refshard.fakecuda import activate
 from refshard.folders import replace_file
 from refshard.measure.worker import end_with_parent, request_file
 from refshard.records import Census, CollectiveCount, State, StepTrace
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.cluster import load_cluster
 
 RECORDING_FILE = "recording.npz"
@@ -34,7 +34,7 @@ class DryCase(msgspec.Struct, frozen=True, kw_only=True):
     each rank.
     """
 
-    case: CaseSpec
+    case: Case
     rank: int = 0
     limited: bool = True
     traced: bool = True
@@ -83,9 +83,9 @@ class DryResult(msgspec.Struct, frozen=True, kw_only=True):
     limited: "DryResult | None" = None
 
 
-def ranks_of(case: CaseSpec) -> tuple[int, ...]:
+def ranks_of(case: Case) -> tuple[int, ...]:
     """The ranks that a dry run follows: one of each pipeline rank's, since the others compute alike."""
-    return case.stage_ranks
+    return case.job.stage_ranks
 
 
 def rank_folder(folder: Path, rank: int) -> Path:
@@ -98,7 +98,7 @@ def result_file(folder: Path) -> Path:
     return folder / "result.json"
 
 
-def read_results(folder: Path, case: CaseSpec) -> tuple[DryResult, ...]:
+def read_results(folder: Path, case: Case) -> tuple[DryResult, ...]:
     """The results of a case's ranks in ``folder``, in order, up to the first that is missing or not ok."""
     found: list[DryResult] = []
     for path in (result_file(rank_folder(folder, rank)) for rank in ranks_of(case)):
@@ -144,8 +144,8 @@ def run_dry_ranks(folder: Path) -> NoReturn:
 def prepare(requests: Sequence[DryCase]) -> Prepared:
     """Make the device of these cases, which share a cluster, and import what their ranks need, before any fork."""
     first = requests[0]
-    cluster = load_cluster(first.case.cluster).of_world_size(first.case.world_size)
-    hardware, outside = cluster.accelerator, sum(one.bytes for one in overheads(first.case.world_size))
+    cluster = load_cluster(first.case.job.cluster).of_world_size(first.case.job.gpus)
+    hardware, outside = cluster.accelerator, sum(one.bytes for one in overheads(first.case.job.gpus))
     if not first.limited:
         hardware = msgspec.structs.replace(hardware, memory_bytes=UNLIMITED_BYTES)
     ext = activate(hardware, devices=cluster.ranks_per_node, unusable_bytes=outside)
@@ -162,10 +162,10 @@ def run_case(request: DryCase, device: Prepared, folder: Path) -> NoReturn:
     """Run the ranks of a case, in a process that has the device; leave their results, and end this process."""
     from refshard.measure.dry.steps import run_steps
 
-    cluster = load_cluster(request.case.cluster).of_world_size(request.case.world_size)
+    cluster = load_cluster(request.case.job.cluster).of_world_size(request.case.job.gpus)
 
     def run(rank: int) -> DryResult:
-        take_place(rank, request.case.world_size, cluster.ranks_per_node)
+        take_place(rank, request.case.job.gpus, cluster.ranks_per_node)
         own = msgspec.structs.replace(request, rank=rank)
         result = run_steps(own, cluster, device.ext, rank_folder(folder, rank))
         return msgspec.structs.replace(result, usable_bytes=device.usable_bytes)

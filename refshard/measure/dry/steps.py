@@ -39,7 +39,7 @@ from refshard.measure.trainer import Trainer
 from refshard.measure.worker import PROGRESS_FILE
 from refshard.quantities import format_times
 from refshard.records import Census, CollectiveCount, State
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.model import known_dimensions
 from refshard.strategies import make_strategy, strategy_for
@@ -114,12 +114,12 @@ BUILT = "build"
 """The mark between building and the steps; peaks of memory are those of the steps."""
 
 
-def steps_for(case: CaseSpec) -> int:
+def steps_for(case: Case) -> int:
     """How many steps a rank takes; the last is like any that would follow. The first makes the optimizer's state, and
     before the second DDP lays out its buckets anew. In a pipeline without DDP the second step is like the third, and
     there are as many ranks to follow as it has.
     """
-    return 2 if case.pipeline_ranks > 1 and case.strategy != "ddp" else 3
+    return 2 if case.job.pp_ranks > 1 and case.job.strategy != "ddp" else 3
 
 
 def read_ranks(
@@ -216,7 +216,7 @@ def run_steps(asked: DryCase, cluster: ClusterSpec, ext: ModuleType, folder: Pat
         )
     except BaseException as error:
         return _ended_by(error, device.index)
-    recording = collect(ext, asked.rank, asked.case.world_size)
+    recording = collect(ext, asked.rank, asked.case.job.gpus)
     # The allocator's retries are known here only if all of its memory came free when the host knew.
     retries = 0 if holds_back(recording) else torch.cuda.memory_stats()["num_alloc_retries"]
     result = msgspec.structs.replace(result, warnings=tuple(remarks(recording, retries)))
@@ -228,12 +228,12 @@ def run_steps(asked: DryCase, cluster: ClusterSpec, ext: ModuleType, folder: Pat
     return read_ranks(asked, result, [*recordings, recording], cluster, ext, folder.parent)
 
 
-def preload(case: CaseSpec) -> None:
+def preload(case: Case) -> None:
     """Import what a rank's first step imports, so that ranks which are forked from this process need not."""
     for module in _AT_FIRST:
         import_module(module)
-    if case.strategy in ROWS:
-        make_strategy(case.strategy)
+    if case.job.strategy in ROWS:
+        make_strategy(case.job.strategy)
     _ = torch.empty(1, device="meta") + 1  # torch registers its meta kernels
 
 
@@ -248,7 +248,7 @@ def _train(
     _tell(asked, folder, "build")
     group = dist.group.WORLD
     assert group is not None
-    trainer = Trainer(case, known_dimensions(case.model), strategy, group, device)
+    trainer = Trainer(case, known_dimensions(case.job.model), strategy, group, device)
     if trainer.drops:
         trainer.begin_dropout()
     batch = trainer.batch(0)
@@ -258,7 +258,7 @@ def _train(
     for step in range(steps := steps_for(case)):
         _tell(asked, folder, f"step {step + 1}/{steps}")
         trainer.step(batch)
-        if case.workload == "inference":  # else the optimizer's step is marked
+        if case.job.workload == "inference":  # else the optimizer's step is marked
             ext.mark("step")
     ext.record(False)
     return observer.stepped, trainer

@@ -26,7 +26,7 @@ from refshard.measure.interruption import Interruption
 from refshard.measure.load import available_cores
 from refshard.measure.worker import ASK, PROGRESS_FILE, request_file, stack_file
 from refshard.records import Environment
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 
 POLL_S = 0.1
 """How often ranks are polled: rarely enough to leave them the cores."""
@@ -152,7 +152,7 @@ class Launcher(ABC):
         """Start the ranks, which work in ``folder``; none outlives the context."""
 
     @abstractmethod
-    def check(self, case: CaseSpec, *, oversubscribe: bool) -> None:
+    def check(self, case: Case, *, oversubscribe: bool) -> None:
         """Refuse a case that does not fit where this launcher starts ranks, as far as that is known before.
 
         Raises:
@@ -170,27 +170,27 @@ class Launcher(ABC):
         """
 
 
-def check_fits_machine(case: CaseSpec, processes: int, *, oversubscribe: bool) -> None:
+def check_fits_machine(case: Case, processes: int, *, oversubscribe: bool) -> None:
     """Refuse a case if its ``processes`` on this machine would share a GPU or a core.
 
     Raises:
         SpecError: they are too many; ``oversubscribe`` allows more than there are cores.
     """
     gpus = torch.cuda.device_count()
-    field = "resident_ranks" if case.fidelity == "emulated" else "world_size"
-    if case.device == "cuda" and not gpus:
+    field = "resident_ranks" if case.protocol.fidelity == "emulated" else "gpus"
+    if case.protocol.device == "cuda" and not gpus:
         raise SpecError(
             'device: \'cuda\' asked for, but torch sees no GPU; set device = "cpu" or "auto", or dry-run the suite '
-            "with --dry-run-on CLUSTER"
+            "with --cluster CLUSTER"
         )
-    if gpus and case.device != "cpu":
+    if gpus and case.protocol.device != "cpu":
         if processes > gpus:
             raise SpecError(f"{field}: {processes} ranks need {processes} GPUs, found {gpus}; lower it")
         return
-    wanted, cores = processes * case.threads_per_rank, available_cores()
+    wanted, cores = processes * case.protocol.threads_per_rank, available_cores()
     if wanted > cores and not oversubscribe:
         raise SpecError(
-            f"{field}: {processes} ranks x {case.threads_per_rank} thread(s) exceed the {cores} cores here; "
+            f"{field}: {processes} ranks x {case.protocol.threads_per_rank} thread(s) exceed the {cores} cores here; "
             "lower it, or pass --oversubscribe to measure contention too"
         )
 

@@ -19,7 +19,7 @@ from refshard.measure.launchers.base import (
 )
 from refshard.measure.worker import STORE_IS_HELD
 from refshard.records import Environment
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 
 ADDRESS = "127.0.0.1"
 
@@ -43,7 +43,7 @@ class LocalLauncher(Launcher):
         with started(sys.executable, own, folder) as ranks:
             yield ranks
 
-    def check(self, case: CaseSpec, *, oversubscribe: bool) -> None:
+    def check(self, case: Case, *, oversubscribe: bool) -> None:
         check_fits_machine(case, case.processes, oversubscribe=oversubscribe)
 
     def environment(self, threads: int, run: Path, on_progress: Callable[[str], None]) -> Environment:

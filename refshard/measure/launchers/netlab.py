@@ -29,7 +29,7 @@ from refshard.measure.launchers.base import (
     worker_arguments,
 )
 from refshard.records import Environment
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.suite import NetworkSpec
 
 INTERFACE = "eth0"
@@ -192,7 +192,7 @@ class NetlabLauncher(Launcher):
         with network, started(network.program, ranks, folder) as found:
             yield found
 
-    def check(self, case: CaseSpec, *, oversubscribe: bool) -> None:
+    def check(self, case: Case, *, oversubscribe: bool) -> None:
         check_fits_machine(case, case.processes, oversubscribe=oversubscribe)
 
     def environment(self, threads: int, run: Path, on_progress: Callable[[str], None]) -> Environment:

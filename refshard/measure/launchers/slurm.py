@@ -33,7 +33,7 @@ from refshard.measure.launchers.base import (
 )
 from refshard.measure.worker import ASK, PROGRESS_FILE, request_file
 from refshard.records import Environment
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 
 OWN = "slurm"
 """The folder, in the launch's, of scripts and Slurm's output; all else there but the request belongs to the ranks."""
@@ -198,7 +198,7 @@ class SlurmLauncher(Launcher):
                 job.cancel_all()
             raise
 
-    def check(self, case: CaseSpec, *, oversubscribe: bool) -> None:
+    def check(self, case: Case, *, oversubscribe: bool) -> None:
         """See :meth:`Launcher.check`. Slurm knows its nodes: it refuses what fits on none."""
 
     def environment(self, threads: int, run: Path, on_progress: Callable[[str], None]) -> Environment:

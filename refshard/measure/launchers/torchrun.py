@@ -37,7 +37,7 @@ from refshard.measure.launchers.base import (
 )
 from refshard.measure.worker import ASK, STORE_IS_HELD, end_with_parent, request_file
 from refshard.records import Environment
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 
 _BEAT_S = 1.0
 _IDLE_S = 0.5
@@ -286,12 +286,12 @@ class TorchrunLauncher(Launcher):
         finally:
             self._store.set(f"job/{number}/call_off", str(int(signal.SIGTERM)))
 
-    def check(self, case: CaseSpec, *, oversubscribe: bool) -> None:
+    def check(self, case: Case, *, oversubscribe: bool) -> None:
         """See :meth:`Launcher.check`. All hosts are of one kind."""
         place = self._place
         if case.processes > place.world_size:
             raise SpecError(
-                f"world_size: {case.processes} ranks asked for, torchrun started {place.world_size}; lower it, or "
+                f"gpus: {case.processes} ranks asked for, torchrun started {place.world_size}; lower it, or "
                 "raise torchrun's --nproc-per-node or --nnodes"
             )
         check_fits_machine(case, min(case.processes, place.local_world_size), oversubscribe=oversubscribe)

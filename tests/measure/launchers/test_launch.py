@@ -44,10 +44,12 @@ def test_a_suite_runs_and_shows(tmp_path: Path, peers: tuple[str, ...]) -> None:
         assert rows["fsdp2"]["overlap_ratio"] == 0, "FSDP2 waits for each collective on a CPU"
         assert rows["refshard-yafsdp"]["bit_identical_to_ddp"] is True
     run = read_run(tmp_path / "run")
-    assert all(r.case.strategy == "single" or (r.proof and r.proof.announced == r.proof.traced) for r in run.launches)
+    assert all(
+        r.case.job.strategy == "single" or (r.proof and r.proof.announced == r.proof.traced) for r in run.launches
+    )
     for record in run.launches:  # their own labels, or the harness's marks
         timeline = read_timeline(tmp_path / "run" / record.traces[0])
-        assert "model.layers.0" in timeline.spans.unit_names, record.case.strategy
+        assert "model.layers.0" in timeline.spans.unit_names, record.case.job.strategy
     assert not processes_of(tmp_path / "run")
 
 
@@ -66,7 +68,7 @@ def test_what_is_unsupported_is_told_and_is_no_failure(tmp_path: Path) -> None:
     done = refshard("run", suite, "--out", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert "refshard does not support tensor-parallel with offload; see refshard list strategies" in done.stderr
-    states = {r.case.strategy: r.state for r in read_run(tmp_path / "run").launches}
+    states = {r.case.job.strategy: r.state for r in read_run(tmp_path / "run").launches}
     assert states == {"single": "ok", "tensor-parallel": "unsupported"}
 
 
@@ -78,7 +80,7 @@ data = "{tokens}"
 memory_limit_gib = 0.3
 [case]
 strategy = "single"
-world_size = 1
+gpus = 1
 model = "llama-tiny"
 global_batch = 2
 seq_len = 16
@@ -103,7 +105,7 @@ def trouble(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.mark.full
 def test_a_case_that_fails_is_recorded_with_its_log(trouble: Run) -> None:
-    (record,) = (r for r in trouble.launches if r.case.data != "synthetic")
+    (record,) = (r for r in trouble.launches if r.case.protocol.data != "synthetic")
     assert record.state == "failed"
     assert record.error is not None
     assert "99999" in record.error
@@ -112,7 +114,7 @@ def test_a_case_that_fails_is_recorded_with_its_log(trouble: Run) -> None:
 
 @pytest.mark.full
 def test_a_case_that_runs_out_of_memory_is_oom(trouble: Run) -> None:
-    (record,) = (r for r in trouble.launches if r.case.memory_limit_gib is not None)
+    (record,) = (r for r in trouble.launches if r.case.protocol.memory_limit_gib is not None)
     assert record.state == "oom", record.error
 
 
@@ -126,7 +128,7 @@ def test_a_case_that_runs_out_of_memory_is_oom(trouble: Run) -> None:
             "strategy: no strategy 'fsdp3'; did you mean 'fsdp2'?",
         ),
         (SUITE.format(head="", strategies='"ddp"', ranks=512, steps=3, more="").replace("batch = 2", "batch = 512"),
-         "world_size: 512 ranks x 1 thread(s) exceed"),
+         "gpus: 512 ranks x 1 thread(s) exceed"),
     ],
 )  # fmt: skip
 def test_wrong_input_is_one_line_and_writes_nothing(

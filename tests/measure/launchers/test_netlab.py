@@ -24,7 +24,7 @@ from refshard.measure.launchers.netlab import (
 )
 from refshard.measure.store import read_run
 from refshard.measure.worker import request_file
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.suite import NetworkSpec
 from tests.measure.commandline import processes_of, wait_for, write_suite
 from tests.measure.faults import running
@@ -256,7 +256,7 @@ def test_a_suite_runs_over_the_network(tmp_path: Path) -> None:
     assert process.returncode == 0, err
     run = read_run(tmp_path / "run")
     assert run.header.environment.network == "2 hosts joined at 500 Mbit/s (network namespaces)"
-    (ddp,) = (record for record in run.launches if record.case.strategy == "ddp")
+    (ddp,) = (record for record in run.launches if record.case.job.strategy == "ddp")
     assert ddp.proof is not None
     # A ring of two: each host sends as many bytes as it reduces. Loopback is several times faster than this.
     sent = sum(collective.bytes for collective in ddp.proof.announced)
@@ -267,8 +267,8 @@ def test_a_suite_runs_over_the_network(tmp_path: Path) -> None:
 
 def endless(folder: Path, strategy: str, world_size: int, time_limit_s: float = 120.0) -> Program:
     """A case that does not end by itself, laid down for its ranks."""
-    case = CaseSpec(
-        strategy=strategy, world_size=world_size, model="llama-tiny", device="cpu", global_batch=4, seq_len=16,
+    case = Case.of(
+        strategy=strategy, gpus=world_size, model="llama-tiny", device="cpu", global_batch=4, seq_len=16,
         measured_steps=100_000, time_limit_s=time_limit_s,
     )  # fmt: skip
     request_file(folder, "case").write_bytes(msgspec.json.encode(case))

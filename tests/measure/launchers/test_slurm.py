@@ -310,7 +310,7 @@ def test_a_suite_runs_as_jobs_and_a_killed_rank_fails_its_case_only(tmp_path: Pa
     assert process.returncode == 1, err + out
     found = read_run(run)
     assert only_case(found, "ddp")[:2] == ("failed", "rank 1 ended with signal 9 (SIGKILL)")
-    ok = {r.case.strategy: len(r.step_times_s) for r in found.launches if r.state == "ok"}
+    ok = {r.case.job.strategy: len(r.step_times_s) for r in found.launches if r.state == "ok"}
     assert ok == {"single": 1, "refshard-fsdp": 2}
     assert found.header.environment.argv[:2] == ("refshard", "run")
     assert {path.name for path in tmp_path.iterdir()} == {"suite.toml", "a run"}, "the environment's folder is gone"
@@ -419,7 +419,7 @@ def test_the_documented_allocation_runs_torchrun_and_resumes_when_requeued(tmp_p
     cluster.ask("scontrol", "requeue", number)
     wait_for(lambda: "JobState=COMPLETED" in cluster.ask("scontrol", "show", "job", number), 400)
     found = read_run(run)
-    assert [(r.case.strategy, r.state) for r in found.launches] == [("single", "ok"), ("ddp", "ok")]
+    assert [(r.case.job.strategy, r.state) for r in found.launches] == [("single", "ok"), ("ddp", "ok")]
     assert found.launches[0] == before
     assert not processes_of(run)
 

@@ -20,7 +20,7 @@ from refshard.measure.interruption import Interruption
 from refshard.measure.launchers.base import Program, RankEnd, timed_out
 from refshard.measure.launchers.torchrun import Announced, Place, Report, Server, TorchrunLauncher, place_of
 from refshard.measure.store import read_run
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from tests.measure.commandline import only_case, processes_of, wait_for, write_suite
 from tests.measure.faults import planting, running
 from tests.measure.planted.sitecustomize import HANGING
@@ -113,7 +113,7 @@ def test_one_host(tmp_path: Path, by: tuple[str, ...], options: tuple[str, ...])
     assert err.count("run folder: ") == 1
     assert "recvValue" not in err, "servers leave before rank 0's store does"
     records = read_run(run)
-    ok = {r.case.strategy: len(r.step_times_s) for r in records.launches if r.state == "ok"}
+    ok = {r.case.job.strategy: len(r.step_times_s) for r in records.launches if r.state == "ok"}
     assert ok == {"single": 1, "ddp": 2}
     assert only_case(records, "megatron-fsdp")[0] == "unsupported", "which fails no launch"
     assert not processes_of(run)
@@ -134,7 +134,7 @@ def test_two_hosts_and_a_killed_rank_fails_its_case_only(tmp_path: Path) -> None
     assert sorted(out.count("dashboard: ") for out, _ in said) == [0, 1]
     records = read_run(run)
     assert only_case(records, "ddp")[:2] == ("failed", "rank 1 ended with signal 9 (SIGKILL)")
-    ok = {r.case.strategy: len(r.step_times_s) for r in records.launches if r.state == "ok"}
+    ok = {r.case.job.strategy: len(r.step_times_s) for r in records.launches if r.state == "ok"}
     assert ok == {"single": 1, "refshard-fsdp": 2}
     assert not processes_of(run)
 
@@ -234,16 +234,16 @@ def test_a_rank_that_ended_well_is_not_said_to_stand_anywhere() -> None:
     assert found.error == "rank 0 in f (b.py:7)"
 
 
-def case(**changes: object) -> CaseSpec:
-    fields = {"strategy": "ddp", "model": "llama-tiny", "world_size": 2, "global_batch": 4, "device": "cpu"}
-    return CaseSpec(**{**fields, **changes})  # type: ignore[arg-type]
+def case(**changes: object) -> Case:
+    fields = {"strategy": "ddp", "model": "llama-tiny", "gpus": 2, "global_batch": 4, "device": "cpu"}
+    return Case.of(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def test_more_ranks_than_torchrun_started_are_refused() -> None:
     launcher = TorchrunLauncher(PLACE)
     launcher.check(case(), oversubscribe=False)
-    with pytest.raises(SpecError, match=r"world_size: 4 ranks asked for, torchrun started 2; lower it, or raise torch"):
-        launcher.check(case(world_size=4), oversubscribe=True)
+    with pytest.raises(SpecError, match=r"gpus: 4 ranks asked for, torchrun started 2; lower it, or raise torch"):
+        launcher.check(case(gpus=4), oversubscribe=True)
 
 
 def test_a_process_that_torchrun_did_not_start_is_told_how() -> None:

@@ -6,7 +6,7 @@ import msgspec
 
 from refshard.errors import SpecError
 from refshard.specs.cluster import ClusterSpec
-from refshard.specs.configuration import Configuration
+from refshard.specs.job import Job
 from refshard.specs.model import ModelSpec, check_llama
 
 HEAD = "$HEAD_HOST"
@@ -30,27 +30,21 @@ class Emitted(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A configuration of a model on a cluster, and the number of tokens of a sequence.
+class Setting(msgspec.Struct, frozen=True, kw_only=True):
+    """A job, and what the names of its model and cluster stand for. The names are also in comments."""
 
-    ``model_name`` and ``cluster_name`` are the names under which refshard knows both; the model's is also in comments.
-    """
-
-    configuration: Configuration
+    job: Job
     model: ModelSpec
-    model_name: str
     cluster: ClusterSpec
-    cluster_name: str
-    seq_len: int
 
     @property
     def used(self) -> ClusterSpec:
-        """The nodes that the configuration fills.
+        """The nodes that the job fills.
 
         Raises:
             SpecError: it would fill the last node in part.
         """
-        return self.cluster.of_world_size(self.configuration.world_size)
+        return self.cluster.of_world_size(self.job.gpus)
 
     @property
     def torchrun(self) -> str:
@@ -68,18 +62,18 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         """The job in a line, for the head of a file."""
         used = self.used
         nodes = "1 node" if used.nodes == 1 else f"{used.nodes} nodes"
-        return f"{self.model_name}, {self.configuration.strategy} on {nodes} of {used.ranks_per_node} ranks"
+        return f"{self.job.model}, {self.job.strategy} on {nodes} of {used.ranks_per_node} ranks"
 
 
-def filled(template: str, job: Job, **more: object) -> str:
-    """A template's text for a job. Templates call the configuration ``one``, and the model ``model``."""
+def filled(template: str, setting: Setting, **more: object) -> str:
+    """A template's text for a job. Templates call it ``setting``, the job ``one`` and the model ``model``."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # only --emit needs it
 
     templates = Environment(
         loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         keep_trailing_newline=True, autoescape=False,
     )  # fmt: skip
-    return templates.get_template(template).render(job=job, one=job.configuration, model=job.model, **more)
+    return templates.get_template(template).render(setting=setting, one=setting.job, model=setting.model, **more)
 
 
 def applying(*rules: Rule) -> tuple[str, ...]:
@@ -97,14 +91,16 @@ def refuse(tool: str, *rules: Rule) -> None:
         raise SpecError(f"{tool}: {sentence}")
 
 
-def refuse_job(tool: str, job: Job, *, strategies: tuple[str, ...] = (), llama: tuple[str, ...] | None = None) -> None:
+def refuse_job(
+    tool: str, setting: Setting, *, strategies: tuple[str, ...] = (), llama: tuple[str, ...] | None = None
+) -> None:
     """Refuse strategies that the tool does not have, divided experts, which no template writes, and, with ``llama``,
     models that differ from a Llama in other fields than these.
 
     Raises:
         SpecError: it is such a job.
     """
-    one, experts = job.configuration, f"{job.model.experts.count} experts" if job.model.experts else "no experts"
+    one, experts = setting.job, f"{setting.model.experts.count} experts" if setting.model.experts else "no experts"
     refuse(
         tool,
         (
@@ -113,49 +109,49 @@ def refuse_job(tool: str, job: Job, *, strategies: tuple[str, ...] = (), llama: 
             "with --strategy, or emit for another tool",
         ),
         (
-            one.expert > 1,
-            f"expert must be 1 for {job.model_name}, which has {experts}, got {one.expert}; plan with --expert 1",
+            one.ep > 1,
+            f"ep must be 1 for {setting.job.model}, which has {experts}, got {one.ep}; plan with --ep 1",
         ),
     )
     if llama is not None:
         remedy = "emit for accelerate or deepspeed, which take the model from your script"
         try:
-            check_llama(job.model, f"what is written for {tool}", llama, remedy=remedy)
+            check_llama(setting.model, f"what is written for {tool}", llama, remedy=remedy)
         except SpecError as error:
             raise SpecError(f"{tool}: {error}") from None
 
 
-def above_one(job: Job, *fields: str, remedy: str) -> list[Rule]:
+def above_one(setting: Setting, *fields: str, remedy: str) -> list[Rule]:
     """Rules against sizes above 1."""
-    sizes = {field: getattr(job.configuration, field) for field in fields}
+    sizes = {field: getattr(setting.job, field) for field in fields}
     return [(size > 1, f"{field} must be 1, got {size}; {remedy}") for field, size in sizes.items()]
 
 
-def unknown_checkpointing(job: Job, known: tuple[str, ...]) -> Rule:
+def unknown_checkpointing(setting: Setting, known: tuple[str, ...]) -> Rule:
     """The rule against policies that a tool does not have."""
-    policy, allowed = job.configuration.checkpointing, ", ".join(f"'{name}'" for name in known)
-    remedy = f"plan with --checkpoint {','.join(known)}"
+    policy, allowed = setting.job.checkpointing, ", ".join(f"'{name}'" for name in known)
+    remedy = f"plan with --checkpointing {','.join(known)}"
     return policy not in known, f"checkpointing must be one of {allowed}, got '{policy}'; {remedy}"
 
 
-def uneven(job: Job) -> list[Rule]:
+def uneven(setting: Setting) -> list[Rule]:
     """Rules against heads, layers and tokens that the axes do not divide."""
-    one, model = job.configuration, job.model
-    parts = one.tensor * (2 * one.context if one.context > 1 else 1)
-    split = ("tensor * 2 * context", "--tensor or --context") if one.context > 1 else ("tensor", "--tensor")
-    stages = ("pipeline * interleave", "--pipeline or --interleave")
+    one, model = setting.job, setting.model
+    parts = one.tp * (2 * one.cp if one.cp > 1 else 1)
+    split = ("tp * 2 * cp", "--tp or --cp") if one.cp > 1 else ("tp", "--tp")
+    stages = ("pp * interleave", "--pp or --interleave")
     return [
         (value % divisor > 0, f"{sizes} must divide the {value} {whole}, got {divisor}; change {options}")
         for divisor, (sizes, options), value, whole in (
-            (one.tensor, ("tensor", "--tensor"), model.n_kv_heads, "key-value heads"),
-            (one.pipeline * one.interleave, stages, model.n_layers, "layers"),
-            (parts, split, job.seq_len, "tokens of a sequence"),
+            (one.tp, ("tp", "--tp"), model.n_kv_heads, "key-value heads"),
+            (one.pp * one.interleave, stages, model.n_layers, "layers"),
+            (parts, split, one.seq_len, "tokens of a sequence"),
         )
     ]
 
 
-def reduces(job: Job, tool: str, *, each: bool) -> Rule:
+def reduces(setting: Setting, tool: str, *, each: bool) -> Rule:
     """The note for a tool that reduces gradients after each microbatch, or once a step, where the plan does not."""
-    one, times = job.configuration, ("once a step", "after each microbatch")
-    differs = one.microbatches > 1 and one.reduce_each != each
+    one, times = setting.job, ("once a step", "after each microbatch")
+    differs = one.microbatches > 1 and one.implementation.reduce_each != each
     return differs, f"{tool} reduces gradients {times[each]}; the plan reduces them {times[not each]}."
