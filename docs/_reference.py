@@ -12,8 +12,9 @@ import refshard
 from refshard import resources
 from refshard.cli import app
 from refshard.records import METRICS
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Protocol
 from refshard.specs.gate import GateSpec, MetricRule, TimeLimits
+from refshard.specs.job import Job
 from refshard.specs.reading import read_toml
 from refshard.specs.suite import NetworkSpec, SuiteSpec
 from refshard.strategies.table import ROWS
@@ -36,16 +37,19 @@ MEANINGS: dict[Spec, dict[str, str]] = {
         "only": "Keep only these cases, by name or by the beginning of their hash (4 or more digits).",
         "dry_run_first": "Dry-run the measured cases before anything is launched, and skip those that will not fit.",
     },
-    CaseSpec: {
+    Job: {
         "strategy": "A row of [Strategies](strategies.md).",
-        "world_size": "Number of ranks.",
+        "gpus": "Number of GPUs; on a CPU, of ranks.",
         "model": "A model preset ([the list](profiles.md#models)), or a TOML file with the same keys.",
+        "cluster": "A cluster profile or TOML file, `xN` for N nodes. Required unless the case is measured.",
         "global_batch": "Sequences per step over all ranks. Give this or `batch_per_rank` (sequences per rank).",
         "seq_len": "Tokens per sequence.",
         "workload": "`inference` is forward and loss under `no_grad`: no backward, no optimizer step.",
         "microbatches": "Parts of each rank's batch. Their gradients add up before one optimizer step.",
+        "ep": "Ranks that divide a mixture's experts. Only plans know it.",
         "checkpointing": "Layers that keep only their input and recompute their activations in backward: `none`, "
-        "`full`, `every-K` (each K-th layer), or a list of layer indices. `selective` keeps attention's output and "
+        "`full`, `every-K` (each K-th layer), `first-N` (the first N layers of each pipeline rank), or a list of layer "
+        "indices. `selective` keeps attention's output and "
         "every second matrix product's in all layers.",
         "precision": "Dtype of gathered parameters and of compute. Masters, reductions and optimizer state are fp32.",
         "tuning": "Train all parameters, LoRA adapters (rank 8, on every linear layer of the blocks), or LoRA adapters "
@@ -53,21 +57,22 @@ MEANINGS: dict[Spec, dict[str, str]] = {
         "optimizer": "AdamW; AdamW with 8-bit state (torchao); or Muon for the matrices of the blocks and AdamW for "
         "all else.",
         "offload": "Keep masters, gradients and optimizer state in host memory.",
-        "replicas": "Hybrid sharding: this many groups of ranks each shard the whole model.",
-        "tensor_parallel": "Ranks that split each matrix. Each such group counts as one rank for the strategy.",
+        "dp_replicate": "Hybrid sharding: this many groups of ranks each shard the whole model.",
+        "tp": "Ranks that split each matrix. Each such group counts as one rank for the strategy.",
         "sequence_parallel": "Under tensor parallelism: norms and the residual stream split along the sequence over "
         "the tensor ranks, and the loss along the vocabulary.",
-        "context_parallel": "Ranks that split every sequence; attention passes keys and values round in a ring. "
+        "cp": "Ranks that split every sequence; attention passes keys and values round in a ring. "
         "Parameters are sharded over them too.",
-        "pipeline_parallel": "Ranks that each hold stages of layers and pass microbatches on.",
+        "pp": "Ranks that each hold stages of layers and pass microbatches on.",
         "interleave": "Stages that a rank of a pipeline holds.",
         "schedule": "Order of a pipeline's microbatches: `1f1b`, `interleaved` (2 or more stages a rank) or "
         "`zero-bubble`.",
         "comm_memory": "Memory that FSDP2 and the engine communicate through "
         "([FSDP2's knobs](peers.md#fsdp2s-knobs)).",
+    },
+    Protocol: {
         "fidelity": "What is real: `measured` (everything), `emulated` (one rank of a cluster), `dryrun` (the code, on "
         "a fake GPU). Only records of earlier versions are `simulated` (closed form).",
-        "cluster": "A cluster profile or TOML file, `xN` for N nodes. Required unless the case is measured.",
         "resident_ranks": "Emulated cases: how many of the ranks are processes here.",
         "seed": "Seed of weights and data.",
         "data": "`synthetic`, a `.npy` file of token ids, or a text file, whose bytes are the tokens.",
@@ -108,7 +113,12 @@ MEANINGS: dict[Spec, dict[str, str]] = {
 
 SUITE_SECTIONS: tuple[tuple[str, str, Spec], ...] = (
     ("Top level", "", SuiteSpec),
-    ("`[case]` and `[matrix]`", "Every key may stand in `[case]`, or in `[matrix]` as a value or a list.", CaseSpec),
+    (
+        "`[case]` and `[matrix]`: the job",
+        "Every key may stand in `[case]`, or in `[matrix]` as a value or a list.",
+        Job,
+    ),
+    ("`[case]` and `[matrix]`: the protocol", "How the job is run and measured. The same rule holds.", Protocol),
     ("`[network]`", "", NetworkSpec),
     ("`[gate]`", "", GateSpec),
     ("`[gate.times]`", "Effects are relative: 0.01 is 1 %. See [Set up the gate](../how-to/ci.md).", TimeLimits),
@@ -134,7 +144,7 @@ def suite_page() -> str:
 
 def _keys(spec: Spec) -> Iterator[tuple[str, str, str]]:
     hints = get_type_hints(spec)
-    for field in msgspec.structs.fields(spec):
+    for field in (one for one in msgspec.structs.fields(spec) if one.name != "implementation"):
         if field.required:
             default = "required"
         elif isinstance(field.default, msgspec.Struct) or field.default is msgspec.NODEFAULT:

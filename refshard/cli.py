@@ -70,7 +70,10 @@ _Only = Annotated[list[str] | None, typer.Option(help="Measure only this case, b
 _DryRunOn = Annotated[
     str | None,
     typer.Option(
-        metavar="CLUSTER", help="Dry-run the cases on this cluster; needs no GPU.", autocompletion=_cluster_names
+        "--cluster",
+        metavar="CLUSTER",
+        help="Dry-run the cases on this cluster; needs no GPU.",
+        autocompletion=_cluster_names,
     ),
 ]
 _DryRunFirst = Annotated[
@@ -131,7 +134,7 @@ def run(
     ] = None,
     strategy: _Strategies = None,
     model: _Models = None,
-    world_size: Annotated[str | None, typer.Option(help="Numbers of ranks, separated by commas.")] = None,
+    gpus: Annotated[str | None, typer.Option(help="Numbers of GPUs (ranks, on a CPU), separated by commas.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Launches of each case; 3 or more give intervals.")] = None,
     changes: _Changes = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder of the run (default: a new one).")] = None,
@@ -148,7 +151,7 @@ def run(
 ) -> Answer:
     """Measure every case of a suite and compare them.
 
-    Without a suite, options describe one: refshard run --strategy ddp,fsdp2 --model llama-mini --world-size 2
+    Without a suite, options describe one: refshard run --strategy ddp,fsdp2 --model llama-mini --gpus 2
     """
     with mortal():
         from refshard.commands import matrix
@@ -157,9 +160,7 @@ def run(
 
     if (status := serve_rank(launcher)) is not None:
         raise typer.Exit(status)
-    of_suite = matrix.Options(
-        strategies=strategy, models=model, world_sizes=world_size, rounds=rounds, changes=tuple(changes or ())
-    )
+    of_suite = matrix.Options(strategies=strategy, models=model, gpus=gpus, rounds=rounds, changes=tuple(changes or ()))
     options = command.Options(
         suite=matrix.chosen_suite(suite, of_suite), output=out, resume=resume, oversubscribe=oversubscribe,
         launcher=launcher, sbatch=sbatch, only=tuple(only or ()), dry_run_on=dry_run_on, dry_run_first=dry_run_first,
@@ -286,8 +287,8 @@ def plan(
         ),
     ],
     cluster: _Cluster,
-    nodes: Annotated[
-        str | None, typer.Option(help="Numbers of nodes: 1,2,4 or 64..2048, doubling (default: the profile's).")
+    gpus: Annotated[
+        str | None, typer.Option(help="Numbers of GPUs: 8,16,32 or 64..2048, doubling (default: the profile's).")
     ] = None,
     seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")] = 8192,
     tokens_per_step: Annotated[
@@ -307,22 +308,22 @@ def plan(
             autocompletion=_some_strategies,
         ),
     ] = None,
-    tensor: Annotated[
+    tp: Annotated[
         str | None,
         typer.Option(
             help="Ranks of tensor parallelism: numbers or all (default: 1; all with --tokens-per-step or --search)."
         ),
     ] = None,
-    context: Annotated[str | None, typer.Option(help=f"Ranks of context parallelism: {_OF_AXIS}")] = None,
-    pipeline: Annotated[str | None, typer.Option(help=f"Ranks of pipeline parallelism: {_OF_AXIS}")] = None,
+    cp: Annotated[str | None, typer.Option(help=f"Ranks of context parallelism: {_OF_AXIS}")] = None,
+    pp: Annotated[str | None, typer.Option(help=f"Ranks of pipeline parallelism: {_OF_AXIS}")] = None,
     interleave: Annotated[
         str | None, typer.Option(help=f"Stages per pipeline rank (virtual stages): {_OF_AXIS}")
     ] = None,
     schedule: Annotated[
         str | None, typer.Option(help="Pipeline schedules: 1f1b, interleaved, zero-bubble (default: all).")
     ] = None,
-    expert: Annotated[str | None, typer.Option(help=f"Ranks of expert parallelism: {_OF_AXIS}")] = None,
-    replicas: Annotated[
+    ep: Annotated[str | None, typer.Option(help=f"Ranks of expert parallelism: {_OF_AXIS}")] = None,
+    dp_replicate: Annotated[
         str | None, typer.Option(help="Number of model replicas, each sharded (HSDP): numbers or all (default: all).")
     ] = None,
     microbatch: Annotated[
@@ -335,14 +336,14 @@ def plan(
     accumulate: Annotated[
         int, typer.Option(help="Microbatches per rank and step, unless --tokens-per-step decides.")
     ] = 1,
-    checkpoint: Annotated[
+    checkpointing: Annotated[
         str | None,
         typer.Option(
             help="Activation checkpointing: auto (as few layers as fit), none, full, selective (by operator), every-K "
-            "or a number of layers; several are separated by commas (default: auto; with --search also selective)."
+            "or first-N; several are separated by commas (default: auto; with --search also selective)."
         ),
     ] = None,
-    dtype: Annotated[
+    precision: Annotated[
         str | None,
         typer.Option(
             help="Precisions of matrix products: bf16, fp8, fp32, separated by commas (default: bf16; fp32 on a CPU)."
@@ -379,18 +380,18 @@ def plan(
 ) -> Answer:
     """Find the fastest way to train a model on a cluster: closed forms for all configurations, dry runs for the best.
 
-    Dry runs need --search or --dry-runs. --tensor, --context, --pipeline, --interleave, --expert, --replicas and
-    --microbatch take numbers separated by commas, or `all`; each option states its default.
+    Dry runs need --search or --dry-runs. --tp, --cp, --pp, --interleave, --ep, --dp-replicate and --microbatch take
+    numbers separated by commas, or `all`; each option states its default.
 
     Exit status: 0 if a configuration fits, 1 if none does.
     """
     from refshard.commands import plan as command
 
     options = command.Options(
-        model=model, cluster=cluster, nodes=nodes, seq_len=seq_len, tokens_per_step=tokens_per_step, search=search,
-        strategies=strategy, microbatch=microbatch, accumulate=accumulate, checkpoint=checkpoint, replicas=replicas,
-        tensor=tensor, context=context, pipeline=pipeline, interleave=interleave, schedule=schedule, expert=expert,
-        dtype=dtype, reduction=reduction, compiled=compile_, offload=offload, price_usd=price,
+        model=model, cluster=cluster, gpus=gpus, seq_len=seq_len, tokens_per_step=tokens_per_step, search=search,
+        strategies=strategy, microbatch=microbatch, accumulate=accumulate, checkpointing=checkpointing,
+        dp_replicate=dp_replicate, tp=tp, cp=cp, pp=pp, interleave=interleave, schedule=schedule, ep=ep,
+        precision=precision, reduction=reduction, compiled=compile_, offload=offload, price_usd=price,
         mtbf_hours=mtbf, top=top, dry_runs=dry_runs,
     )  # fmt: skip
     return command.plan(options, page=html, tool=emit, out=out)
@@ -412,10 +413,12 @@ def dryrun(
     ),
     seq_len: Annotated[int, typer.Option(help="With --model: tokens per sequence.")] = 8192,
     microbatch: Annotated[int, typer.Option(help="With --model: sequences per rank and step.")] = 1,
-    dtype: Annotated[str, typer.Option(help="With --model: bf16 or fp32, for compute.")] = "bf16",
-    checkpoint: Annotated[str, typer.Option(help="With --model: none, full, every-K or selective.")] = "none",
-    world_size: Annotated[
-        int | None, typer.Option(help="Number of ranks (default: from torchrun's options, or the whole cluster).")
+    precision: Annotated[str, typer.Option(help="With --model: bf16 or fp32, for compute.")] = "bf16",
+    checkpointing: Annotated[
+        str, typer.Option(help="With --model: none, full, selective, every-K or first-N.")
+    ] = "none",
+    gpus: Annotated[
+        int | None, typer.Option(help="Number of GPUs (default: from torchrun's options, or the whole cluster).")
     ] = None,
     rank: Annotated[int, typer.Option(help="The rank to run.")] = 0,
     steps: Annotated[int, typer.Option(help="Stop after this many optimizer steps.")] = 3,
@@ -443,15 +446,16 @@ def dryrun(
         if words:
             raise SpecError("dryrun: --model and a script exclude each other, got both; leave one out")
         training = Training(
-            model=model, strategy=strategy, seq_len=seq_len, microbatch=microbatch, dtype=dtype, checkpoint=checkpoint
-        )
-        words, tokens_per_step = training_command(training, cluster, world_size)
-    asked = made.Asked(
-        words=words, cluster=cluster, world_size=world_size, rank=rank, steps=steps,
+            model=model, strategy=strategy, seq_len=seq_len, microbatch=microbatch, precision=precision,
+            checkpointing=checkpointing,
+        )  # fmt: skip
+        words, tokens_per_step = training_command(training, cluster, gpus)
+    options = made.Options(
+        words=words, cluster=cluster, gpus=gpus, rank=rank, steps=steps,
         tokens_per_step=tokens_per_step, races=races,
     )  # fmt: skip
     with _interruptible("nothing is written"):
-        return made.dryrun(asked, trace=trace, html=html)
+        return made.dryrun(options, trace=trace, html=html)
 
 
 @app.command()
@@ -462,9 +466,11 @@ def calibrate(
         Path | None,
         typer.Option("--out", "-o", help="The profile to write ('-': stdout) (default: a new file in runs/)."),
     ] = None,
-    ranks: Annotated[
+    gpus: Annotated[
         int | None,
-        typer.Option(help="Number of ranks (default: all GPUs, or one per core; under torchrun, its ranks)."),
+        typer.Option(
+            help="Number of GPUs, or of ranks on a CPU (default: all GPUs, or one per core; under torchrun, its ranks)."
+        ),
     ] = None,
     threads: Annotated[int, typer.Option(help="Threads per rank, on a CPU.")] = 1,
     launcher: _Launcher = None,
@@ -493,7 +499,7 @@ def calibrate(
     if (status := serve_rank(launcher)) is not None:
         raise typer.Exit(status)
     options = command.Options(
-        ranks=ranks, threads=threads, network=network, device=command.device(device), quick=quick, sweeps=sweeps,
+        ranks=gpus, threads=threads, network=network, device=command.device(device), quick=quick, sweeps=sweeps,
         launcher=launcher, sbatch=sbatch,
     )  # fmt: skip
     with _interruptible("samples are saved. Make a profile of them with: refshard calibrate --from FOLDER"):
@@ -510,7 +516,7 @@ def _given(context: typer.Context) -> set[str]:
 @printed
 def noise(
     suite: _Suite = "gate",
-    launches: Annotated[int, typer.Option(help="Number of launches, each of all cases.", min=2)] = 300,
+    rounds: Annotated[int, typer.Option(help="Number of launches of each case.", min=2)] = 300,
     permutations: Annotated[int, typer.Option(help="Number of gates to simulate from them.", min=1)] = 1000,
     earlier: Annotated[
         list[Path] | None,
@@ -525,7 +531,7 @@ def noise(
 
     with _interruptible("finished rounds are saved. Use them with: refshard noise --from FOLDER"):
         return command.noise(
-            suite, launches=launches, permutations=permutations, recorded=earlier or [],
+            suite, launches=rounds, permutations=permutations, recorded=earlier or [],
             oversubscribe=oversubscribe, baselines=baselines,
         )  # fmt: skip
 
@@ -538,7 +544,7 @@ def gate(
         str | None, typer.Option(help="A revision or a checkout (default: the accepted exact metrics).")
     ] = None,
     candidate: Annotated[str, typer.Option(help="A revision or a checkout.")] = ".",
-    strategies: Annotated[str | None, typer.Option(help="Compare two strategies instead: BASELINE,CANDIDATE.")] = None,
+    strategy: Annotated[str | None, typer.Option(help="Compare two strategies instead: BASELINE,CANDIDATE.")] = None,
     exact: Annotated[bool, typer.Option("--exact", help="Exact metrics only: one launch of each case.")] = False,
     portable: Annotated[
         bool,
@@ -561,7 +567,7 @@ def gate(
         from refshard.commands import gate as command
 
     options = command.Options(
-        suite=suite, baseline=baseline, candidate=candidate, strategies=command.two_strategies(strategies),
+        suite=suite, baseline=baseline, candidate=candidate, strategies=command.two_strategies(strategy),
         exact=exact, portable=portable, oversubscribe=oversubscribe, baselines=baselines,
     )  # fmt: skip
     outputs = command.Outputs(summary=summary, junit=junit, annotate=annotate)
@@ -644,16 +650,44 @@ def list_(
     return listing.listing(what)
 
 
+_RENAMED = {
+    "run": {"--world-size": "--gpus", "--dry-run-on": "--cluster"},
+    "plan": {
+        "--nodes": "--gpus", "--tensor": "--tp", "--context": "--cp", "--pipeline": "--pp", "--expert": "--ep",
+        "--replicas": "--dp-replicate", "--checkpoint": "--checkpointing", "--dtype": "--precision",
+    },
+    "dryrun": {"--world-size": "--gpus", "--dtype": "--precision", "--checkpoint": "--checkpointing"},
+    "calibrate": {"--ranks": "--gpus"},
+    "noise": {"--launches": "--rounds"},
+    "gate": {"--strategies": "--strategy"},
+}  # fmt: skip
+"""Options that had another name, by command."""
 _KINDS = ("strategies", "models", "modes", "suites", "clusters", "hardware")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line, or ``arguments`` in its place; a user's mistake is one line on standard error."""
     try:
+        _check_names(sys.argv[1:] if arguments is None else arguments)
         app(arguments)
     except RefshardError as error:
         print(f"refshard: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def _check_names(arguments: Sequence[str]) -> None:
+    """Point to an option's new name. A script and what follows it have options of their own.
+
+    Raises:
+        SpecError: an option has an old name.
+    """
+    renamed = _RENAMED.get(arguments[0], {}) if arguments else {}
+    for argument in arguments[1:]:
+        if argument in ("--", "-m") or argument.endswith(".py"):
+            return
+        name = argument.partition("=")[0]
+        if name in renamed:
+            raise SpecError(f"no option {name}: it is now {renamed[name]}")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ Models beyond Llama:
 
 from typing import Literal
 
-from refshard.specs.case import Tuning, Workload
+from refshard.specs.job import Tuning, Workload
 from refshard.specs.model import ModelSpec, active_parameter_count, check_trainable, position_parameters
 from refshard.specs.tuning import LORA
 

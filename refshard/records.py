@@ -4,16 +4,18 @@ A run's ``records.jsonl`` holds one :class:`RunRecord`, then a :class:`LaunchRec
 one :class:`EndRecord`. Raw samples are kept per rank and step; summaries are derived from them.
 """
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
-from refshard.specs.case import CaseSpec, Fidelity
+from refshard.specs.case import RENAMED, Case, Fidelity, Protocol
 from refshard.specs.model import ModelSpec
 from refshard.specs.suite import SuiteSpec
 
-SCHEMA = 1
+SCHEMA = 2
+"""Version 1 is read too (:func:`from_schema_1`)."""
 PARITY_TOLERANCE = 1e-5
 """Largest relative difference of an fp32 loss from the reference's: splitting the batch alone costs about 1e-6."""
 _BF16_TOLERANCE = 2e-2
@@ -95,11 +97,11 @@ DERIVED = frozenset({"overlap_efficiency"})
 """Metrics that take several cases of a run to compute: reports have them, records do not."""
 
 
-def parity_tolerance(case: CaseSpec) -> float:
+def parity_tolerance(case: Case) -> float:
     """Largest relative difference of a loss from the reference's, by what the case computes in."""
-    if case.precision == "bf16":
+    if case.job.precision == "bf16":
         return _BF16_TOLERANCE
-    return {"adamw": PARITY_TOLERANCE, "adamw-8bit": _8BIT_TOLERANCE, "muon": _MUON_TOLERANCE}[case.optimizer]
+    return {"adamw": PARITY_TOLERANCE, "adamw-8bit": _8BIT_TOLERANCE, "muon": _MUON_TOLERANCE}[case.job.optimizer]
 
 
 def timestamp() -> str:
@@ -315,7 +317,7 @@ class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
     schema: int = SCHEMA
     run_id: str
     environment: str
-    case: CaseSpec
+    case: Case
     spec_hash: str
     round: int
     fidelity: Fidelity
@@ -365,6 +367,32 @@ class EndRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag
 
 
 Record = RunRecord | LaunchRecord | EndRecord
+
+
+def from_schema_1(line: Mapping[str, Any]) -> Record:
+    """A record of schema 1, which named fields of cases in other words and did not tell job from protocol.
+
+    Raises:
+        msgspec.ValidationError: the line is no such record.
+    """
+
+    def renamed(fields: object) -> dict[str, Any]:
+        return {RENAMED.get(key, key): value for key, value in msgspec.convert(fields, dict[str, Any]).items()}
+
+    changed = dict(line)
+    if "case" in line:
+        case = renamed(line["case"])
+        changed["case"] = {
+            "job": {key: value for key, value in case.items() if key not in Protocol.__struct_fields__},
+            "protocol": {key: value for key, value in case.items() if key in Protocol.__struct_fields__},
+        }
+    if "suite" in line:
+        suite = msgspec.convert(line["suite"], dict[str, Any])
+        tables = suite.get("matrix")
+        matrix = [renamed(table) for table in tables] if isinstance(tables, list) else renamed(tables)
+        changed["suite"] = {**suite, "matrix": matrix, "case": renamed(suite.get("case", {}))}
+    record: Record = msgspec.convert(changed, Record)
+    return record
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):

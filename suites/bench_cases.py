@@ -20,10 +20,10 @@ from refshard.errors import RefshardError
 from refshard.measure.run import new_run_folder, round_order, run_suite
 from refshard.records import LaunchRecord
 from refshard.replay import Replay
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.suite import SuiteSpec, find_suite, load_suite
 
-Launch = tuple[CaseSpec, int]
+Launch = tuple[Case, int]
 """A case, and its round from 0."""
 
 
@@ -49,7 +49,7 @@ def suite_of(config: pytest.Config) -> SuiteSpec:
 
 def of_launches(suite: SuiteSpec, launches: list[Launch]) -> SuiteSpec:
     """The suite with a table for each case of ``launches``, and no other case than these and their references."""
-    rounds: dict[CaseSpec, int] = {}
+    rounds: dict[Case, int] = {}
     for case, at in launches:
         rounds[case] = max(rounds.get(case, 0), at + 1)
     tables = [

@@ -14,7 +14,7 @@ from typing import Any
 
 from refshard.fakecuda import activate
 from refshard.measure.dry.rank import take_place
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.cluster import load_cluster
 from refshard.specs.model import load_model
 
@@ -60,8 +60,8 @@ def stepping(way: str, model: str) -> Callable[[], object]:
     from refshard.strategies import strategy_for
 
     if way != "bare":
-        case = CaseSpec(
-            strategy=way, model=model, world_size=WORLD_SIZE, global_batch=WORLD_SIZE, seq_len=TOKENS,
+        case = Case.of(
+            strategy=way, model=model, gpus=WORLD_SIZE, global_batch=WORLD_SIZE, seq_len=TOKENS,
             precision="bf16", fidelity="dryrun", cluster=CLUSTER,
         )  # fmt: skip
         group = dist.group.WORLD

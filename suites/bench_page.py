@@ -37,7 +37,7 @@ def multiplied(run: Run, cases: int) -> Run:
     records: list[LaunchRecord] = []
     for copy in range(-(-cases // kinds)):
         for record in run.launches:
-            case = msgspec.structs.replace(record.case, seq_len=record.case.seq_len + copy)
+            case = record.case.changed(seq_len=record.case.job.seq_len + copy)
             records.append(msgspec.structs.replace(record, case=case, spec_hash=case.hash))
     header = msgspec.structs.replace(run.header, planned=len(records))
     return msgspec.structs.replace(run, header=header, launches=tuple(records))

@@ -33,7 +33,7 @@ from refshard.engine.api import engine_of
 from refshard.engine.schedule import OpKind
 from refshard.measure.trainer import Trainer
 from refshard.models.llama import Llama, next_token_loss
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.model import load_model
 from refshard.strategies import strategy_for
 
@@ -86,7 +86,7 @@ def stepping(way: str, name: str, tokens: int) -> Callable[[], object]:
     """One training step that way of the model called ``name``; of ``exchange``, its collectives."""
     torch.manual_seed(0)
     if way == "fsdp2-tuned":
-        case = CaseSpec(strategy=way, model=name, world_size=RANKS, global_batch=RANKS, seq_len=tokens, device="cpu")
+        case = Case.of(strategy=way, model=name, gpus=RANKS, global_batch=RANKS, seq_len=tokens, device="cpu")
         group = dist.group.WORLD
         assert group is not None
         trainer = Trainer(case, load_model(name), strategy_for(case, cuda=False), group, torch.device("cpu"))

@@ -17,19 +17,30 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from refshard.analysis.evidence import gather
 from refshard.analysis.exact import Change
 from refshard.analysis.gate import Effect, TimeVerdict
 from refshard.analysis.rehearsal import CaseNoise, Noise
 from refshard.cli import app
+from refshard.commands.doctor import report
 from refshard.dryrun.price import Doubt
+from refshard.records import GpuSettings, GpuUse, Run
 from refshard.report import forms
 from refshard.report.blocks import Answer
 from refshard.report.calibration import profile_answer
 from refshard.report.dryrun.answer import dryrun_answer
 from refshard.report.gate.formats import GateCase, GateReport, gate_answer, noise_answer
+from refshard.report.page import as_page
+from refshard.report.run.answer import run_answer
+from refshard.report.run.compare import compare_runs
+from refshard.report.run.page import Extras, index_answer, page
 from refshard.specs.cluster import load_cluster
+from refshard.specs.suite import NetworkSpec
+from tests.measure.doctor.machines import SHARED
+from tests.report import runs as made_runs
 from tests.report.dryruns import analysed, doubtful
 from tests.report.pages import Page
+from tests.report.trace import scenarios
 
 pytestmark = pytest.mark.slow
 
@@ -62,11 +73,11 @@ COMMANDS = {
     "compare-machines": f"compare {RECORDED}/xeon-2-cores/engine {RECORDED}/xeon-2-cores/engine_network",
     "history": f"history {RECORDED}/epyc-2-cores",
     "validate-network": f"validate {RECORDED}/xeon-2-cores/validation_network",
-    "plan-70b": "plan --model llama3-70b --cluster dgx-h100 --nodes 32 --tokens-per-step 4M",
+    "plan-70b": "plan --model llama3-70b --cluster dgx-h100 --gpus 256 --tokens-per-step 4M",
     "plan-does-not-fit": "plan --model llama3.1-405b --cluster dgx-h100 --tokens-per-step 1M",
-    "plan-sizes": "plan --model llama3-8b --cluster dgx-h100 --nodes 1..4 --tokens-per-step 1M",
+    "plan-sizes": "plan --model llama3-8b --cluster dgx-h100 --gpus 8..32 --tokens-per-step 1M",
     "plan-variants": "plan --model llama3-8b --cluster dgx-h100x2 --tokens-per-step 1M --strategy fsdp2,megatron "
-    "--dtype bf16,fp8 --compile no,yes --tensor 1,2",
+    "--precision bf16,fp8 --compile no,yes --tp 1,2",
     "plan-experts": "plan --model qwen3-30b-a3b --cluster dgx-h100x4 --tokens-per-step 1M --search --dry-runs 0",
     "list-strategies": "list strategies",
     "list-models": "list models",
@@ -96,7 +107,7 @@ def _dry(name: str) -> Answer:
 
 
 def _gate(name: str) -> Answer:
-    """A gate made by hand, its machine's noise, and a profile as ``refshard calibrate`` prints it."""
+    """A gate made by hand, its machine's noise, a calibrated profile, and a doctor's answer."""
     case = CaseNoise(
         ratio=1.002, low=0.99, high=1.01, spread=0.021, smallest_visible=0.035, found=3, tried=4, planted=0.05,
         false_alarms=2, inconclusive=10, rounds=16,
@@ -104,6 +115,8 @@ def _gate(name: str) -> Answer:
     noise = Noise(gates=2000, launches=160, failing_gates=30, cases={"ddp-w2": case})
     if name == "gate-noise":
         return noise_answer(noise, Path("noise.json"))
+    if name == "doctor":
+        return report(SHARED)
     if name == "calibrate":
         return profile_answer(load_cluster(str(ROOT / RECORDED / "h200/calibration.toml")), "kept: x.toml")
     effect = Effect(ratio=1.04, low=1.03, high=1.05, p_slower=0.001, p_faster=0.9, spread=0.02, rounds=16)
@@ -118,7 +131,49 @@ def _gate(name: str) -> Answer:
     return gate_answer(GateReport(baseline="v1", candidate=".", cases=cases, notes=("paired",), noise=noise))
 
 
-GATES = ("gate", "gate-noise", "calibrate")
+def _made(name: str) -> Answer:
+    """Runs made by hand: one with a failure, one on GPUs over a network, one compared with an earlier one."""
+    if name == "run-made":
+        return run_answer(gather(made_runs.run()))
+    on_gpus = _on_gpus()
+    if name == "run-on-gpus":
+        return run_answer(gather(on_gpus))
+    slower = made_runs.quicker(made_runs.run(), 1.1)
+    slower = made_runs.with_record(slower, 1, state="oom", error="too large")
+    slower = made_runs.with_record(slower, 2, losses=(1.0, 2.0))
+    return compare_runs(gather(made_runs.run()), gather(made_runs.later(slower, "now")), ["cpu: A is x, B is y"])
+
+
+def _on_gpus() -> Run:
+    """Every figure that only GPUs have, and an overlap efficiency."""
+    memory = made_runs.gpu_memory(30.0), made_runs.gpu_memory(71.2, retries=2)
+    found = made_runs.with_load(made_runs.on_gpus(made_runs.run(failed=False), *memory), {})
+    for gpu in range(2):
+        uses = tuple(
+            GpuUse(gpu=n, samples=10, power_w=550.0 + 100 * n, max_power_w=700.0, sm_clock_mhz=1700.0,
+                   min_sm_clock_mhz=1200 - 100 * n, throttled={"power cap": 5} if n else {})
+            for n in range(gpu + 1)
+        )  # fmt: skip
+        found = made_runs.with_record(found, 1 + gpu, gpu_use=uses)
+    settings = tuple(GpuSettings(power_limit_w=watts, ecc=True, nvlinks={"switch": 18}) for watts in (700.0, 500.0))
+    found = made_runs.on_hosts(found, NetworkSpec(hosts=2, rate="8gbit"))
+    return made_runs.later(
+        found, "now", gpus=("H100", "H100"), gpu_memory_bytes=(2**36, 2**36), gpu_driver="570.86.15", cuda="12.8",
+        gpu_settings=settings, tf32=True, variables={"NCCL_ALGO": "Ring"}, gpu_throttled=((), ("power cap",)),
+    )  # fmt: skip
+
+
+def _pages(name: str) -> str:
+    """The page of a run on GPUs beside an earlier one, and the index of both."""
+    before, now = gather(made_runs.run()), gather(_on_gpus())
+    if name == "page-made":
+        return _read("".join(page(now, Extras(baseline=before))))
+    index = index_answer({"before.html": before, "now.html": now})
+    return _read("".join(as_page(index, product="report", command="refshard report before now")))
+
+
+RUNS = ("run-made", "run-on-gpus", "compare-changed")
+GATES = ("gate", "gate-noise", "calibrate", "doctor")
 DRY_RUNS = ("dryrun", "dryrun-uncertain", "dryrun-does-not-fit", "dryrun-failed")
 
 
@@ -136,11 +191,13 @@ def _page(folder: str) -> str:
     with TemporaryDirectory() as out:
         path = Path(out) / "page.html"
         _command(f"report {RECORDED}/{folder} --out {path}")
-        html = re.sub(
-            r"(?s)<t[hd]\b.*?</t[hd]>", lambda cell: " ".join(cell[0].split()), path.read_text(encoding="utf-8")
-        )
-        rows = re.sub(r"</(t[hd]|dt|dd)>\s*(?=<(t[hd]|dd))", " | ", html)
-        lines = (" ".join(line.split()) for line in Page(rows).text.splitlines())
+        return _read(path.read_text(encoding="utf-8"))
+
+
+def _read(html: str) -> str:
+    html = re.sub(r"(?s)<t[hd]\b.*?</t[hd]>", lambda cell: " ".join(cell[0].split()), html)
+    rows = re.sub(r"</(t[hd]|dt|dd)>\s*(?=<(t[hd]|dd))", " | ", html)
+    lines = (" ".join(line.split()) for line in Page(rows).text.splitlines())
     return "".join(f"{line}\n" for line in lines if line)
 
 
@@ -149,12 +206,18 @@ def _outputs() -> dict[str, Callable[[], str]]:
     for name, words in COMMANDS.items():
         found[f"{name}.txt"] = partial(_command, words, "-v")
         found[f"{name}.json"] = partial(lambda words: _readable(_command(words, "--json")), words)
-    for name in (*DRY_RUNS, *GATES):
-        made, command = (_gate, "gate") if name in GATES else (_dry, "dryrun")
+    for name in (*DRY_RUNS, *GATES, *RUNS):
+        made, command = (_gate, "gate") if name in GATES else (_made, "show") if name in RUNS else (_dry, "dryrun")
         found[f"{name}.txt"] = partial(_printed, made, name)
         found[f"{name}.json"] = partial(
             lambda made, name, command: _readable(forms.as_json(made(name), command)), made, name, command
         )
+    found |= {f"{name}.txt": partial(_pages, name) for name in ("page-made", "page-index")}
+    found |= {
+        "trace-findings.txt": scenarios.findings_text, "trace-sections.txt": scenarios.sections_text,
+        "trace-lanes.txt": scenarios.lanes_text, "trace-snapshots.txt": scenarios.snapshot_text,
+        "trace-differences.txt": scenarios.differences_text,
+    }  # fmt: skip
     return found | {f"{name}.txt": partial(_page, folder) for name, folder in PAGES.items()}
 
 

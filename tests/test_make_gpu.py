@@ -20,7 +20,7 @@ SUITE = """
 name = "stand_in"
 [matrix]
 strategy = ["ddp"]
-world_size = [2]
+gpus = [2]
 model = ["llama-tiny"]
 [case]
 global_batch = 2
@@ -44,7 +44,7 @@ def command(tmp_path: Path) -> list[str]:
         "GPU_OUT": tmp_path / "gpu",
         "GPU_SUITE": tmp_path / "suite.toml",
         "GPU_TESTS": "tests/gpu/test_needs.py -p no:cacheprovider",
-        "GPU_CALIBRATION": "--device cpu --ranks 2 --quick",
+        "GPU_CALIBRATION": "--device cpu --gpus 2 --quick",
         "GPU_BLOCKS": "--benchmark-disable",
     }
     return ["make", "gpu", *(f"{name}={value}" for name, value in values.items())]

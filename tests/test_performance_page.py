@@ -73,10 +73,10 @@ def test_dry_runs_of_the_engine_are_as_lean_as_the_page_says() -> None:
     peaks: dict[tuple[object, ...], dict[str, tuple[float, float]]] = {}
     for record in read_run(folder).launches:
         case, metrics = record.case, record.metrics
-        if case.model == "llama3-8b" and case.world_size in (8, 64) and case.replicas == 1:
-            key = case.world_size, case.global_batch, case.checkpointing
+        if case.job.model == "llama3-8b" and case.job.gpus in (8, 64) and case.job.dp_replicate == 1:
+            key = case.job.gpus, case.job.global_batch, case.job.checkpointing
             found = peaks.setdefault(key, {})
-            found[case.strategy] = metrics["peak_memory_bytes"] or 0, metrics["peak_reserved_bytes"] or 0
+            found[case.job.strategy] = metrics["peak_memory_bytes"] or 0, metrics["peak_reserved_bytes"] or 0
     assert len(peaks) == 8
     ratios = [
         [ours / theirs for ours, theirs in zip(way["refshard-yafsdp"], way["fsdp2"], strict=True)]

@@ -239,7 +239,7 @@ def test_a_world_fills_nodes_or_a_part_of_one() -> None:
     made = load_cluster("dgx-a100x32")
     assert (made.of_world_size(4).ranks_per_node, made.of_world_size(4).nodes) == (4, 1)
     assert made.of_world_size(64).nodes == 8
-    with pytest.raises(SpecError, match="world_size: must be at most 8, or a multiple of it"):
+    with pytest.raises(SpecError, match="gpus: must be at most 8, or a multiple of it"):
         made.of_world_size(12)
     alone = convert(plain_cluster(between=None), ClusterSpec, where="cluster")
     with pytest.raises(SpecError, match=r"2 nodes need the table \[between\], which the profile lacks"):

@@ -141,7 +141,7 @@ def test_selected_cases_are_launched_and_their_steps_are_the_benchmarks_rounds(t
     assert done.returncode == 0, done.stdout
     (folder,) = (tmp_path / "runs").iterdir()
     kept = read_run(folder)
-    assert [(r.case.strategy, r.round) for r in kept.launches] == [("single", 0), ("single", 1)]
+    assert [(r.case.job.strategy, r.round) for r in kept.launches] == [("single", 0), ("single", 1)]
     assert kept.end is not None
     found = json.loads(left.read_text())["benchmarks"]
     named = {(b["extra_info"]["spec_hash"], b["extra_info"]["round"]): b["stats"]["data"] for b in found}

@@ -36,7 +36,7 @@ def rows_of(run: str, *, against: str | None = None) -> list[Row]:
         compared = as_json("compare", against, "--run", str(RECORDED / run))["cases"]
         ratios = {row["case"]: row for row in compared}
         rows = [{**row, **ratios.get(row["case"], {})} for row in rows]
-    return [row for row in rows if row["world_size"] == 2]
+    return [row for row in rows if row["gpus"] == 2]
 
 
 def settings(rows: list[Row]) -> list[tuple[tuple[str, int, int], dict[str, Row]]]:
@@ -101,9 +101,9 @@ def least() -> list[str]:
 
 def planned(model: str, cluster: str, tokens: int, *, replicas: int = 1, strategies: tuple[str, ...] = ON_GPUS) -> Plan:
     """The plan's rows by strategy, those that fit and those that do not."""
-    job = ["--model", model, "--cluster", cluster, "--seq-len", str(tokens), "--replicas", str(replicas)]
+    job = ["--model", model, "--cluster", cluster, "--seq-len", str(tokens), "--dp-replicate", str(replicas)]
     (size,) = as_json("plan", *job, "--strategy", ",".join(strategies))["sizes"]
-    return {row["configuration"]["strategy"]: row for row in (*size["rows"], *size["unfit"])}
+    return {row["job"]["strategy"]: row for row in (*size["rows"], *size["unfit"])}
 
 
 def in_cell(row: Row) -> str:

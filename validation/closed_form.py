@@ -13,7 +13,7 @@ from refshard.plan.estimate import estimate
 from refshard.plan.space import Candidates
 from refshard.quantities import GIB
 from refshard.specs.cluster import ClusterSpec, load_cluster
-from refshard.specs.configuration import Configuration
+from refshard.specs.job import Implementation, Job
 from refshard.specs.model import ModelSpec
 from refshard.specs.reading import convert
 from validation.schema import HALVES, Claim, Figure, Half, Run, Source, load_sources, model_of
@@ -25,7 +25,7 @@ _STRATEGIES = {
 }  # fmt: skip
 _BY_RUN = ("seq_len", "strategy", "checkpointing", "precision", "interleave")
 """Assumptions about fields that a run may state itself; the others hold for all runs of a source."""
-_POLICY = re.compile(r"none|selective|full|every-[1-9]\d*|\d+")
+_POLICY = re.compile(r"none|selective|full|(?:every|first)-[1-9]\d*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +36,7 @@ class Published:
     run: Run
     model: ModelSpec
     cluster: ClusterSpec
-    cluster_name: str
-    seq_len: int
-    configuration: Configuration
+    job: Job
     seconds: float
     half: Half = "held out"
 
@@ -47,8 +45,8 @@ class Published:
         """What runs share that differ only in their number of GPUs, their release or their file."""
         r = self.run
         return (
-            self.table, r.hardware, r.model, r.layers, r.precision, self.seq_len, r.tensor, r.pipeline, r.interleave,
-            r.context, None if r.shard == r.gpus else r.shard, r.microbatch, r.checkpointing, r.compiled, r.strategy,
+            self.table, r.hardware, r.model, r.layers, r.precision, self.job.seq_len, r.tp, r.pp, r.interleave,
+            r.cp, None if r.dp_shard == r.gpus else r.dp_shard, r.microbatch, r.checkpointing, r.compiled, r.strategy,
         )  # fmt: skip
 
 
@@ -84,7 +82,7 @@ class Predicted:
         """Tokens per second and GPU, seconds, or GiB."""
         one = self.published
         if name == "throughput":
-            return one.configuration.global_batch * one.seq_len / self.seconds / one.run.gpus
+            return one.job.global_batch * one.job.seq_len / self.seconds / one.run.gpus
         return self.seconds if name == "step time" else self.allocated_gib
 
 
@@ -128,7 +126,7 @@ def published_of(name: str, source: Source, run: Run) -> Published | str:
     except SpecError as error:
         return str(error)
     data = run.gpus // run.model_parallel
-    shard = 1 if strategy == "ddp" else data if strategy == "megatron" else run.shard or data
+    shard = data if strategy in ("ddp", "megatron") else run.dp_shard or data
     if data % shard:
         return f"{shard} shards do not divide {data} data-parallel ranks"
     batch = _batch(run, data)
@@ -138,21 +136,24 @@ def published_of(name: str, source: Source, run: Run) -> Published | str:
     rate = run.tokens_per_s or (run.tokens_per_s_gpu or 0) * run.gpus
     if not run.seconds and not rate:
         return "no speed in tokens or seconds"
-    interleave = run.interleave or (1 if run.pipeline == 1 else assumed.get("interleave"))
+    interleave = run.interleave or (1 if run.pp == 1 else assumed.get("interleave"))
     if not isinstance(interleave, int):
         return "the pipeline's interleaving is not stated"
-    fields = {key: value for key, value in assumed.items() if key not in _BY_RUN}
-    fields |= {"compiled": bool(run.compiled)} if run.compiled is not None else {}
-    fields |= {"overlap_tensor": True} if "asynchronous" in run.strategy else {}
-    fields |= {
-        "strategy": strategy, "shard": shard, "replicate": data // shard, "tensor": run.tensor, "context": run.context,
-        "pipeline": run.pipeline, "interleave": interleave, "schedule": "interleaved" if interleave > 1 else "1f1b",
-        "microbatch": microbatch, "microbatches": microbatches, "checkpointing": str(policy), "precision": precision,
+    own = {key: value for key, value in assumed.items() if key in Implementation.__struct_fields__}
+    own |= {"compiled": bool(run.compiled)} if run.compiled is not None else {}
+    own |= {"overlap_tensor": True} if "asynchronous" in run.strategy else {}
+    fields = {
+        "strategy": strategy, "model": run.model, "cluster": cluster_name, "gpus": run.gpus, "seq_len": seq_len,
+        "dp_replicate": data // shard, "tp": run.tp, "cp": run.cp, "pp": run.pp,
+        "interleave": interleave, "schedule": "interleaved" if interleave > 1 else "1f1b",
+        "global_batch": data * microbatch * microbatches, "microbatches": microbatches,
+        "checkpointing": str(policy), "precision": precision, "offload": bool(assumed.get("offload")),
+        "implementation": own,
     }  # fmt: skip
+    job = convert(fields, Job, where=f"published {name}")
     return Published(
-        table=name, run=run, model=model, cluster=_filled(cluster_name, run.gpus), cluster_name=cluster_name,
-        seq_len=seq_len, configuration=convert(fields, Configuration, where=f"published {name}"),
-        seconds=run.seconds or data * microbatch * microbatches * seq_len / rate,
+        table=name, run=run, model=model, cluster=_filled(cluster_name, run.gpus), job=job,
+        seconds=run.seconds or job.global_batch * seq_len / rate,
     )  # fmt: skip
 
 
@@ -171,7 +172,7 @@ def _filled(name: str, gpus: int) -> ClusterSpec:
 
 def _batch(run: Run, data: int) -> tuple[int, int] | None:
     """Sequences of a microbatch, and microbatches; under torchtitan's pipelines the printed batch is of single ones."""
-    if run.strategy.startswith("fsdp") and run.pipeline > 1:
+    if run.strategy.startswith("fsdp") and run.pp > 1:
         return (1, run.microbatch * (run.microbatches or 1)) if run.microbatch else None
     if run.microbatch and run.microbatches:
         return run.microbatch, run.microbatches
@@ -214,12 +215,12 @@ def predicted(runs: Sequence[Published]) -> list[Predicted]:
     """The prediction of each run."""
     groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for place, run in enumerate(runs):
-        groups[id(run.cluster), run.model, run.seq_len].append(place)
+        groups[id(run.cluster), run.model, run.job.seq_len].append(place)
     found: dict[int, Predicted] = {}
     for places in groups.values():
         first = runs[places[0]]
-        rows = Candidates.of([runs[place].configuration for place in places])
-        estimates = estimate(first.model, first.cluster, first.seq_len, rows)
+        rows = Candidates.of([runs[place].job for place in places])
+        estimates = estimate(first.model, first.cluster, first.job.seq_len, rows)
         for place, seconds, peak in zip(places, estimates.step_s.tolist(), estimates.memory.peak.tolist()):
             found[place] = Predicted(published=runs[place], seconds=seconds, allocated_gib=peak / GIB)
     return [found[place] for place in range(len(runs))]

@@ -117,12 +117,12 @@ def why_not(one: Scripted) -> str:
     run, script = one.run, one.script
     if script.attention == "flex":
         return "attention is a Triton kernel that torch.compile makes (FlexAttention)"
-    if run.expert > 1 or script.depends_on_data:
+    if run.ep > 1 or script.depends_on_data:
         return "mixture of experts: memory and time depend on routing, which a dry run does not compute"
     if run.compiled:
         parts = ", ".join(run.compiled) if isinstance(run.compiled, tuple) else "the model"
         return f"torch.compile of {parts}: kernels that only its backend knows"
-    if run.pipeline > 1 or run.context > 1:
+    if run.pp > 1 or run.cp > 1:
         return "pipeline and context parallelism are not in the script"
     if run.strategy == "single" or script.units not in _UNITS:
         return f"the script does not wrap a model this way: {script.units or run.strategy}"
@@ -132,7 +132,7 @@ def why_not(one: Scripted) -> str:
 def caveats(one: Scripted) -> tuple[str, ...]:
     """What the run's torch did with memory that the installed one does not do."""
     run, found = one.run, []
-    if one.script.record_streams and (run.strategy == "fsdp2" or run.tensor > 1):
+    if one.script.record_streams and (run.strategy == "fsdp2" or run.tp > 1):
         found.append("its torch kept collective buffers alive with record_stream; the installed one does not")
     if one.script.record_streams and run.strategy == "fsdp1":
         found.append(
@@ -166,7 +166,7 @@ def _options(one: Scripted) -> list[str]:
     chosen = {
         "seq-len": seq_len, "batch": run.microbatch, "positions": positions, "strategy": run.strategy,
         "units": _UNITS[script.units], "reshard": script.reshard_after_forward.replace(" ", "-"),
-        "shard": run.shard or 1, "replicate": run.replicate, "tensor": run.tensor,
+        "shard": run.dp_shard or 1, "replicate": run.dp_replicate, "tensor": run.tp,
         "checkpoint": "op" if checkpointing == "selective" else checkpointing.removeprefix("every-"), "norm": norm,
         "attention": script.attention, "loss": script.loss.removesuffix("cross entropy").strip() or "whole",
         "logits-fp32": script.logits_fp32.removeprefix("in the "), "optimizer": script.optimizer_implementation,
@@ -241,7 +241,7 @@ def _memory(found: DryRun) -> dict[Figure, float]:
 
 def speed_of(one: Scripted, found: DryRun, cluster: ClusterSpec) -> float:
     """Tokens per second and GPU on nodes like the cluster's; ranks that share a sequence count it once."""
-    tokens = (one.run.microbatch or 0) * (one.run.seq_len or 0) * one.run.gpus // one.run.tensor
+    tokens = (one.run.microbatch or 0) * (one.run.seq_len or 0) * one.run.gpus // one.run.tp
     analysis = analyse(found, cluster.of_world_size(one.run.gpus), global_tokens=tokens)
     assert analysis.tokens_per_s is not None
     return analysis.tokens_per_s

@@ -167,7 +167,7 @@ class ClosedForms:
     def __init__(self, runs: Sequence[Published], *, fitted: bool) -> None:
         self.of: dict[str, list[Published]] = defaultdict(list)
         for run in runs:
-            self.of[SHARES.get(run.cluster_name, run.cluster_name)].append(run)
+            self.of[SHARES.get(run.job.cluster, run.job.cluster)].append(run)
         self.free: list[tuple[str, Constant]] = [("", one) for one in EVERYWHERE if fitted]
         self.free += [(name, one) for name in self.of for one in CLOSED_FORMS.get(name, ()) if fitted]
         self._known: dict[tuple[object, ...], Logs] = {}
@@ -224,7 +224,7 @@ def spread_text(pairs: Sequence[tuple[Published, float]]) -> str:
     kinds: dict[str, list[float]] = defaultdict(list)
     for run, error in pairs:
         kinds["all"].append(error)
-        kinds[kind_of(run.configuration)].append(error)
+        kinds[kind_of(run.job)].append(error)
     lines = ["# Written by python -m validation.fit --write-spread, from the runs that were held out."]
     for kind, errors in kinds.items():
         low, high = np.percentile([1 / (1 + error) for error in errors], [10, 90])

@@ -110,7 +110,7 @@ def closed_form_answer(
 def _by_source(found: Sequence[Predicted]) -> Table:
     groups: dict[tuple[str, str, str], list[Predicted]] = defaultdict(list)
     for one in found:
-        groups[one.published.table, one.published.run.hardware, one.published.configuration.precision].append(one)
+        groups[one.published.table, one.published.run.hardware, one.published.job.precision].append(one)
     rows = []
     for (name, hardware, precision), members in groups.items():
         memory = [abs(error) for one in members if (error := one.memory_error) is not None]
@@ -134,7 +134,7 @@ def scaling(found: Sequence[Predicted]) -> list[Curve]:
     for members in groups.values():
         first, last = (pick(members, key=lambda one: one.published.run.gpus) for pick in (min, max))
         if last.published.run.gpus >= max(64, 4 * first.published.run.gpus):
-            batches = [one.published.configuration.global_batch / one.published.run.gpus for one in (first, last)]
+            batches = [one.published.job.global_batch / one.published.run.gpus for one in (first, last)]
             growth = batches[1] / batches[0]
             curves.append((
                 first, last, 1 - growth * first.published.seconds / last.published.seconds,
@@ -164,7 +164,7 @@ def _every_curve(curves: Sequence[Curve]) -> Table:
     rows = [
         {
             "source": first.published.table, "model": first.published.run.model,
-            "precision": first.published.configuration.precision,
+            "precision": first.published.job.precision,
             "GPUs": f"{first.published.run.gpus:,} to {last.published.run.gpus:,}",
             "published loss": format_percent(published), "predicted loss": format_percent(predicted_loss),
             "difference": f"{100 * (predicted_loss - published):+.1f} points",
@@ -199,9 +199,9 @@ def _every_run(found: Sequence[Predicted]) -> Table:
     rows = [
         {
             "source": one.published.table, "model": one.published.run.model, "GPUs": f"{one.published.run.gpus:,}",
-            "tokens": f"{one.published.seq_len:,}", "strategy": one.published.configuration.strategy,
-            "TP": str(one.published.run.tensor), "PP": str(one.published.run.pipeline),
-            "CP": str(one.published.run.context), "published": format_seconds(one.published.seconds),
+            "tokens": f"{one.published.job.seq_len:,}", "strategy": one.published.job.strategy,
+            "TP": str(one.published.run.tp), "PP": str(one.published.run.pp),
+            "CP": str(one.published.run.cp), "published": format_seconds(one.published.seconds),
             "predicted": format_seconds(one.seconds), "error": _signed(one.error), "half": one.published.half,
             "release": one.published.run.where[:24],
         }
@@ -226,14 +226,14 @@ def speed_ups(found: Sequence[Predicted]) -> tuple[int, int]:
 
 
 def _as_object(one: Predicted) -> dict[str, Any]:
-    run, configuration = one.published.run, one.published.configuration
+    run, job = one.published.run, one.published.job
     return {
         "table": one.published.table, "model": run.model, "hardware": run.hardware, "gpus": run.gpus,
-        "seq_len": one.published.seq_len, "half": one.published.half, "strategy": configuration.strategy,
-        "precision": configuration.precision, "tensor": configuration.tensor, "context": configuration.context,
-        "pipeline": configuration.pipeline, "interleave": configuration.interleave, "shard": configuration.shard,
-        "replicate": configuration.replicate, "microbatch": configuration.microbatch,
-        "microbatches": configuration.microbatches, "checkpointing": configuration.checkpointing, "where": run.where,
+        "seq_len": one.published.job.seq_len, "half": one.published.half, "strategy": job.strategy,
+        "precision": job.precision, "tp": job.tp, "cp": job.cp,
+        "pp": job.pp, "interleave": job.interleave, "dp_shard": job.dp_shard,
+        "dp_replicate": job.dp_replicate, "microbatch": job.microbatch,
+        "microbatches": job.microbatches, "checkpointing": job.checkpointing, "where": run.where,
         "published_s": one.published.seconds, "predicted_s": one.seconds, "error": one.error,
         "published_allocated_gib": run.allocated_gib, "predicted_allocated_gib": one.allocated_gib,
         "source_predicted_s": run.predicted_seconds,
@@ -256,9 +256,9 @@ def setting(one: PredictedClaim) -> str:
     if one.claimed is None:
         return one.claim.setting or "not stated"
     run = one.claimed.published.run
-    axes = [f"{name} {size}" for name, size in (("TP", run.tensor), ("CP", run.context), ("PP", run.pipeline))]
+    axes = [f"{name} {size}" for name, size in (("TP", run.tp), ("CP", run.cp), ("PP", run.pp))]
     axes = [axis for axis in axes if not axis.endswith(" 1")]
-    return ", ".join([run.model, f"{run.gpus:,} GPUs", *axes, f"{one.claimed.published.seq_len:,} tokens"])
+    return ", ".join([run.model, f"{run.gpus:,} GPUs", *axes, f"{one.claimed.published.job.seq_len:,} tokens"])
 
 
 def claim_as_object(one: PredictedClaim) -> dict[str, Any]:
@@ -277,7 +277,7 @@ def _side(figure: Figure, side: Predicted | None) -> dict[str, Any] | None:
         return None
     run = side.published.run
     return {
-        "strategy": side.published.configuration.strategy, "gpus": run.gpus, "published": run.printed(figure),
+        "strategy": side.published.job.strategy, "gpus": run.gpus, "published": run.printed(figure),
         "predicted": side.figure(figure), "published_s": side.published.seconds, "predicted_s": side.seconds,
         "predicted_allocated_gib": side.allocated_gib,
     }  # fmt: skip

@@ -26,7 +26,7 @@ HALVES: tuple[Half, ...] = ("fit", "held out")
 Figure = Literal["throughput", "step time", "memory"]
 _PUBLISHED = Path(__file__).parent / "published"
 _COUNTS = (
-    "gpus", "seq_len", "layers", "shard", "replicate", "tensor", "pipeline", "context", "expert", "interleave",
+    "gpus", "seq_len", "layers", "dp_shard", "dp_replicate", "tp", "pp", "cp", "ep", "interleave",
     "microbatch", "microbatches", "global_batch",
 )  # fmt: skip
 _FIGURES = (
@@ -103,9 +103,9 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     - ``hardware`` is a profile's name, or what a profile would be called; ``cluster`` is a cluster's profile, instead
       of the source's for that hardware. ``capacity_gib`` is the GPU's memory as torch logged it.
-    - ``layers`` is the depth where the model was cut. ``shard`` is the number of ranks that parameters are sharded
-      over, 1 if the source names only data parallelism (with a distributed optimizer or without). ``expert`` ranks lie
-      within ``shard``.
+    - ``layers`` is the depth where the model was cut. ``dp_shard`` is the number of ranks that parameters are sharded
+      over, 1 if the source names only data parallelism (with a distributed optimizer or without). ``ep`` ranks lie
+      within ``dp_shard``.
     - ``microbatch`` is in sequences per data-parallel rank, ``global_batch`` in sequences.
     - ``checkpointing`` is "none", "full", "selective" (by operator), "every-2" (each second layer), a number of layers,
       or as the source describes it. ``compiled`` may name the parts that torch.compile compiles. ``precision`` is
@@ -128,12 +128,12 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     model: str
     layers: int | None = None
     seq_len: int | None = None
-    shard: int | None = None
-    replicate: int = 1
-    tensor: int = 1
-    pipeline: int = 1
-    context: int = 1
-    expert: int = 1
+    dp_shard: int | None = None
+    dp_replicate: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
     interleave: int | None = None
     microbatch: int | None = None
     microbatches: int | None = None
@@ -174,8 +174,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             finite("capacity_gib", self.capacity_gib, above=max(self.reserved_gib or 0, self.active_gib or 0))
         if self.gpus % self.model_parallel:
             raise ValueError(
-                f"tensor x pipeline x context must divide the {self.gpus} GPUs, got {self.model_parallel}; correct the "
-                "layout"
+                f"tp x pp x cp must divide the {self.gpus} GPUs, got {self.model_parallel}; correct the layout"
             )
         self._check_figures()
         if self.script is not None:
@@ -184,7 +183,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     @property
     def model_parallel(self) -> int:
         """Ranks that hold one replica of the model together."""
-        return self.tensor * self.pipeline * self.context
+        return self.tp * self.pp * self.cp
 
     def printed(self, figure: Figure) -> float | None:
         """A figure as the source printed it: tokens per second and GPU, seconds, or GiB."""
@@ -205,11 +204,11 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         for field in ("name", "date", "seq_len", "microbatch", "strategy", "precision", "checkpointing"):
             if not getattr(self, field):
                 raise ValueError(f"{field} must be given for a run with a script, got nothing; add it")
-        layout = {axis: getattr(self, axis) or 1 for axis in ("shard", "replicate", "tensor", "pipeline", "context")}
+        layout = {axis: getattr(self, axis) or 1 for axis in ("dp_shard", "dp_replicate", "tp", "pp", "cp")}
         if prod(layout.values()) != self.gpus:
             raise ValueError(f"gpus must be the product of {', '.join(layout)}, got {self.gpus} and {layout}")
-        if layout["shard"] % self.expert:
-            raise ValueError(f"expert must divide shard = {self.shard}, got {self.expert}")
+        if layout["dp_shard"] % self.ep:
+            raise ValueError(f"ep must divide dp_shard = {self.dp_shard}, got {self.ep}")
         if self.strategy != "single" and not script.reshard_after_forward:
             raise ValueError(f"reshard_after_forward must be given for {self.strategy}, got nothing; add it")
         known = [*self.__struct_fields__, *script.__struct_fields__]

@@ -10,28 +10,23 @@ import msgspec
 import numpy as np
 
 from refshard.analysis.attribution import Attribution, attribute
-from refshard.analysis.collectives import collective_figures, copy_overhead, reduce_waits, unit_figures
-from refshard.analysis.cuda_graphs import find_graphs
-from refshard.analysis.exposure import Traffic, communication, exposure_of, links_of
+from refshard.analysis.collectives import collective_figures, copy_overhead, give_ways, reduce_waits, unit_figures
+from refshard.analysis.exposure import Traffic, communication, exposure_of, links_of, rank_waits
 from refshard.analysis.figures import MemoryPoint, StepFigures, TraceFigures
-from refshard.analysis.giveway import give_ways
 from refshard.analysis.graph import Graph, graph_of
 from refshard.analysis.host_stalls import find_host_stalls
-from refshard.analysis.idle import idle_figures
-from refshard.analysis.issued import Group
 from refshard.analysis.jobs import Identity, group, identity_of, rank_in_name
-from refshard.analysis.kineto import timeline_of
+from refshard.analysis.kineto import Group, timeline_of
 from refshard.analysis.memory_peaks import allocated_over_time, memory_peaks
 from refshard.analysis.operators import operator_report
-from refshard.analysis.overlap import breakdowns, lone_copies
-from refshard.analysis.quality import find_warnings, in_words_of, missing_device, mostly_capture
-from refshard.analysis.skew import rank_waits
+from refshard.analysis.overlap import breakdowns, idle_figures, lone_copies
+from refshard.analysis.quality import find_graphs, find_warnings, missing_device, mostly_capture
 from refshard.analysis.whatif import what_ifs
 from refshard.analysis.windows import WindowOptions, bounds, window_figures, window_warnings
 from refshard.events.reader import read_trace
 from refshard.events.selection import only_device
 from refshard.events.table import MemoryEvents, TraceFile
-from refshard.events.timeline import Nanoseconds, Timeline, Window
+from refshard.events.timeline import Timeline, Window
 
 _MEMORY_POINTS = 2000
 
@@ -104,7 +99,7 @@ def analyse(
         lone_copies=lone_copies(timeline, *bounds(timeline.windows)),
         memory=_memory(trace.memory, trace.memory_devices), memory_peaks=memory_peaks(trace),
         host_stalls=find_host_stalls(trace, timeline),
-        warnings=(*in_words_of(trace, find_warnings(trace, timeline)), *window_warnings(trace, timeline, window)),
+        warnings=(*find_warnings(trace, timeline), *window_warnings(trace, timeline, window)),
         windows=None if window is None else window_figures(window, steps),
         unavailable=missing or mostly_capture(timeline, graphs), host_only=missing is not None, graphs=graphs,
         operators=None if missing is not None else operator_report(trace, timeline, name),
@@ -121,24 +116,21 @@ def _per_window(timeline: Timeline, calibration: Timeline | None) -> list[StepFi
     first, last = _extent(timeline)
     windows = [Window(step=None, start=first, end=last), *timeline.windows]
     starts, ends = bounds(windows)
+    # In the host's time, which may run ahead of the device's by whole steps.
+    ever = Window(step=None, start=np.iinfo(np.int64).min, end=np.iinfo(np.int64).max)
+    of_step = {window.step: window for window in timeline.host_windows}
+    host_bounds = bounds([ever, *(of_step.get(window.step, ever) for window in timeline.windows)])
     columns = (
-        breakdowns(timeline, starts, ends),
-        give_ways(timeline, starts, ends, calibration),
-        copy_overhead(timeline, starts, ends),
-        reduce_waits(timeline, *_host_bounds(timeline)),
-    )
+        breakdowns(timeline, starts, ends), give_ways(timeline, starts, ends, calibration),
+        copy_overhead(timeline, starts, ends), reduce_waits(timeline, *host_bounds),
+    )  # fmt: skip
     return [
         StepFigures(
-            step=window.step,
-            start_ns=window.start,
-            breakdown=where,
-            giveway=give,
-            copies=copies,
-            reduce_wait=wait,
+            step=window.step, start_ns=window.start, breakdown=where, giveway=give, copies=copies, reduce_wait=wait,
             name=window.name,
         )
         for window, where, give, copies, wait in zip(windows, *columns)
-    ]
+    ]  # fmt: skip
 
 
 def join(analyses: Sequence[Analysis], *, one_job: bool = False) -> tuple[Analysis, ...]:
@@ -161,12 +153,9 @@ def join(analyses: Sequence[Analysis], *, one_job: bool = False) -> tuple[Analys
             waited = [(one.collectives[n].start_ns, found.waited_ns) for n, found in entered.items() if found.waited_ns]
             text = None if traffic is None else communication(traffic, one.collectives, entered, alone=False)
             figures[place] = msgspec.structs.replace(
-                one,
-                waits_for=waits_for,
-                warnings=(*one.warnings, *waits.warnings),
-                communication=text,
+                one, waits_for=waits_for, warnings=(*one.warnings, *waits.warnings), communication=text,
                 what_if=one.what_if if graph is None or not waited else what_ifs(graph, waited),
-            )
+            )  # fmt: skip
     return tuple(replace(one, figures=found) for found, one in zip(figures, analyses))
 
 
@@ -193,14 +182,6 @@ def _extent(timeline: Timeline) -> tuple[int, int]:
     if timeline.on_device:
         return int(timeline.spans.starts.min()), int(timeline.spans.ends.max())
     return timeline.windows[0].start, max(window.end for window in timeline.windows)
-
-
-def _host_bounds(timeline: Timeline) -> tuple[Nanoseconds, Nanoseconds]:
-    """The whole trace and its steps in the host's time, which may run ahead of the device's by whole steps."""
-    ever = Window(step=None, start=np.iinfo(np.int64).min, end=np.iinfo(np.int64).max)
-    of_step = {window.step: window for window in timeline.host_windows}
-    found = [ever, *(of_step.get(window.step, ever) for window in timeline.windows)]
-    return bounds(found)
 
 
 def _device(trace: TraceFile, timeline: Timeline) -> str:

@@ -14,10 +14,23 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from refshard.analysis.grouping import grouped, sums
-from refshard.analysis.idle import CAUSES, idle_gaps, knows_launches
+from refshard.analysis.overlap import CAUSES, idle_gaps, knows_launches
 from refshard.analysis.windows import bounds
-from refshard.events.timeline import KINDS, UNKNOWN, Collective, Intervals, Kind, Meaning, Nanoseconds, Spans, Timeline
+from refshard.events.timeline import (
+    KINDS,
+    UNKNOWN,
+    Intervals,
+    Ints,
+    Kind,
+    Mask,
+    Meaning,
+    Nanoseconds,
+    Rows,
+    Spans,
+    Timeline,
+    grouped,
+    sums,
+)
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 _PHASES = (None, FORWARD, BACKWARD, OPTIMIZER)
@@ -78,7 +91,7 @@ def family(operator: str) -> str:
     return _OF_A_LIBRARY.sub("", operator)
 
 
-def works_of(timeline: Timeline) -> tuple[list[Work], npt.NDArray[np.int64]]:
+def works_of(timeline: Timeline) -> tuple[list[Work], Rows]:
     """The works of a timeline, and which of them each span does."""
     spans = timeline.spans
     if not len(spans):
@@ -91,21 +104,33 @@ def works_of(timeline: Timeline) -> tuple[list[Work], npt.NDArray[np.int64]]:
     firsts, codes = grouped(*columns)
     found = [
         Work(
-            kind=KINDS[spans.kinds[row]].value,
-            operator=names[what[row]],
-            unit=None if units[row] < 0 else spans.unit_names[units[row]],
-            phase=_PHASES[phases[row]],
+            kind=KINDS[spans.kinds[row]].value, operator=names[what[row]],
+            unit=None if units[row] < 0 else spans.unit_names[units[row]], phase=_PHASES[phases[row]],
             dims="" if inputs[row] < 0 else spans.input_names[inputs[row]].dims,
             dtype="" if inputs[row] < 0 else spans.input_names[inputs[row]].dtype,
-            ordinal=None if ordinals[row] < 0 else int(ordinals[row]),
-            by_name=bool(by_name[row]),
+            ordinal=None if ordinals[row] < 0 else int(ordinals[row]), by_name=bool(by_name[row]),
         )
         for row in firsts.tolist()
-    ]
-    return _with_collectives(timeline.collectives, found, codes, phases)
+    ]  # fmt: skip
+    places: dict[Work, int] = {}
+    for one in timeline.collectives:
+        if not one.rows:
+            continue
+        # What a sharded unit reduces are gradients, whichever thread runs it.
+        reduces = one.unit is not None and one.op in ("reduce_scatter", "all_reduce")
+        parts = (one.group, None if one.group_size is None else f"{one.group_size} ranks")
+        work = Work(
+            kind=Kind.COMM.value, operator=one.op, unit=one.unit,
+            phase=BACKWARD if reduces else _PHASES[phases[one.rows[0]]], bytes=one.bytes,
+            group=", ".join(part for part in parts if part) or None,
+        )  # fmt: skip
+        codes[list(one.rows)] = places.setdefault(work, len(found))
+        if places[work] == len(found):
+            found.append(work)
+    return found, codes
 
 
-def phases_of(spans: Spans) -> npt.NDArray[np.int64]:
+def phases_of(spans: Spans) -> Rows:
     """The phase of each span, as a place in ``(None, FORWARD, BACKWARD, OPTIMIZER)``.
 
     Backward is what autograd's engine launched, what a unit's backward did, and what reduces gradients; optimizer, what
@@ -122,7 +147,7 @@ def phases_of(spans: Spans) -> npt.NDArray[np.int64]:
     return np.select((optimizer, backward, forward), (3, 2, 1), 0).astype(np.int64)
 
 
-def _operators(spans: Spans) -> tuple[list[str], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+def _operators(spans: Spans) -> tuple[list[str], Rows, Mask]:
     """A table of names, which of them each span bears, and whether that is its kernel's for want of an operator."""
     unknown = (spans.operators == UNKNOWN) | (spans.operators == spans.names) & (_column(spans.calls, spans) == UNKNOWN)
     by_name = unknown | spans.of_kind(Kind.COMM)
@@ -138,12 +163,12 @@ def _operators(spans: Spans) -> tuple[list[str], npt.NDArray[np.int64], npt.NDAr
     return names, np.where(by_name, plain[spans.names], spans.operators).astype(np.int64), by_name
 
 
-def _column(column: npt.NDArray[np.int32], spans: Spans) -> npt.NDArray[np.int64]:
+def _column(column: Ints, spans: Spans) -> Rows:
     """A column that may be empty, where it tells nothing."""
     return np.full(len(spans), UNKNOWN, np.int64) if not len(column) else column.astype(np.int64)
 
 
-def _ordinals(spans: Spans, what: npt.NDArray[np.int64], phases: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _ordinals(spans: Spans, what: Rows, phases: Rows) -> Rows:
     """Which call of its operator in its unit, phase and step launched each span; :data:`UNKNOWN` outside of units."""
     calls, found = _column(spans.calls, spans), np.full(len(spans), UNKNOWN, np.int64)
     rows = np.flatnonzero((calls != UNKNOWN) & (spans.units != UNKNOWN) & (spans.launches != UNKNOWN))
@@ -157,34 +182,6 @@ def _ordinals(spans: Spans, what: npt.NDArray[np.int64], phases: npt.NDArray[np.
     number = np.cumsum(new_call)
     found[rows] = number - np.maximum.accumulate(np.where(new_key, number, 0))
     return found
-
-
-def _with_collectives(
-    collectives: tuple[Collective, ...],
-    works: list[Work],
-    codes: npt.NDArray[np.int64],
-    phases: npt.NDArray[np.int64],
-) -> tuple[list[Work], npt.NDArray[np.int64]]:
-    """The same, with the spans that ran for a collective under what that does."""
-    places: dict[Work, int] = {}
-    for one in collectives:
-        if one.rows:
-            # What a sharded unit reduces are gradients, whichever thread runs it.
-            reduces = one.unit is not None and one.op in ("reduce_scatter", "all_reduce")
-            work = Work(
-                kind=Kind.COMM.value, operator=one.op, unit=one.unit,
-                phase=BACKWARD if reduces else _PHASES[phases[one.rows[0]]], bytes=one.bytes, group=_group(one),
-            )  # fmt: skip
-            if work not in places:
-                places[work] = len(works)
-                works.append(work)
-            codes[list(one.rows)] = places[work]
-    return works, codes
-
-
-def _group(one: Collective) -> str | None:
-    parts = (one.group, None if one.group_size is None else f"{one.group_size} ranks")
-    return ", ".join(part for part in parts if part) or None
 
 
 PRIORITY = (Kind.COMPUTE, Kind.PREP, Kind.COPY, Kind.UNCLASSIFIED, Kind.COMM)
@@ -237,20 +234,16 @@ def attribute(timeline: Timeline) -> Attribution:
     starts, ends = bounds(windows)
     if np.any(starts[1:] < ends[:-1]):
         raise ValueError("steps must not overlap each other, or their time would count twice")
-    found: dict[Work, tuple[int, int]] = {}
-    kernels: dict[Work, tuple[tuple[str, int], ...]] = {}
+    found: dict[Work, Owner] = {}
     works, work_of = works_of(timeline)
-    for work, ns, count, names in (
-        *_of_spans(timeline.spans, works, work_of, starts, ends),
-        *_of_idle(timeline, works, work_of, starts, ends),
-    ):
-        total, number = found.get(work, (0, 0))
-        found[work] = (total + ns, number + count)
-        kernels[work] = (*kernels.get(work, ()), *names)
-    owners = [Owner(work=work, ns=ns, count=n, kernels=kernels[work]) for work, (ns, n) in found.items()]
+    of_spans = _of_spans(timeline.spans, works, work_of, starts, ends)
+    for one in (*of_spans, *_of_idle(timeline, works, work_of, starts, ends)):
+        old = found.get(one.work, Owner(work=one.work, ns=0, count=0))
+        ns, count, kernels = old.ns + one.ns, old.count + one.count, (*old.kernels, *one.kernels)
+        found[one.work] = Owner(work=one.work, ns=ns, count=count, kernels=kernels)
     return Attribution(
         step_ns=tuple((ends - starts).tolist()),
-        owners=tuple(sorted(owners, key=lambda o: (-o.ns, o.work.kind, o.work.operator))),
+        owners=tuple(sorted(found.values(), key=lambda o: (-o.ns, o.work.kind, o.work.operator))),
     )
 
 
@@ -269,49 +262,40 @@ def _owned(spans: Spans, free: Intervals) -> Nanoseconds:
 
 
 def _of_spans(
-    spans: Spans, works: list[Work], work_of: npt.NDArray[np.int64], starts: Nanoseconds, ends: Nanoseconds
-) -> Iterator[tuple[Work, int, int, tuple[tuple[str, int], ...]]]:
-    """Work, nanoseconds, spans begun and kernels of everything that ran in the windows."""
+    spans: Spans, works: list[Work], work_of: Rows, starts: Nanoseconds, ends: Nanoseconds
+) -> Iterator[Owner]:
+    """Everything that ran in the windows."""
     if not len(spans):
         return
     owned = _owned(spans, Intervals.union(starts, ends))
     inside = np.searchsorted(starts, spans.starts, side="right") - 1
     begun = inside >= 0
     begun[begun] = spans.starts[begun] < ends[inside[begun]]
-    kernels = _kernels(spans, work_of, owned, begun)
-    for work, ns, count in _sums(work_of, owned, begun.astype(np.int64)):
-        if ns or count:
-            yield works[work], ns, count, tuple(kernels[work])
-
-
-def _kernels(
-    spans: Spans, work_of: npt.NDArray[np.int64], owned: Nanoseconds, begun: npt.NDArray[np.bool_]
-) -> dict[int, list[tuple[str, int]]]:
-    """The kernels of each work, the one that owns most first."""
-    found = defaultdict(list)
-    several = len(spans.name_table)
+    several, kernels = len(spans.name_table), defaultdict[int, list[tuple[str, int]]](list)
     for key, ns, count in sorted(_sums(work_of * several + spans.names, owned, begun), key=lambda row: -row[1]):
         if ns or count:
-            found[key // several].append((spans.name_table[key % several], ns))
-    return found
+            kernels[key // several].append((spans.name_table[key % several], ns))
+    for work, ns, count in _sums(work_of, owned, begun.astype(np.int64)):
+        if ns or count:
+            yield Owner(work=works[work], ns=ns, count=count, kernels=tuple(kernels[work]))
 
 
 def _of_idle(
-    timeline: Timeline, works: list[Work], work_of: npt.NDArray[np.int64], starts: Nanoseconds, ends: Nanoseconds
-) -> Iterator[tuple[Work, int, int, tuple[tuple[str, int], ...]]]:
-    """Work, nanoseconds and number of every gap in the windows."""
+    timeline: Timeline, works: list[Work], work_of: Rows, starts: Nanoseconds, ends: Nanoseconds
+) -> Iterator[Owner]:
+    """Every gap in the windows."""
     if not len(starts):
         return
     gaps = idle_gaps(timeline, int(starts[0]), int(ends[-1])).split(starts, ends)
     # What never comes has number -1, and so the work that is last.
     followers = np.append(work_of, len(works))[gaps.followers]
-    found = knows_launches(timeline.spans)
-    keys = followers * len(CAUSES) + gaps.causes.astype(np.int64)
+    keys, found = followers * len(CAUSES) + gaps.causes.astype(np.int64), knows_launches(timeline.spans)
     for key, ns, count in _sums(keys, gaps.ends - gaps.starts, np.ones_like(followers)):
         follower, cause = divmod(key, len(CAUSES))
         after = works[follower] if follower < len(works) else Work(kind=IDLE, operator=END)
         bound = CAUSES[cause].replace("_", " ") if found else None
-        yield Work(kind=IDLE, operator=after.operator, unit=after.unit, phase=after.phase, bound=bound), ns, count, ()
+        work = Work(kind=IDLE, operator=after.operator, unit=after.unit, phase=after.phase, bound=bound)
+        yield Owner(work=work, ns=ns, count=count)
 
 
 def _sums(keys: Nanoseconds, ns: Nanoseconds, counts: npt.NDArray[np.generic]) -> list[tuple[int, int, int]]:

@@ -7,27 +7,25 @@ A run holds one record per launch. Readers think in cases: one strategy at one w
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from refshard.analysis.efficiency import lower_bound, overlap_efficiency
+from refshard.analysis.efficiency import lower_bound
 from refshard.analysis.sample import Launches, Summary, step_samples, summarize
 from refshard.errors import SpecError
 from refshard.plain import plain
-from refshard.records import METRICS, LaunchRecord, Run, RunRecord, State, StepTrace
-from refshard.specs.case import REPEATING, CaseSpec, Fidelity
+from refshard.records import METRICS, GpuMemory, LaunchRecord, Proof, Run, RunRecord, State, StepTrace, parity_tolerance
+from refshard.specs.case import REPEATING, Case, Fidelity
 from refshard.specs.model import load_model
 from refshard.specs.suite import NetworkSpec
 
 SEVERITY: tuple[State, ...] = ("ok", "unsupported", "skipped", "oom", "timeout", "failed")
 """Case states from best to worst."""
-
 RATES = ("tokens_per_s_gpu", "tflops", "mfu")
 """Metrics that divide by the step time: a case's come from its own step time, so that its row adds up."""
 TRACED = ("compute_s", "comm_s", "exposed_comm_s", "idle_s")
 """Metrics of the traced steps: a case's are means over its launches, so that the parts add up to the step."""
-
 BREAKDOWN = ("compute alone", "overlapped communication", "exposed communication", "idle")
 """Parts of a traced step; they add up to it."""
-
 FIDELITY: dict[Fidelity, str] = {
     "measured": "real processes, kernels and network",
     "emulated": "one real rank; the other ranks are modelled",
@@ -43,13 +41,13 @@ class CaseResult:
 
     ``header`` is that of its run. ``launches`` are in the order of their rounds, one each; ``samples`` and ``metrics``
     come from those that ended ok, the overlap efficiency from the reference's too. Metrics are medians over launches,
-    but for :data:`RATES` and :data:`TRACED`. ``state`` is the worst of them, ``error`` that of the first launch in this
-    state. ``variant`` names what tells this case from others of one name, and ``place`` what tells it from others of
-    one label (the model, the batch); both are empty as a rule. ``number`` counts the cases that are shown together.
+    except :data:`RATES` and :data:`TRACED`. ``state`` is the worst of them, ``error`` that of the first launch in this
+    state. ``variant`` distinguishes cases of one name, and ``place`` cases of one label (the model, the batch); both
+    are usually empty. ``number`` counts the cases that are shown together.
     """
 
     header: RunRecord
-    spec: CaseSpec
+    spec: Case
     fidelity: Fidelity
     launches: tuple[LaunchRecord, ...]
     state: State
@@ -65,7 +63,7 @@ class CaseResult:
     @property
     def strategy(self) -> str:
         """Name of the strategy."""
-        return self.spec.strategy
+        return self.spec.job.strategy
 
     @property
     def ok(self) -> bool:
@@ -73,66 +71,23 @@ class CaseResult:
         return self.state == "ok"
 
     @property
+    def ok_launches(self) -> list[LaunchRecord]:
+        """The launches that ended ok."""
+        return [launch for launch in self.launches if launch.state == "ok"]
+
+    @property
     def kind(self) -> str:
-        """In words, each after a comma: how the case departs from plain training, and the variant."""
+        """How the case departs from plain training, and the variant; each after a comma."""
         return "".join(f", {word}" for word in self.spec.axes) + self.variant
 
     @property
     def label(self) -> str:
-        """Strategy, world size and kind in words, for a row or a legend."""
-        return f"{self.strategy}, {ranks(self.spec.world_size)}{self.kind}"
-
-    @property
-    def breakdown(self) -> dict[str, float] | None:
-        """The parts of a traced step by :data:`BREAKDOWN`, s; None without a trace.
-
-        Communication is overlapped or exposed; what is overlapped lies under compute, the rest of which is compute
-        alone.
-        """
-        compute, comm, exposed, idle = (self.metrics[name] for name in TRACED)
-        if not any(launch.state == "ok" for launch in self.launches):
-            return None
-        if compute is None or comm is None or exposed is None or idle is None:
-            return None
-        return dict(zip(BREAKDOWN, (compute - (comm - exposed), comm - exposed, exposed, idle)))
-
-    @property
-    def traced_range(self) -> dict[str, tuple[float, float]]:
-        """The least and the largest of the traced steps of all launches, each the mean over ranks.
-
-        Of :data:`TRACED`, s, and of the overlap ratio if all steps communicate; empty of a single step, and of
-        calculated times.
-        """
-        by_step: dict[tuple[int, int], list[StepTrace]] = {}
-        for launch in self.launches:
-            if launch.state == "ok" and launch.fidelity not in REPEATING:
-                for step in launch.steps:
-                    by_step.setdefault((launch.round, step.step), []).append(step)
-        steps = [[statistics.fmean(parts) / 1e9 for parts in zip(*map(_parts, ranks))] for ranks in by_step.values()]
-        if len(steps) < 2:
-            return {}
-        columns = dict(zip(TRACED, zip(*steps)))
-        if all(columns["comm_s"]):
-            pairs = zip(columns["exposed_comm_s"], columns["comm_s"])
-            columns["overlap_ratio"] = tuple(1 - exposed / comm for exposed, comm in pairs)
-        return {name: (min(values), max(values)) for name, values in columns.items()}
-
-    @property
-    def compile_s(self) -> float | None:
-        """Median over launches of the time in torch's compiler, s; None where nothing was compiled."""
-        known = [launch.compile_s for launch in self.launches if launch.compile_s is not None]
-        return statistics.median(known) if known else None
-
-    @property
-    def exposed_share(self) -> float | None:
-        """Exposed communication over the traced step: the same pass on both sides of the division."""
-        parts = self.breakdown
-        total = sum(parts.values()) if parts else 0
-        return parts["exposed communication"] / total if parts and total else None
+        """Strategy, world size and kind, for a row or a legend."""
+        return f"{self.strategy}, {ranks(self.spec.job.gpus)}{self.kind}"
 
     @property
     def full_label(self) -> str:
-        """The label, and what tells the case from others where all of a run meet."""
+        """The label, unique among all cases that are shown together."""
         return f"{self.label}{self.place}"
 
     @property
@@ -140,9 +95,115 @@ class CaseResult:
         """The spec's short name."""
         return f"{self.spec.name}{self.variant}"
 
+    @property
+    def breakdown(self) -> dict[str, float] | None:
+        """The parts of a traced step by :data:`BREAKDOWN`, s; None without a trace.
+
+        Communication is overlapped or exposed; overlapped communication runs under compute, and the rest of the compute
+        runs alone.
+        """
+        compute, comm, exposed, idle = (self.metrics[name] for name in TRACED)
+        if not self.ok_launches or compute is None or comm is None or exposed is None or idle is None:
+            return None
+        return dict(zip(BREAKDOWN, (compute - (comm - exposed), comm - exposed, exposed, idle)))
+
+    @property
+    def exposed_share(self) -> float | None:
+        """Exposed communication over the traced step: both from the same pass."""
+        total = sum(parts.values()) if (parts := self.breakdown) else 0
+        return parts["exposed communication"] / total if parts and total else None
+
+    @property
+    def traced_range(self) -> dict[str, tuple[float, float]]:
+        """The smallest and the largest of the traced steps of all launches, each the mean over ranks.
+
+        For :data:`TRACED`, s, and the overlap ratio if all steps communicate; empty for a single step, and for
+        calculated times.
+        """
+        by_step: dict[tuple[int, int], list[StepTrace]] = {}
+        for launch in self.ok_launches if self.fidelity not in REPEATING else ():
+            for step in launch.steps:
+                by_step.setdefault((launch.round, step.step), []).append(step)
+        fields = ("compute_ns", "comm_ns", "exposed_ns", "idle_ns")
+        if len(by_step) < 2:
+            return {}
+        columns = {
+            metric: [statistics.fmean(getattr(rank, field) for rank in step) / 1e9 for step in by_step.values()]
+            for metric, field in zip(TRACED, fields)
+        }
+        if all(columns["comm_s"]):
+            pairs = zip(columns["exposed_comm_s"], columns["comm_s"])
+            columns["overlap_ratio"] = [1 - exposed / comm for exposed, comm in pairs]
+        return {name: (min(values), max(values)) for name, values in columns.items()}
+
+    @property
+    def compile_s(self) -> float | None:
+        """Median over launches of the time in torch's compiler, s; None if nothing was compiled."""
+        return _over((launch.compile_s for launch in self.launches), statistics.median)
+
+    @property
+    def gpu_memory(self) -> GpuMemory | None:
+        """The maximum over ranks, and its median over launches; retries and failures are summed over both.
+
+        ``total_bytes`` is that of the smallest GPU. None if no launch that ended ok has a GPU's memory.
+        """
+        launches = [launch.gpu_memory for launch in self.ok_launches if launch.gpu_memory]
+        if not launches:
+            return None
+
+        def over(field: str) -> int:
+            values = [[getattr(rank, field) for rank in ranks] for ranks in launches]
+            if field in ("retries", "ooms"):
+                return sum(map(sum, values))
+            return int(statistics.median(map(min if field == "total_bytes" else max, values)))
+
+        return GpuMemory(**{field: over(field) for field in GpuMemory.__struct_fields__})
+
+    @property
+    def proofs(self) -> list[Proof]:
+        """The proof of each launch that has one."""
+        return [launch.proof for launch in self.launches if launch.proof is not None]
+
+    @property
+    def proof_summary(self) -> str:
+        """``proved`` by every launch; ``losses not checked`` or ``collectives not checked`` if everything else is;
+        ``incomplete`` (proved by some), ``none``, or ``failed: ...``.
+        """
+        proofs = self.proofs
+        if failures := dict.fromkeys(failure for proof in proofs for failure in proof.failures):
+            return f"failed: {'; '.join(map(plain, failures))}"
+        if len(proofs) < len(self.launches) or not proofs:
+            return "incomplete" if proofs else "none"
+        unchecked = ["collectives"] if any(proof.collectives_note for proof in proofs) else []
+        if self.fidelity == "measured" and any(proof.loss_parity is None for proof in proofs):
+            unchecked.append("losses")
+        return f"{' and '.join(unchecked)} not checked" if unchecked else "proved"
+
+    @property
+    def bit_identical(self) -> bool | None:
+        """Whether every launch was bit-identical to DDP; None if one is unknown and none differed."""
+        verdicts = [launch.proof.bit_identical_to_ddp if launch.proof else None for launch in self.launches]
+        return False if False in verdicts else None if None in verdicts else True
+
+    @property
+    def parity_of(self) -> str:
+        """The reduced case that was checked for loss parity; empty if it was the case itself."""
+        return next((proof.parity_of for proof in self.proofs if proof.parity_of), "")
+
+    @property
+    def parity_tolerance(self) -> float:
+        """How large the loss parity of this case may be."""
+        given = (proof.parity_tolerance for proof in self.proofs if proof.parity_tolerance is not None)
+        return next(given, parity_tolerance(self.spec))
+
+    def proof_note(self, about: str) -> str:
+        """Why something is not known, or not as expected: of ``collectives``, ``bits`` or ``parity``."""
+        found: Iterable[Any] = (getattr(proof, f"{about}_note") for proof in self.proofs)
+        return plain("; ".join(dict.fromkeys(filter(None, found))))
+
 
 def ranks(world_size: int) -> str:
-    """A world size in words.
+    """A number of ranks.
 
     >>> ranks(1), ranks(2)
     ('1 rank', '2 ranks')
@@ -153,13 +214,21 @@ def ranks(world_size: int) -> str:
 def cases_of(run: Run) -> tuple[CaseResult, ...]:
     """Every case of the run that has a finished launch, in the order of their first.
 
-    Of two records of one case and round, the later one counts: it is the repetition of the earlier.
+    If a case has two records of one round, the later one counts: it repeats the earlier.
     """
-    grouped: dict[tuple[CaseSpec, Fidelity], dict[int, LaunchRecord]] = {}
+    grouped: dict[tuple[Case, Fidelity], dict[int, LaunchRecord]] = {}
     for record in run.launches:
         grouped.setdefault((record.case, record.fidelity), {})[record.round] = record
     joined = [_join(run.header, [launches[key] for key in sorted(launches)]) for launches in grouped.values()]
-    return tuple(_rated(joined, run.header.suite.network))
+    network = run.header.suite.network
+    if network is None:
+        return tuple(joined)
+    # The rate of the link between the hosts is known, and real: measured cases have an overlap efficiency.
+    times = {case.spec: case.metrics["step_time_s"] for case in joined if case.fidelity == "measured"}
+    return tuple(
+        replace(case, metrics={**case.metrics, "overlap_efficiency": _efficiency(case, times, network)})
+        for case in joined
+    )
 
 
 def _join(header: RunRecord, launches: list[LaunchRecord]) -> CaseResult:
@@ -167,11 +236,9 @@ def _join(header: RunRecord, launches: list[LaunchRecord]) -> CaseResult:
     good = [launch for launch in launches if launch.state == "ok"]
     samples = {launch.round: step_samples(launch.step_times_s) for launch in good if launch.step_times_s}
     step_time = summarize(samples) if samples else None
-    # One that ended badly has metrics only if they say what it would have taken.
-    metrics = _metrics(good or launches, step_time)
-    stated = [warning for launch in launches for warning in launch.warnings]
-    if step_time and launches[0].fidelity not in REPEATING:  # whose times are no samples: more of them say no more
-        stated += step_time.warnings
+    warnings = [warning for launch in launches for warning in launch.warnings]
+    if step_time and launches[0].fidelity not in REPEATING:  # a calculated time needs no further launch
+        warnings += step_time.warnings
     return CaseResult(
         header=header,
         spec=launches[0].case,
@@ -181,61 +248,50 @@ def _join(header: RunRecord, launches: list[LaunchRecord]) -> CaseResult:
         error=None if worst.error is None else plain(worst.error),
         samples=samples,
         step_time=step_time,
-        metrics=metrics,
-        warnings=tuple(dict.fromkeys(stated)),
+        metrics=_metrics(good or launches, step_time),  # a launch that ran out of memory says what it would need
+        warnings=tuple(dict.fromkeys(warnings)),
     )
 
 
-def _rated(found: list[CaseResult], network: NetworkSpec | None) -> list[CaseResult]:
-    """The cases, with their overlap efficiency where the rate of the link between the hosts is known, and real."""
-    if network is None:
-        return found
-    times = {case.spec: case.metrics["step_time_s"] for case in found if case.fidelity == "measured"}
-    rated = []
-    for case in found:
-        reference = times.get(case.spec.reference()) if case.fidelity == "measured" else None
-        efficiency = _efficiency(case, reference, network) if reference else None
-        rated.append(replace(case, metrics={**case.metrics, "overlap_efficiency": efficiency}))
-    return rated
-
-
-def _efficiency(case: CaseResult, reference_step_time_s: float, network: NetworkSpec) -> float | None:
-    """None too for a model that this version has no preset of: its embedding's size is unknown."""
-    proof = next((launch.proof for launch in case.launches if launch.state == "ok" and launch.proof), None)
-    step_time = case.metrics["step_time_s"]
-    if proof is None or not step_time:
-        return None
-    try:
-        model = case.header.models.get(case.spec.model) or load_model(case.spec.model)
-    except SpecError:
-        return None
-    return overlap_efficiency(step_time, lower_bound(case.spec, model, proof.announced, reference_step_time_s, network))
-
-
-def _parts(step: StepTrace) -> tuple[int, int, int, int]:
-    """As :data:`TRACED` names them, ns."""
-    return step.compute_ns, step.comm_ns, step.exposed_ns, step.idle_ns
-
-
 def _metrics(launches: Sequence[LaunchRecord], step_time: Summary | None) -> dict[str, float | None]:
-    found = {name: _middle((launch.metrics.get(name) for launch in launches), statistics.median) for name in METRICS}
-    found |= {name: _middle((launch.metrics.get(name) for launch in launches), statistics.fmean) for name in TRACED}
+    found = {
+        name: _over(
+            (launch.metrics.get(name) for launch in launches), statistics.fmean if name in TRACED else statistics.median
+        )
+        for name in METRICS
+    }
     if found["comm_s"] and found["exposed_comm_s"] is not None:
         found["overlap_ratio"] = 1 - found["exposed_comm_s"] / found["comm_s"]
     if step_time:
         found["step_time_s"] = step_time.median
         for name in RATES:
-            work = _middle((_per_step(launch, name) for launch in launches), statistics.median)
-            found[name] = None if work is None else work / step_time.median
+            # The work of a step (tokens, FLOPs, seconds of the peak) is the same in every launch of a case.
+            work = [
+                rate * seconds
+                for launch in launches
+                if (rate := launch.metrics.get(name)) is not None
+                and (seconds := launch.metrics.get("step_time_s")) is not None
+            ]
+            found[name] = statistics.median(work) / step_time.median if work else None
     return found
 
 
-def _per_step(launch: LaunchRecord, rate: str) -> float | None:
-    """What a launch does in a step, of tokens, FLOPs or the peak's seconds; the same in every launch of a case."""
-    per_s, step_time_s = launch.metrics.get(rate), launch.metrics.get("step_time_s")
-    return None if per_s is None or step_time_s is None else per_s * step_time_s
+def _efficiency(case: CaseResult, times: dict[Case, float | None], network: NetworkSpec) -> float | None:
+    """Lower bound over step time; None for a model that this version has no preset of: its embedding is unknown."""
+    reference = times.get(case.spec.reference()) if case.fidelity == "measured" else None
+    proof = next((launch.proof for launch in case.ok_launches if launch.proof), None)
+    step_time = case.metrics["step_time_s"]
+    if reference is None or proof is None or not step_time:
+        return None
+    try:
+        model = case.header.models.get(case.spec.job.model) or load_model(case.spec.job.model)
+    except SpecError:
+        return None
+    bound = lower_bound(case.spec, model, proof.announced, reference, network)
+    return bound / step_time if bound else None
 
 
-def _middle(values: Iterable[float | None], of: Callable[[list[float]], float]) -> float | None:
-    present = [value for value in values if value is not None]
-    return of(present) if present else None
+def _over(values: Iterable[float | None], of: Callable[[list[float]], float]) -> float | None:
+    """Over the values that are known."""
+    known = [value for value in values if value is not None]
+    return of(known) if known else None

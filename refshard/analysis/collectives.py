@@ -1,13 +1,33 @@
-"""What single collectives, units and the copies around them cost, in int64 nanoseconds: functions of a timeline."""
+"""What single collectives, units, the copies around them and preparatory kernels cost: functions of a timeline.
 
+The give-way index is YaFSDP's "give-way effect": kernels that prepare a reduction (casts, copies into its buffer) run
+beside the backward pass of the next unit, which holds most of the device, so they stretch, and the reduction starts
+late.
+"""
+
+from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from refshard.analysis.figures import CollectiveFigures, CopyOverhead, ReduceWait, UnitFigures
-from refshard.analysis.idle import knows_launches, latest_launches
-from refshard.events.timeline import KINDS, Collective, Intervals, Kind, Label, Meaning, Nanoseconds, Timeline
+from refshard.analysis.figures import CollectiveFigures, CopyOverhead, GiveWay, ReduceWait, UnitFigures
+from refshard.analysis.overlap import NEVER, knows_launches, latest_launches
+from refshard.events.timeline import (
+    KINDS,
+    UNKNOWN,
+    Collective,
+    Intervals,
+    Kind,
+    Label,
+    Meaning,
+    Nanoseconds,
+    Rows,
+    Spans,
+    Timeline,
+)
 
 _ONE_WAY = frozenset(("all_gather", "reduce_scatter", "all_to_all"))
 _WHOLE = frozenset(("broadcast", "reduce", "send", "recv", "send_recv", "peer_copy"))
@@ -172,16 +192,11 @@ def reduce_waits(timeline: Timeline, starts: Nanoseconds, ends: Nanoseconds) -> 
     device = _device_waits(timeline, labels)
     at = np.array([label.start for label in labels], np.int64)
     first, last = np.searchsorted(at, starts), np.searchsorted(at, ends)
-    count = (last - first).tolist()
-    of_host = _sums(host, first, last)
-    of_device: list[int] | list[None] = [None] * len(starts) if device is None else _sums(device, first, last)
-    return tuple(ReduceWait(count=n, host_ns=h, device_ns=d) for n, h, d in zip(count, of_host, of_device))
-
-
-def _sums(values: list[int], first: npt.NDArray[np.intp], last: npt.NDArray[np.intp]) -> list[int]:
-    """``sum(values[first[i] : last[i]])`` for each i."""
-    running = np.concatenate(([0], np.cumsum(np.array(values, np.int64))))
-    return [int(ns) for ns in running[last] - running[first]]
+    columns: list[list[Any]] = [(last - first).tolist()]
+    for values in (host, device):
+        running = np.concatenate(([0], np.cumsum(np.array(values or [], np.int64))))
+        columns.append([None] * len(starts) if values is None else (running[last] - running[first]).tolist())
+    return tuple(ReduceWait(count=n, host_ns=h, device_ns=d) for n, h, d in zip(*columns))
 
 
 def _device_waits(timeline: Timeline, labels: list[Label]) -> list[int] | None:
@@ -205,3 +220,160 @@ def _device_waits(timeline: Timeline, labels: list[Label]) -> list[int] | None:
     first = first[(at[first] > 0) & (at[first] < len(rows))]
     found[first] = np.maximum(0, next_start[at[first]] - last_end[at[first] - 1])
     return [int(ns) for ns in found]
+
+
+REDUCTIONS = frozenset(("reduce_scatter", "all_reduce", "all_to_all"))
+MIN_SAMPLES = 5
+"""Fewest undisturbed runs of a kernel that give its undisturbed duration."""
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Preparations:
+    """What preceded each reduction that has preparatory kernels, in order of the reductions' start.
+
+    ``durations`` and ``undisturbed`` are sums over a reduction's kernels, ``lost`` is what it lost; ``samples`` is of
+    the kernel with the fewest undisturbed runs, and ``scarcest`` a row of that kernel.
+    """
+
+    starts: Nanoseconds
+    durations: Nanoseconds
+    undisturbed: Floats
+    lost: Floats
+    samples: Rows
+    scarcest: Rows
+
+
+def give_ways(
+    timeline: Timeline, starts: Nanoseconds, ends: Nanoseconds, calibration: Timeline | None = None
+) -> tuple[GiveWay, ...]:
+    """The give-way index of each window: over the reductions r that start in it, sum of lost(r) / length of the window.
+
+    lost(r) = max(0, |D_r within U(compute)| - sum of dur0 over P_r). P_r are the preparatory kernels of r's unit that
+    were launched after the reduction before r and before r: what follows a reduction under its annotation, a division
+    or a cast, prepares no other one. Reductions without any count nowhere. dur0 of a kernel is the median duration of
+    its undisturbed runs, those that no other span overlaps, here or in ``calibration``; kernels are the same by name
+    and launch geometry, and one with under 5 such runs leaves the window without an index. D_r lasts from the latest
+    of: the end of the collective before r on its lane, of the one before it of its unit on any lane, of the last
+    compute kernel launched before P_r, and the first launch of P_r; to the start of r. Stretch is the sum of durations
+    over the sum of dur0.
+    """
+    spans = timeline.spans
+    if not timeline.on_device:
+        return (GiveWay(reason="a CPU trace has no kernels that could give way"),) * len(starts)
+    if not knows_launches(spans):
+        return (GiveWay(reason="the trace does not tell when kernels were launched"),) * len(starts)
+    reductions = _reductions(timeline)
+    found = _preparations(timeline, reductions, calibration)
+    baseline = "unaccompanied" if calibration is None else "calibration"
+    first, last = np.searchsorted(found.starts, starts), np.searchsorted(found.starts, ends)
+    begun = np.sort(reductions[1])
+    reduces = np.searchsorted(begun, ends) - np.searchsorted(begun, starts)
+    return tuple(
+        _give_way(spans, found, slice(first[i], last[i]), int(ends[i] - starts[i]), int(reduces[i]), baseline)
+        for i in range(len(starts))
+    )
+
+
+def _give_way(spans: Spans, found: _Preparations, of: slice, span_ns: int, reduces: int, baseline: str) -> GiveWay:
+    counted = len(found.starts[of])
+    if not counted:
+        reason = f"no preparatory kernels before any of {reduces} reductions" if reduces else "no reductions"
+        return GiveWay(reason=reason)
+    scarcest = int(np.argmin(found.samples[of]))
+    samples = int(found.samples[of][scarcest])
+    if samples < MIN_SAMPLES:
+        kernel = spans.name_table[spans.names[found.scarcest[of][scarcest]]]
+        kernel = kernel if len(kernel) <= 60 else f"{kernel[:57]}..."
+        reason = f"{kernel} ran undisturbed {samples} times; {MIN_SAMPLES} are needed to tell how long it takes"
+        return GiveWay(reduces=counted, samples=samples, baseline=baseline, reason=reason)
+    lost, undisturbed = float(found.lost[of].sum()), float(found.undisturbed[of].sum())
+    return GiveWay(
+        index=lost / span_ns if span_ns else None, lost_ns=round(lost),
+        stretch=float(found.durations[of].sum()) / undisturbed if undisturbed else None, reduces=counted,
+        samples=samples, baseline=baseline,
+    )  # fmt: skip
+
+
+def _reductions(timeline: Timeline) -> tuple[Nanoseconds, ...]:
+    """The reductions that ran, by launch: when that was, their start, the end of what they had to follow, and the code
+    of their unit in :attr:`Spans.units`.
+
+    They follow what came before on their lane, and the collective of the same unit that was launched before (of a
+    hybrid mode, the other leg).
+    """
+    rows = ran(timeline)
+    code = {name: code for code, name in enumerate(timeline.spans.unit_names)}
+    on_lane = {id(row): UNKNOWN if before is None else before for row, before in zip(rows, ends_before(rows))}
+    ended, found = dict[str, int](), []
+    for row in sorted(rows, key=lambda row: UNKNOWN if row[0].launched is None else row[0].launched):
+        one, _, start, end = row
+        before = on_lane[id(row)]
+        if one.unit is not None:
+            before, ended[one.unit] = max(before, ended.get(one.unit, UNKNOWN)), end
+        if one.op in REDUCTIONS and one.launched is not None and one.rows:
+            found.append((one.launched, start, before, code.get(one.unit or "", UNKNOWN)))
+    return tuple(np.array(sorted(found), np.int64).reshape(-1, 4).T)
+
+
+def _preparations(
+    timeline: Timeline, reductions: tuple[Nanoseconds, ...], calibration: Timeline | None
+) -> _Preparations:
+    spans = timeline.spans
+    launches, (launched, begins, before, unit_of) = latest_launches(spans), reductions
+    rows = np.flatnonzero(spans.of_kind(Kind.PREP) & (launches != NEVER))
+    rows = rows[np.argsort(launches[rows], kind="stable")]
+    reduction_of = np.searchsorted(launched, launches[rows], side="left")
+    known = reduction_of < len(launched)
+    rows, reduction_of = rows[known], reduction_of[known]
+    units = spans.units[rows], unit_of[reduction_of]
+    own = (units[0] == units[1]) | (units[0] == UNKNOWN) | (units[1] == UNKNOWN)
+    rows, reduction_of = rows[own], reduction_of[own]
+    if not len(rows):
+        none = np.empty(0, np.int64)
+        zeros = none.astype(np.float64)
+        return _Preparations(starts=none, durations=none, undisturbed=zeros, lost=zeros, samples=none, scarcest=none)
+    which, first = np.unique(reduction_of, return_index=True)
+    dur0, samples = _undisturbed(spans, rows, (calibration or timeline).spans)
+    prepared = launches[rows[first]]
+    compute = np.flatnonzero(spans.of_kind(Kind.COMPUTE) & (launches != NEVER))
+    compute = compute[np.lexsort((spans.ends[compute], launches[compute]))]
+    ends = np.concatenate(([UNKNOWN], spans.ends[compute]))  # of the last gradient kernel launched before
+    gradients = ends[np.searchsorted(launches[compute], prepared, side="left")]
+    begun = np.maximum.reduce([before[which], gradients, prepared])
+    started = begins[which]
+    beside = timeline.busy(Kind.COMPUTE).within(np.minimum(begun, started), started)
+    undisturbed = np.add.reduceat(dur0, first)
+    by_scarcity = np.lexsort((samples, reduction_of))
+    order = np.argsort(started, kind="stable")
+    return _Preparations(
+        starts=started[order], durations=np.add.reduceat(spans.ends[rows] - spans.starts[rows], first)[order],
+        undisturbed=undisturbed[order], lost=np.maximum(0.0, beside - undisturbed)[order],
+        samples=samples[by_scarcity[first]][order], scarcest=rows[by_scarcity[first]][order],
+    )  # fmt: skip
+
+
+def _undisturbed(spans: Spans, rows: Rows, source: Spans) -> tuple[Floats, Rows]:
+    """For each row the median duration of its kernel's undisturbed runs in ``source``, and how many there are.
+
+    Those are runs beside which no other span ran, of any kind and on any lane.
+    """
+    alone = np.flatnonzero(source.ends > source.starts)
+    starts, ends = source.starts[alone], source.ends[alone]
+    is_alone = np.concatenate(([True], np.maximum.accumulate(ends)[:-1] <= starts[1:]))[: len(alone)]
+    is_alone &= np.concatenate((ends[:-1] <= starts[1:], [True]))[: len(alone)]
+    runs: dict[str, list[int]] = defaultdict(list)
+    for row in alone[is_alone].tolist():
+        runs[_signature(source, row)].append(int(source.ends[row] - source.starts[row]))
+    _, representative, kernel = np.unique(spans.signatures[rows], return_index=True, return_inverse=True)
+    found = [runs.get(_signature(spans, row), []) for row in rows[representative].tolist()]
+    medians = np.array([np.median(durations) if durations else np.nan for durations in found])
+    return medians[kernel], np.array([len(durations) for durations in found], np.int64)[kernel]
+
+
+def _signature(spans: Spans, row: int) -> str:
+    table, codes = (
+        (spans.signature_names, spans.signatures) if spans.signature_names else (spans.name_table, spans.names)
+    )
+    return table[int(codes[row])]

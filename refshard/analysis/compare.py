@@ -3,19 +3,18 @@
 The answer is a ratio, B over A, with a 95 % interval from three launches of each side on. *Significant* means that
 the interval excludes 1; it does not mean that the difference is large enough to care.
 
-Method. Rounds are interleaved (A1 B1 A2 B2 ...), so what the machine does during a round it does to both
-sides, and the ratio within a round cancels it: the estimate is *paired by round*, the median over common rounds of
-log(median of B's steps / median of A's steps), and rounds are resampled. Sides that share no round (two runs) are
-compared by the medians of their launches, and launches are resampled on each side. In both cases the interval is
-Student's t times the bootstrap standard error (:func:`refshard.analysis.sample.half_width`).
+Method. Rounds are interleaved (A1 B1 A2 B2 ...), so the machine's drift affects both sides of a round and cancels in
+their ratio: the estimate is *paired by round*, the median over common rounds of log(median of B's steps / median of A's
+steps), and rounds are resampled. Sides without a common round (two runs) are compared by the medians of their launches,
+and launches are resampled on each side. In both cases the interval is Student's t times the bootstrap standard error
+(:func:`refshard.analysis.sample.half_width`).
 
 Under three launches of either side there is a ratio and no interval: steps of one launch are not independent, so an
 interval over steps is too narrow by an unknown factor. The same code launched three times in a quarter of an hour on
 a shared machine gave ratios of 1.82, 1.13 and 1.09, each with an interval over steps that excluded 1.
 
-Limits. One comparison in twenty errs; whoever picks the best of many strategies and then compares it with the others
-errs more often. An effect that is the same in every round (an unlucky choice of kernel that is cached, a busy
-neighbour) is invisible to any interval.
+Limits. One comparison in twenty is wrong, and more if the best of many strategies is picked first. An effect that is
+the same in every round (a cached kernel that was a bad choice, a busy neighbour) is invisible to any interval.
 """
 
 import math
@@ -61,30 +60,24 @@ def compare(a: Launches, b: Launches, *, interleaved: bool = True) -> Comparison
         ValueError: a side has a launch without samples, or a sample that is not positive and finite.
     """
     for side in (a, b):
-        pool(side)  # refuses what is no time
-    if interleaved and (common := sorted(a.keys() & b.keys())):
-        medians_a, medians_b = (np.log(launch_medians({key: side[key] for key in common})) for side in (a, b))
-        differences = medians_b - medians_a
-        left_out = len(a) + len(b) - 2 * len(common)
-        return _comparison(float(np.median(differences)), half_width(differences), len(common), left_out)
-    medians_a, medians_b = launch_medians(a), launch_medians(b)
-    log_ratio = math.log(np.median(medians_b)) - math.log(np.median(medians_a))
-    return _comparison(log_ratio, half_width(np.log(medians_a), np.log(medians_b)), min(len(a), len(b)), None)
-
-
-def _comparison(log_ratio: float, half: float, launches: int, left_out: int | None) -> Comparison:
-    """``left_out`` counts launches without a partner in their round; None of sides that share no round."""
+        pool(side)  # raises if there is an invalid time
+    common = sorted(a.keys() & b.keys()) if interleaved else []
+    warnings: tuple[str, ...] = ()
+    if common:
+        in_a, in_b = (np.log(launch_medians({key: side[key] for key in common})) for side in (a, b))
+        log_ratio, half, launches = float(np.median(in_b - in_a)), half_width(in_b - in_a), len(common)
+        if left_out := len(a) + len(b) - 2 * launches:
+            noun = "launch" if left_out == 1 else "launches"
+            warnings = (f"{left_out} {noun} left out: no partner in the same round",)
+    else:
+        medians_a, medians_b = launch_medians(a), launch_medians(b)
+        log_ratio = math.log(np.median(medians_b)) - math.log(np.median(medians_a))
+        half, launches = half_width(np.log(medians_a), np.log(medians_b)), min(len(a), len(b))
     return Comparison(
         ratio=math.exp(log_ratio),
         low=exponential(log_ratio - half),
         high=exponential(log_ratio + half),
         launches=launches,
-        paired=left_out is not None,
-        warnings=(*too_few(launches), *_unpaired(left_out or 0)),
+        paired=bool(common),
+        warnings=(*too_few(launches), *warnings),
     )
-
-
-def _unpaired(launches: int) -> tuple[str, ...]:
-    if not launches:
-        return ()
-    return (f"{launches} {'launch' if launches == 1 else 'launches'} left out: no partner in the same round",)

@@ -9,7 +9,7 @@ the mean step.
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Literal
@@ -27,11 +27,8 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _APART_OF_TIME, _APART_OF_SPREAD, _APART_OF_STEP, _FEW_UNITS = 0.25, 5, 0.001, 3
 _MOST_KERNELS = 3
 _CAUSES = {
-    "launch": "launch-bound",
-    "call": "blocked call",
-    "dependency": "waiting for a stream",
-    "unknown": "cause unknown",
-}
+    "launch": "launch-bound", "call": "blocked call", "dependency": "waiting for a stream", "unknown": "cause unknown",
+}  # fmt: skip
 """Causes of idle time in labels, where not by their own names."""
 
 
@@ -154,29 +151,23 @@ def difference(a: Sequence[Attribution], b: Sequence[Attribution], ranks: Sequen
         if ranks and len(side) != len(ranks):
             raise ValueError(f"{name} must have a trace for each of {len(ranks)} ranks, got {len(side)}")
     scale = _Scale(steps=math.lcm(*(one.steps for one in (*a, *b))), ranks=(len(a), len(b)), names=tuple(ranks))
-    before, after = _totals(a, scale), _totals(b, scale)
+    before, after = ([one.span_ns * (scale.steps // one.steps) for one in side] for side in (a, b))
     rows = _matched(*_alike(_side(a, scale), _side(b, scale)), scale)
     longer = max(scale.mean(sum(before), 0), scale.mean(sum(after), 1))
     changes = [_change(row, scale) for row in _summed(rows, scale, longer)]
     return Difference(
-        a_ns=scale.mean(sum(before), 0),
-        b_ns=scale.mean(sum(after), 1),
-        delta_ns=scale.change(sum(before), sum(after)),
+        a_ns=scale.mean(sum(before), 0), b_ns=scale.mean(sum(after), 1), delta_ns=scale.change(sum(before), sum(after)),
         changes=tuple(sorted(changes, key=lambda c: (-abs(c.delta_ns), c.kind, c.label))),
         ranks=tuple(
             RankChange(rank=rank, a_ns=x / scale.steps, b_ns=y / scale.steps, delta_ns=(y - x) / scale.steps)
             for rank, x, y in zip(ranks, before, after)
         ),
-    )
+    )  # fmt: skip
 
 
 def mean_steps(side: Sequence[Attribution]) -> list[float]:
     """Nanoseconds of each step that all ranks of a side have, in order, as a mean over the ranks."""
     return [fmean(of_step) for of_step in zip(*(one.step_ns for one in side))]
-
-
-def _totals(side: Sequence[Attribution], scale: _Scale) -> list[int]:
-    return [one.span_ns * (scale.steps // one.steps) for one in side]
 
 
 def _side(side: Sequence[Attribution], scale: _Scale) -> _Side:
@@ -196,39 +187,39 @@ def _alike(a: _Side, b: _Side) -> tuple[_Side, _Side]:
     """Both without phases, if one of them tells none."""
     if all(any(work.phase for work in side) for side in (a, b)):
         return a, b
-    return _renamed(a, lambda work: msgspec.structs.replace(work, phase=None)), _renamed(
-        b, lambda work: msgspec.structs.replace(work, phase=None)
-    )
-
-
-def _renamed(side: _Side, rename: Callable[[Work], Work]) -> _Side:
-    found: _Side = {}
-    for work, part in side.items():
-        name = rename(work)
-        if name in found:
-            found[name].add(part)
-        else:
-            found[name] = part
+    found: tuple[_Side, _Side] = ({}, {})
+    for side, without in zip((a, b), found):
+        for work, part in side.items():
+            if (same := without.setdefault(msgspec.structs.replace(work, phase=None), part)) is not part:
+                same.add(part)
     return found
 
 
 def _matched(a: _Side, b: _Side, scale: _Scale) -> list[_Row]:
     """A row for what both do, level by level, and for what only one does."""
-    rows, a, b = list[_Row](), dict(a), dict(b)
+    rows, sides = list[_Row](), (dict(a), dict(b))
     for matched, key in _LEVELS:
-        of_a, of_b = _grouped(a, key), _grouped(b, key)
+        of_a, of_b = (_grouped(side, key) for side in sides)
         both = [one for one in of_a if one in of_b]
-        if matched == "order":
-            both = _countable(both, of_a, of_b)
+        if matched == "order":  # of calls that are as many on both sides, the n-th of one is the n-th of the other
+            ordinals: list[dict[object, set[object]]] = [defaultdict(set), defaultdict(set)]
+            for found, groups in zip(ordinals, (of_a, of_b)):
+                for one in groups:
+                    found[one[:-1]].add(one[-1])
+            both = [one for one in both if one[-1] is not None and ordinals[0][one[:-1]] == ordinals[1][one[:-1]]]
         for one in both:
-            mine, theirs = of_a[one], of_b[one]
-            work = _common(mine, theirs, ordinal=matched == "order")
-            rows.append(_Row(work=work, matched=matched, a=_sum(a, mine, scale, 0), b=_sum(b, theirs, scale, 1)))
-            for work in mine:
-                del a[work]
-            for work in theirs:
-                del b[work]
-    return rows + _alone(a, scale, 0) + _alone(b, scale, 1)
+            work = _common(of_a[one], of_b[one], ordinal=matched == "order")
+            parts = [_sum([side.pop(w) for w in of[one]], scale, place)
+                     for place, (side, of) in enumerate(zip(sides, (of_a, of_b)))]  # fmt: skip
+            rows.append(_Row(work=work, matched=matched, a=parts[0], b=parts[1]))
+    for place, side in enumerate(sides):  # what only one does, calls of one operator with like inputs together
+        for works in _grouped(side, _LEVELS[0][1]).values():
+            parts = [_sum([], scale, 0), _sum([], scale, 1)]
+            parts[place] = _sum([side[w] for w in works], scale, place)
+            rows.append(
+                _Row(work=_common(works, works), matched="", a=parts[0], b=parts[1], sides=(place == 0, place == 1))
+            )
+    return rows
 
 
 def _grouped(side: _Side, key: _Key) -> dict[tuple[object, ...], list[Work]]:
@@ -238,34 +229,11 @@ def _grouped(side: _Side, key: _Key) -> dict[tuple[object, ...], list[Work]]:
     return found
 
 
-def _countable(
-    keys: Iterable[tuple[object, ...]],
-    a: Mapping[tuple[object, ...], list[Work]],
-    b: Mapping[tuple[object, ...], list[Work]],
-) -> list[tuple[object, ...]]:
-    """The keys of calls that are as many on both sides, so that the n-th of one is the n-th of the other."""
-    ordinals: list[dict[object, set[object]]] = [defaultdict(set), defaultdict(set)]
-    for found, side in zip(ordinals, (a, b)):
-        for key in side:
-            found[key[:-1]].add(key[-1])
-    return [key for key in keys if key[-1] is not None and ordinals[0][key[:-1]] == ordinals[1][key[:-1]]]
-
-
-def _sum(side: _Side, works: Iterable[Work], scale: _Scale, place: int) -> _Part:
+def _sum(parts: Iterable[_Part], scale: _Scale, place: int) -> _Part:
     total = _Part(ns=[0] * scale.ranks[place])
-    for work in works:
-        total.add(side[work])
+    for part in parts:
+        total.add(part)
     return total
-
-
-def _alone(side: _Side, scale: _Scale, place: int) -> list[_Row]:
-    """What only one side does, the calls of one operator with one kind of inputs together."""
-    rows, other = [], _Part(ns=[0] * scale.ranks[1 - place])
-    for works in _grouped(side, _LEVELS[0][1]).values():
-        mine, work = _sum(side, works, scale, place), _common(works, works)
-        parts = (mine, other) if place == 0 else (other, mine)
-        rows.append(_Row(work=work, matched="", a=parts[0], b=parts[1], sides=(place == 0, place == 1)))
-    return rows
 
 
 def _common(a: Sequence[Work], b: Sequence[Work], *, ordinal: bool = False) -> Work:
@@ -283,16 +251,10 @@ def _common(a: Sequence[Work], b: Sequence[Work], *, ordinal: bool = False) -> W
         return x if x == y else f"{x or '?'} -> {y or '?'}"
 
     return msgspec.structs.replace(
-        first,
-        operator=both("operator") or family(first.operator),
-        unit=same("unit"),
-        dims=both("dims"),
-        dtype=both("dtype"),
-        ordinal=same("ordinal") if ordinal else None,
-        bytes=same("bytes"),
-        group=both("group") or None,
-        by_name=any(work.by_name for work in every),
-    )
+        first, operator=both("operator") or family(first.operator), unit=same("unit"), dims=both("dims"),
+        dtype=both("dtype"), ordinal=same("ordinal") if ordinal else None, bytes=same("bytes"),
+        group=both("group") or None, by_name=any(work.by_name for work in every),
+    )  # fmt: skip
 
 
 def _summed(rows: Iterable[_Row], scale: _Scale, step: float) -> list[_Row]:
@@ -308,10 +270,7 @@ def _summed(rows: Iterable[_Row], scale: _Scale, step: float) -> list[_Row]:
         if len(together) == 1:
             found += together
         elif together:
-            a, b = (_Part(ns=[0] * count) for count in scale.ranks)
-            for row in together:
-                a.add(row.a)
-                b.add(row.b)
+            a, b = _sum([row.a for row in together], scale, 0), _sum([row.b for row in together], scale, 1)
             found.append(_Row(work=work, matched=matched, a=a, b=b, sides=sides, units=len(together)))
     return found
 
@@ -335,17 +294,16 @@ def _change(row: _Row, scale: _Scale) -> Change:
     by_rank = [(y - x, rank) for x, y, rank in zip(row.a.ns, row.b.ns, scale.names)]
     most = max(by_rank, key=lambda pair: abs(pair[0]), default=None)
     total_a, total_b = sum(row.a.ns), sum(row.b.ns)
+    a_kernels, b_kernels = (
+        tuple(sorted(part.kernels, key=lambda name: -part.kernels[name])[:_MOST_KERNELS]) for part in (row.a, row.b)
+    )
     return Change(
         kind=row.work.kind, label=label_of(row.work), work=row.work, a_ns=scale.mean(total_a, 0),
         b_ns=scale.mean(total_b, 1), delta_ns=scale.change(total_a, total_b), a_count=scale.mean(row.a.count, 0),
         b_count=scale.mean(row.b.count, 1), new=not row.sides[0], gone=not row.sides[1], matched=row.matched,
-        units=row.units, a_kernels=_longest(row.a), b_kernels=_longest(row.b),
+        units=row.units, a_kernels=a_kernels, b_kernels=b_kernels,
         most_rank=None if most is None else most[1], most_ns=None if most is None else most[0] / scale.steps,
     )  # fmt: skip
-
-
-def _longest(part: _Part) -> tuple[str, ...]:
-    return tuple(sorted(part.kernels, key=lambda name: -part.kernels[name])[:_MOST_KERNELS])
 
 
 def label_of(work: Work) -> str:
@@ -483,12 +441,27 @@ def pair(before: Sequence[Analysis], after: Sequence[Analysis]) -> Pairing:
     ranks, warnings = tuple[int, ...](), list[str]()
     sizes = [{one.figures.world_size for one in side} - {None} for side in sides]
     if len(before) > 1 or len(after) > 1:
-        _check_one_job(sides)
+        for name, side in zip("AB", sides):
+            first_of = {one.figures.job: one.path.name for one in reversed(side)}
+            if len(first_of) > 1:
+                names = ", ".join(first_of.values())
+                count = f"{len(first_of)}, with {names}"
+                raise TraceError(f"--against compares two jobs, but {name} holds {count}; name one file of each")
         if all(sizes) and sizes[0] != sizes[1]:
             counts = " and of ".join(f"{len(side)} of {name}'s ranks" for name, side in zip("AB", sides))
             warnings = [f"The world sizes differ, so ranks are not matched: the means of {counts} are compared."]
         else:
-            sides, ranks, warnings = _common_ranks(sides)
+            by_rank = [{one.figures.rank: one for one in side if one.figures.rank is not None} for side in sides]
+            if not (ranks := tuple(sorted(by_rank[0].keys() & by_rank[1].keys()))):
+                raise TraceError(
+                    "--against compares ranks of two jobs, but they have none in common; name one file of each"
+                )
+            for name, known in zip("AB", by_rank):
+                others = sorted(known.keys() - set(ranks))
+                named = ", ".join(map(str, others[:_MOST_NAMED])) + (", ..." if len(others) > _MOST_NAMED else "")
+                if others:
+                    warnings.append(f"Left out: rank{'s' if len(others) > 1 else ''} {named}, only in {name}.")
+            sides = (tuple(by_rank[0][rank] for rank in ranks), tuple(by_rank[1][rank] for rank in ranks))
     warnings += [
         f"{name} has no device events: what it did on the device is unknown."
         for name, side in zip("AB", sides)
@@ -497,35 +470,9 @@ def pair(before: Sequence[Analysis], after: Sequence[Analysis]) -> Pairing:
     a, b = ([one.attribution for one in side if one.attribution is not None] for side in sides)
     figures = tuple([one.figures for one in side] for side in sides)
     return Pairing(
-        a=sides[0],
-        b=sides[1],
-        ranks=ranks,
-        warnings=(*warnings, *unrecorded(a, b)),
+        a=sides[0], b=sides[1], ranks=ranks, warnings=(*warnings, *unrecorded(a, b)),
         unlike=unlike((figures[0], figures[1]), (a, b)),
-    )
-
-
-def _check_one_job(sides: Sequence[Sequence[Analysis]]) -> None:
-    for name, side in zip("AB", sides):
-        first_of = {one.figures.job: one.path.name for one in reversed(side)}
-        if len(first_of) > 1:
-            raise TraceError(
-                f"--against compares two jobs, but {name} holds {len(first_of)}, with {', '.join(first_of.values())}; "
-                "name one file of each"
-            )
-
-
-def _common_ranks(sides: _Sides) -> tuple[_Sides, tuple[int, ...], list[str]]:
-    """The traces of the ranks that both sides have, these ranks, and a sentence on each side's others."""
-    a, b = ({one.figures.rank: one for one in side if one.figures.rank is not None} for side in sides)
-    common = sorted(a.keys() & b.keys())
-    if not common:
-        raise TraceError("--against compares ranks of two jobs, but they have none in common; name one file of each")
-    left_out = []
-    for name, ranks in (("A", sorted(a.keys() - b.keys())), ("B", sorted(b.keys() - a.keys()))):
-        named = ", ".join(map(str, ranks[:_MOST_NAMED])) + (", ..." if len(ranks) > _MOST_NAMED else "")
-        left_out += [f"Left out: rank{'s' if len(ranks) > 1 else ''} {named}, only in {name}."] if ranks else []
-    return (tuple(a[rank] for rank in common), tuple(b[rank] for rank in common)), tuple(common), left_out
+    )  # fmt: skip
 
 
 def unrecorded(a: Sequence[Attribution], b: Sequence[Attribution]) -> tuple[str, ...]:

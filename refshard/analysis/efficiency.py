@@ -1,6 +1,6 @@
-"""How near a step comes to the shortest that its compute and its traffic allow.
+"""The shortest that a step can take, given its compute and its traffic.
 
-Three things take their time whatever the schedule, and a step takes at least the longest of them:
+Three things take their time under any schedule, and a step takes at least the longest of them:
 
 - compute alone: the step of the unsharded reference, which has the whole batch, over the world size;
 - the wire: what the announced collectives move between hosts, at the rate of the link. Its directions carry different
@@ -11,65 +11,49 @@ Three things take their time whatever the schedule, and a step takes at least th
   its gradient is made last, so whatever the grouping, it is gathered before and reduce-scattered after all compute, or
   all-reduced after it, which moves as much.
 
-What is left out only makes the bound smaller: headers, latency, what else shares a unit or a bucket with the embedding,
-recomputed activations, an optimizer step that the ranks do not share out.
+What this leaves out makes the bound smaller, never larger: headers, latency, parameters that share a unit or a bucket
+with the embedding, recomputed activations, an optimizer step that is not sharded.
 """
 
 from collections.abc import Sequence
 
 from refshard.records import CollectiveCount
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.model import ModelSpec
 from refshard.specs.suite import NetworkSpec
 
 _ELEMENT_BYTES = 4  # every strategy gathers and reduces in fp32
 
 
-def overlap_efficiency(step_time_s: float, bound_s: float | None) -> float | None:
-    """Lower bound over step time; None where there is no bound."""
-    return bound_s / step_time_s if bound_s else None
-
-
 def lower_bound(
-    case: CaseSpec,
-    model: ModelSpec,
-    issued: Sequence[CollectiveCount],
-    reference_step_time_s: float,
+    case: Case, model: ModelSpec, issued: Sequence[CollectiveCount], reference_step_time_s: float,
     network: NetworkSpec,
-) -> float | None:
-    """Seconds that a step of ``case`` takes at least; None for one that communicates nothing, and with Muon for
-    one that has all-to-alls: how much of them stays on its rank, the announced bytes do not say.
+) -> float | None:  # fmt: skip
+    """The shortest that a step of ``case`` can take, s; None if it communicates nothing, or uses all-to-alls with
+    Muon: the announced bytes do not say how much of them stays on its rank.
 
-    Args:
-        case: the case, of more than one rank.
-        model: what it trains.
-        issued: the collectives of one step and rank.
-        reference_step_time_s: step time of ``case.reference()``.
-        network: what joins the hosts.
+    ``issued`` are the collectives of one step and rank, ``reference_step_time_s`` is the step time of
+    ``case.reference()``.
     """
-    if case.world_size == 1 or not issued:
+    job = case.job
+    if job.gpus == 1 or not issued:
         return None
-    if case.optimizer == "muon" and any(count.op == "all_to_all" for count in issued):
+    if job.optimizer == "muon" and any(count.op == "all_to_all" for count in issued):
         return None
     bytes_per_s = network.bits_per_s / 8
-    compute = reference_step_time_s / case.world_size
-    wire = link_bytes(issued, case.world_size, network.hosts) / bytes_per_s
-    return max(wire, compute + _path_bytes(case, model, network.hosts) / bytes_per_s)
+    wire = link_bytes(issued, case.job.gpus, network.hosts) / bytes_per_s
+    # Inference has no backward, and its first unit may be kept.
+    embedding = 0 if case.job.workload == "inference" else model.vocab * model.dim * _ELEMENT_BYTES
+    before_and_after = 2 * embedding * (network.hosts - 1) / network.hosts / bytes_per_s
+    return max(wire, reference_step_time_s / case.job.gpus + before_and_after)
 
 
 def link_bytes(issued: Sequence[CollectiveCount], world_size: int, hosts: int) -> float:
     """Bytes that must pass a host's link each way, for these collectives of one step and rank.
 
-    All bytes of an exchange go to other ranks; a collective has a part in ``world_size`` that goes nowhere.
+    Of an all-to-all all bytes go to other ranks; other collectives keep one part in ``world_size``.
     """
     sizes = {count.op: count.bytes for count in issued}
     exchanged = sizes.get("all_to_all", 0) * world_size / (world_size - 1)
     whole = sizes.get("all_gather", 0) + sizes.get("reduce_scatter", 0) + exchanged + 2 * sizes.get("all_reduce", 0)
     return whole * (hosts - 1) / hosts
-
-
-def _path_bytes(case: CaseSpec, model: ModelSpec, hosts: int) -> float:
-    """Bytes that pass a link each way while no compute can run; of inference none, whose first unit may be kept."""
-    if case.workload == "inference":
-        return 0
-    return 2 * model.vocab * model.dim * _ELEMENT_BYTES * (hosts - 1) / hosts

@@ -1,7 +1,7 @@
 """Metrics that must not vary between two runs of the same code, compared without statistics.
 
-They gate without a GPU and without noise: one launch tells. What a change in code changes here is a fact, for the
-better too, and has to be accepted by someone.
+They gate without a GPU and without noise: one launch is enough. A change here is real, also for the better, and
+somebody has to accept it.
 """
 
 import hashlib
@@ -23,12 +23,12 @@ Exact = Mapping[str, Value]
 """Exact metrics of one case, by name."""
 OPERATORS, ORDER, PEAK = "operators", "operator order", "peak memory"
 OF_THE_MACHINE = frozenset({"last loss", "losses", "parameters", PEAK})
-"""Metrics that another processor may change: sums of floats in another order, memory in other pieces."""
+"""Metrics that depend on the processor: sums of floats in another order, memory in other pieces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One metric of one case that is not what it was; None where it was not there, or is not any more."""
+    """One metric of one case that changed; None where it does not exist."""
 
     case: str
     metric: str
@@ -38,15 +38,15 @@ class Change:
 
 
 def exact_metrics(record: LaunchRecord) -> dict[str, Value]:
-    """What one launch that ended ok says exactly.
+    """The exact metrics of one launch.
 
     Number and bytes of each kind of collective per rank and step, FLOPs per token, operators of a step, their order
     and what they allocate, all losses and the final parameters to the bit; and the measured peak of memory, which
     varies by some KiB with the moment at which threads allocate. Of a dry run, the allocator's peaks, and how often
-    the host waits for the device.
+    the host waits for the device: they repeat to the bit on any machine.
 
     Raises:
-        ValueError: it did not end ok.
+        ValueError: the launch did not end ok.
     """
     proof = record.proof
     if proof is None:
@@ -64,9 +64,15 @@ def exact_metrics(record: LaunchRecord) -> dict[str, Value]:
             "allocations": census.allocations,
             "allocated memory": census.allocated_bytes,
         }
-    if record.case.fidelity == "dryrun":
-        return found | _of_dry_run(record)
-    if record.case.fidelity == "measured":
+    if record.case.protocol.fidelity == "dryrun":
+        peaks = {name: record.metrics.get(metric) for name, metric in _DRY_PEAKS.items()}
+        found |= {name: int(peak) for name, peak in peaks.items() if peak is not None}
+        if record.census is not None and record.census.stream_waits is not None:
+            found["stream waits"] = record.census.stream_waits
+        if record.host_waits is not None:
+            found["host synchronisations"] = sum(record.host_waits.values())
+        return found
+    if record.case.protocol.fidelity == "measured":
         found["last loss"] = record.losses[-1]
         found["losses"] = hashlib.sha256(msgspec.json.encode(record.losses)).hexdigest()[:16]
         found["parameters"] = proof.parameters_sha256[:16]
@@ -75,21 +81,8 @@ def exact_metrics(record: LaunchRecord) -> dict[str, Value]:
     return found
 
 
-def _of_dry_run(record: LaunchRecord) -> dict[str, Value]:
-    """What a dry run repeats to the bit on any machine: the allocator's peaks, and how often the host waits."""
-    found: dict[str, Value] = {}
-    for words, metric in _DRY_PEAKS.items():
-        if (peak := record.metrics.get(metric)) is not None:
-            found[words] = int(peak)
-    if record.census is not None and record.census.stream_waits is not None:
-        found["stream waits"] = record.census.stream_waits
-    if record.host_waits is not None:
-        found["host synchronisations"] = sum(record.host_waits.values())
-    return found
-
-
 def first_difference(before: Sequence[str], after: Sequence[str]) -> str:
-    """In words, where two steps first ask torch for something else.
+    """The first operator in which two steps differ.
 
     >>> first_difference(["aten.mm", "aten.add"], ["aten.mm", "aten.clone", "aten.add"])
     'operator 2 is aten.clone and was aten.add'
@@ -100,14 +93,14 @@ def first_difference(before: Sequence[str], after: Sequence[str]) -> str:
 
 
 def portable(metrics: Exact) -> dict[str, Value]:
-    """Those that any machine with the same software finds the same."""
+    """The metrics that are the same on any machine with the same software."""
     return {metric: value for metric, value in metrics.items() if metric not in OF_THE_MACHINE}
 
 
 def changes(
     before: Mapping[str, Exact], after: Mapping[str, Exact], rules: Mapping[str, MetricRule]
 ) -> tuple[Change, ...]:
-    """What differs, by case and metric; a case only in ``after`` is new, one only in ``before`` removed."""
+    """What differs, by case and metric; a case only in ``after`` is new, one only in ``before`` is removed."""
     found: list[Change] = []
     for case in [*before, *(case for case in after if case not in before)]:
         if case not in after or case not in before:
@@ -127,14 +120,13 @@ def changes(
 
 
 def _within(was: Value | None, is_: Value | None, tolerance: float) -> bool:
-    if not isinstance(was, int | float) or not isinstance(is_, int | float):
-        return False
-    return abs(is_ - was) <= tolerance * abs(was)
+    both = isinstance(was, int | float) and isinstance(is_, int | float)
+    return both and abs(is_ - was) <= tolerance * abs(was)  # type: ignore[operator, arg-type]
 
 
 def _verdict(metric: str, was: Value | None, is_: Value | None, better: Direction | None) -> Verdict:
-    """Something that has no better direction has regressed if it changed at all. Collectives that are not there are
-    none; any other metric is not there where another refshard measured.
+    """A metric without a better direction has regressed if it changed at all. Missing collectives count as 0; any other
+    metric is missing if another refshard measured.
     """
     if None in (was, is_) and not metric.endswith((" count", " bytes")):
         return "new" if was is None else "removed"

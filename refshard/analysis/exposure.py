@@ -1,6 +1,11 @@
-"""Exposed communication: through which collective, what of it is waiting for a rank, and how fast messages move."""
+"""Exposed communication: through which collective, what of it is waiting for a rank, and how fast messages move.
 
-from collections import defaultdict
+Clocks of hosts cannot be compared to the microsecond, durations can: a collective in which every rank needs every other
+ends for all of them at once, so the last to enter is in it for the shortest time, and each other rank waited in it for
+its own duration less that.
+"""
+
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -9,7 +14,6 @@ from typing import cast
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from refshard.analysis.collectives import NS, bus_factor, ran
 from refshard.analysis.figures import (
@@ -19,15 +23,220 @@ from refshard.analysis.figures import (
     ExposedSplit,
     MessageFigures,
     PeerWait,
+    RankWait,
+    TraceFigures,
+    TraceWarning,
 )
-from refshard.analysis.grouping import ranges
-from refshard.analysis.idle import knows_launches
-from refshard.analysis.issued import Group
-from refshard.analysis.skew import Entered
+from refshard.analysis.kineto import Group
+from refshard.analysis.overlap import knows_launches
 from refshard.costs import GroupShape, bus_bandwidth, collective_cost, group_shape
 from refshard.errors import SpecError
-from refshard.events.timeline import UNKNOWN, Intervals, Kind, Nanoseconds, Timeline
+from refshard.events.timeline import UNKNOWN, Intervals, Ints, Kind, Mask, Nanoseconds, Rows, Timeline, ranges
 from refshard.specs.cluster import COLLECTIVES, ClusterSpec, CollectiveOp, cluster_of_device, load_cluster
+
+_MOST_CELLS = 4_000_000
+"""Of the tables that align two sequences; longer ones that differ are not matched."""
+_UNEVEN = "all_to_all"
+"""Ranks may each move another number of bytes in it."""
+
+Place = int
+"""Of a trace among those given."""
+Sequences = Mapping[Place, Sequence[tuple[int, CollectiveFigures]]]
+"""The collectives of one group by trace, each with its number in that trace, in order."""
+Match = dict[Place, int]
+"""One collective: its number in each of the traces that has it."""
+
+
+def match(of_trace: Sequences, steps: Mapping[Place, frozenset[int | None]]) -> list[Match]:
+    """The collectives that at least two traces have. ``steps`` are those that each trace tells apart, if any.
+
+    With sequence numbers in all traces, collectives of one number and operation are one, coalesced ones in their order.
+    Else steps of one number are compared, and what lies outside of the steps is not; traces without steps are compared
+    as a whole. See :func:`_align`.
+    """
+    if all(one.sequence is not None for own in of_trace.values() for _, one in own):
+        found: dict[tuple[int | None, str, int], Match] = defaultdict(dict)
+        for place, own in of_trace.items():
+            seen = Counter[tuple[int | None, str]]()
+            for number, one in own:
+                found[one.sequence, one.op, seen[one.sequence, one.op]][place] = number
+                seen[one.sequence, one.op] += 1
+        return [one for one in found.values() if len(one) > 1]
+    known = {place: steps[place] - {None} for place in of_trace}
+    if not all(known.values()):
+        return _align(of_trace)
+    aligned = list[Match]()
+    for step in sorted(set[int | None]().union(*known.values())):  # type: ignore[type-var]
+        of_step = {place: [pair for pair in own if pair[1].step == step] for place, own in of_trace.items()}
+        inside = {place: own for place, own in of_step.items() if step in known[place]}
+        aligned += _align(inside) if len(inside) > 1 else []
+    return aligned
+
+
+def _align(of_trace: Sequences) -> list[Match]:
+    """Match by order.
+
+    Traces whose sequences of operation, size and dtype are equal are matched one by one; the sizes of an all-to-all may
+    differ there. Any other is held against the sequence that most traces have (of several, the first trace's): matched
+    is what every longest common subsequence of the two pairs alike. What could be matched in several ways is not.
+    """
+    exact = {place: [(one.op, one.bytes, one.dtype) for _, one in own] for place, own in of_trace.items()}
+    plain = {
+        place: tuple((op, None if op == _UNEVEN else size, dtype) for op, size, dtype in own)
+        for place, own in exact.items()
+    }
+    common = Counter(plain.values())
+    reference = max(common, key=lambda one: common[one]) if len(common) < len(plain) else next(iter(plain.values()))
+    chosen = next(place for place, one in plain.items() if one == reference)
+    found: list[Match] = [{} for _ in reference]
+    for place, own in of_trace.items():
+        if plain[place] == reference:
+            pairs = [(k, k) for k in range(len(reference))]
+        else:
+            pairs = certain_pairs(exact[chosen], exact[place])
+        for k, theirs in pairs:
+            found[k][place] = own[theirs][0]
+    return [one for one in found if len(one) > 1]
+
+
+def certain_pairs(a: Sequence[object], b: Sequence[object]) -> list[tuple[int, int]]:
+    """The places in ``a`` and ``b`` that every longest common subsequence of them pairs with each other.
+
+    >>> certain_pairs("xabc", "abc"), certain_pairs("aab", "ab")
+    ([(1, 0), (2, 1), (3, 2)], [(2, 1)])
+    """
+    if not a or not b or len(a) * len(b) > _MOST_CELLS:
+        return []
+    codes: dict[object, int] = {}
+    first, second = (np.array([codes.setdefault(x, len(codes)) for x in one]) for one in (a, b))
+    ahead = _common_lengths(first, second)
+    behind = _common_lengths(first[::-1], second[::-1])[::-1, ::-1]
+    on_longest = (first[:, None] == second) & (ahead[:-1, :-1] + 1 + behind[1:, 1:] == ahead[-1, -1])
+    rows, columns = np.nonzero(on_longest)
+    # The k-th pair of each longest subsequence has k common places before it: certain is the only one with as many.
+    levels = ahead[rows, columns]
+    _, place, times = np.unique(levels, return_index=True, return_counts=True)
+    alone = place[times == 1]
+    return list(zip(rows[alone].tolist(), columns[alone].tolist()))
+
+
+def _common_lengths(a: Rows, b: Rows) -> Ints:
+    """At ``[i, j]`` the length of the longest common subsequence of the first i of ``a`` and the first j of ``b``."""
+    found = np.zeros((len(a) + 1, len(b) + 1), np.int32)
+    for i, one in enumerate(a):
+        extended = np.maximum(found[i, 1:], found[i, :-1] + (b == one))
+        found[i + 1, 1:] = np.maximum.accumulate(extended)
+    return found
+
+
+_POINT_TO_POINT = frozenset(("send", "recv", "send_recv", "peer_copy"))
+_ONE_SIDED = frozenset(("broadcast", "reduce", "gather", "scatter"))
+"""In these a rank may leave before another has entered, so that durations tell of no wait."""
+
+Key = tuple[str, str]
+"""A group, and within an unnamed one the operation."""
+
+
+class Entered(msgspec.Struct, frozen=True, kw_only=True):
+    """What the ranks that are here tell of one collective of a trace.
+
+    It ``waited_ns`` at its beginning for ``rank`` (None if it was the last itself), which was in it for
+    ``shortest_ns``. Where not ``is_complete``, ranks of the group are missing, so that it may have waited longer.
+    """
+
+    waited_ns: int
+    rank: int | None
+    shortest_ns: int
+    is_complete: bool
+
+
+class Waits(msgspec.Struct, frozen=True, kw_only=True):
+    """For each of the traces given, in their order, whom its rank waited for, the longest first; and the doubts.
+
+    ``entered`` tells the same of each trace's matched collectives, by their number in it.
+    """
+
+    waits_for: tuple[tuple[RankWait, ...], ...]
+    warnings: tuple[TraceWarning, ...]
+    entered: tuple[dict[int, Entered], ...] = ()
+
+
+def rank_waits(figures: Sequence[TraceFigures]) -> Waits:
+    """How long each rank of one job stood in collectives that another was the last to enter.
+
+    Collectives are matched by :func:`match` within a group; where groups are unnamed, within
+    an operation over the whole job. Of ranks that entered last together the lowest is named. A rank waits at the
+    beginning of a collective, and waits that run at once, in collectives of several streams or threads, count once. A
+    wait of nothing is no wait. In traces with steps, only waits in collectives of the steps count.
+    """
+    steps = {place: frozenset(step.step for step in one.steps) for place, one in enumerate(figures)}
+    entered: list[dict[int, Entered]] = [{} for _ in figures]
+    warnings, lonely, every = [], 0, 0
+    for key, of_trace in _by_group(figures).items():
+        if len(of_trace) < 2:
+            continue
+        sizes = [c.group_size for sequence in of_trace.values() for _, c in sequence if c.group_size is not None]
+        count = sum(map(len, of_trace.values()))
+        if sizes and len(of_trace) > min(sizes):  # several groups that bear one name cannot be told apart
+            name = f"group {key[0]}" if key[0] else f"the unnamed group of {key[1]}"
+            text = f"{name} is of {min(sizes)} ranks but appears on {len(of_trace)}: several groups share the name, so "
+            text += "waits in them are not attributed to ranks"
+            warnings.append(TraceWarning(code="groups_alike", message=text, count=count))
+            continue
+        matches = match(of_trace, steps)
+        every, lonely = every + count, lonely + count - sum(map(len, matches))
+        for one in matches:
+            ran = {place: figures[place].collectives[number] for place, number in one.items()}
+            first = next(iter(ran.values()))
+            if first.op in _ONE_SIDED:
+                continue
+            last = min(ran, key=lambda place: (ran[place].duration_ns, figures[place].rank))
+            size = first.group_size or figures[last].world_size
+            for place, number in one.items():
+                waited = ran[place].duration_ns - ran[last].duration_ns
+                entered[place][number] = Entered(
+                    waited_ns=waited, rank=figures[last].rank if waited else None,
+                    shortest_ns=ran[last].duration_ns, is_complete=size is not None and len(one) >= size,
+                )  # fmt: skip
+    if lonely:
+        text = (
+            f"{lonely} of {every} collectives could not be matched with those of the other ranks here, so waits in "
+            "them are unknown: they lie outside the steps or in steps that only some ranks have, or the ranks' "
+            "sequences of operation and size differ there. Check that the traces are of the same steps"
+        )
+        warnings.append(TraceWarning(code="collectives_differ", message=text, count=lonely))
+    waits_for = []
+    for trace, own in zip(figures, entered):
+        waits, in_steps = (
+            defaultdict[int, list[tuple[int, int]]](list),
+            any(one.step is not None for one in trace.steps),
+        )
+        for number, wait in own.items():
+            collective = trace.collectives[number]
+            if wait.waited_ns and wait.rank is not None and (collective.step is not None or not in_steps):
+                waits[wait.rank].append((collective.start_ns, collective.start_ns + wait.waited_ns))
+        found = [
+            RankWait(rank=rank, waited_ns=Intervals.of(pairs).length, collectives=len(pairs))
+            for rank, pairs in waits.items()
+        ]
+        waits_for.append(tuple(sorted(found, key=lambda one: (-one.waited_ns, one.rank))))
+    return Waits(waits_for=tuple(waits_for), warnings=tuple(warnings), entered=tuple(entered))
+
+
+def _by_group(figures: Sequence[TraceFigures]) -> dict[Key, dict[int, list[tuple[int, CollectiveFigures]]]]:
+    """The collectives of each group whose partners are known, by trace, the lowest rank first."""
+    present = [i for i, trace in enumerate(figures) if trace.rank is not None]
+    found: dict[Key, dict[int, list[tuple[int, CollectiveFigures]]]] = defaultdict(lambda: defaultdict(list))
+    for i in sorted(present, key=lambda i: (figures[i].rank, i)):
+        for number, collective in enumerate(figures[i].collectives):
+            size, world_size = collective.group_size, figures[i].world_size
+            # One of an unnamed subgroup may have any partners.
+            is_known = collective.group is not None or size is None or world_size is None or size == world_size
+            if collective.op not in _POINT_TO_POINT and is_known:
+                key = ("", collective.op) if collective.group is None else (collective.group, "")
+                found[key][i].append((number, collective))
+    return found
+
 
 NO_HOST = "nothing is launched on a CPU"
 NO_LAUNCHES = "the trace has no launches; record CPU activities too"
@@ -45,16 +254,14 @@ class Pieces:
 
     starts: Nanoseconds
     ends: Nanoseconds
-    owners: npt.NDArray[np.int64]
+    owners: Rows
 
     def within(self, start: int, end: int) -> "Pieces":
         """What lies in one window."""
         first, last = np.searchsorted(self.ends, start, side="right"), np.searchsorted(self.starts, end, side="left")
         rows = slice(int(first), max(int(first), int(last)))
         return Pieces(
-            starts=np.maximum(self.starts[rows], start),
-            ends=np.minimum(self.ends[rows], end),
-            owners=self.owners[rows],
+            starts=np.maximum(self.starts[rows], start), ends=np.minimum(self.ends[rows], end), owners=self.owners[rows]
         )
 
     def waited(self, until: Nanoseconds) -> Nanoseconds:
@@ -80,59 +287,33 @@ class Exposure:
 
 def exposure_of(timeline: Timeline, steps: Sequence[int | None], starts: Nanoseconds, ends: Nanoseconds) -> Exposure:
     """Find the exposed communication of a timeline; windows are ``[starts[i], ends[i])``, of ``steps[i]``."""
-    launch, why = _launch(timeline, starts, ends)
-    return Exposure(
-        pieces=_exposed(_owned(timeline), timeline.busy(Kind.COMPUTE)),
-        steps=tuple(steps), starts=starts, ends=ends, launch=tuple(launch), no_launch=why,
-    )  # fmt: skip
-
-
-def _owned(timeline: Timeline) -> Pieces:
-    """Every nanosecond of communication, by the collective whose span of it started first."""
-    spans = timeline.spans
+    spans, compute = timeline.spans, timeline.busy(Kind.COMPUTE)
+    # Every nanosecond of communication, by the collective whose span of it started first.
     owner_of = np.full(len(spans), UNKNOWN, np.int64)
     for number, (collective, *_) in enumerate(ran(timeline)):
         owner_of[list(collective.rows)] = number
     rows = np.flatnonzero((owner_of != UNKNOWN) & spans.of_kind(Kind.COMM))
-    reach = np.maximum.accumulate(spans.ends[rows])
-    starts = spans.starts[rows].copy()
-    starts[1:] = np.maximum(starts[1:], reach[:-1])
-    kept = spans.ends[rows] > starts
-    return Pieces(starts=starts[kept], ends=spans.ends[rows][kept], owners=owner_of[rows][kept])
-
-
-def _exposed(owned: Pieces, compute: Intervals) -> Pieces:
-    """Without what compute hides."""
+    begins = spans.starts[rows].copy()
+    begins[1:] = np.maximum(begins[1:], np.maximum.accumulate(spans.ends[rows])[:-1])
+    rows, begins = rows[spans.ends[rows] > begins], begins[spans.ends[rows] > begins]
+    # Without what compute hides.
     free_starts = np.concatenate(([_EVER.min], compute.ends))
     free_ends = np.concatenate((compute.starts, [_EVER.max]))
-    first = np.searchsorted(free_ends, owned.starts, side="right")
-    mine, rows = ranges(first, np.searchsorted(free_starts, owned.ends, side="left"))
-    return Pieces(
-        starts=np.maximum(free_starts[rows], owned.starts[mine]),
-        ends=np.minimum(free_ends[rows], owned.ends[mine]),
-        owners=owned.owners[mine],
-    )
+    first = np.searchsorted(free_ends, begins, side="right")
+    mine, free = ranges(first, np.searchsorted(free_starts, spans.ends[rows], side="left"))
+    pieces = Pieces(
+        starts=np.maximum(free_starts[free], begins[mine]), ends=np.minimum(free_ends[free], spans.ends[rows][mine]),
+        owners=owner_of[rows][mine],
+    )  # fmt: skip
+    launch, why = _launch(timeline, starts, ends)
+    return Exposure(pieces=pieces, steps=tuple(steps), starts=starts, ends=ends, launch=tuple(launch), no_launch=why)
 
 
 def _launch(timeline: Timeline, starts: Nanoseconds, ends: Nanoseconds) -> tuple[list[int | None], str | None]:
     """Idle time that a collective ends whose launch returned after that time began, per window."""
-    nothing: list[int | None] = [None] * len(starts)
-    spans = timeline.spans
-    if not timeline.on_device:
-        return nothing, NO_HOST
-    if not knows_launches(spans):
-        return nothing, NO_LAUNCHES
-    gaps, queued = _gaps_before_collectives(timeline)
-    late, doubtful = queued > gaps.starts, queued == UNKNOWN
-    found = Intervals(gaps.starts[late], gaps.ends[late]).within(starts, ends).tolist()
-    doubts = Intervals(gaps.starts[doubtful], gaps.ends[doubtful]).within(starts, ends).tolist()
-    known = [None if doubt else ns for ns, doubt in zip(found, doubts)]
-    return known, SOME_LAUNCHES if None in known else None
-
-
-def _gaps_before_collectives(timeline: Timeline) -> tuple[Intervals, Nanoseconds]:
-    """Maximal intervals in which nothing runs, of those that a collective ends; and when its launch had returned."""
     spans, busy = timeline.spans, timeline.busy(*Kind)
+    if not timeline.on_device or not knows_launches(spans):
+        return [None] * len(starts), NO_LAUNCHES if timeline.on_device else NO_HOST
     rows = np.flatnonzero(spans.of_kind(Kind.COMM) & (spans.ends > spans.starts))
     place = np.searchsorted(busy.starts, spans.starts[rows])
     ending = (place > 0) & (busy.starts[np.minimum(place, len(busy.starts) - 1)] == spans.starts[rows])
@@ -140,7 +321,13 @@ def _gaps_before_collectives(timeline: Timeline) -> tuple[Intervals, Nanoseconds
     # Of several that start at once, the one launched first; one of unknown launch may have been.
     order = np.lexsort((spans.queued[rows], place))
     place, first = np.unique(place[order], return_index=True)
-    return Intervals(busy.ends[place - 1], busy.starts[place]), spans.queued[rows[order][first]]
+    began, until, queued = busy.ends[place - 1], busy.starts[place], spans.queued[rows[order][first]]
+    found, doubts = (
+        Intervals(began[which], until[which]).within(starts, ends).tolist()
+        for which in (queued > began, queued == UNKNOWN)
+    )
+    known = [None if doubt else ns for ns, doubt in zip(found, doubts)]
+    return known, SOME_LAUNCHES if None in known else None
 
 
 def split(exposure: Exposure, begins: Nanoseconds, entered: Mapping[int, Entered]) -> tuple[ExposedSplit, ...]:
@@ -169,9 +356,7 @@ def split(exposure: Exposure, begins: Nanoseconds, entered: Mapping[int, Entered
     return tuple(found)
 
 
-def _waits(
-    begins: Nanoseconds, entered: Mapping[int, Entered]
-) -> tuple[Nanoseconds, npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+def _waits(begins: Nanoseconds, entered: Mapping[int, Entered]) -> tuple[Nanoseconds, Rows, Mask]:
     """Until when each collective waited, for which rank, and whether its whole group is known."""
     until, peers, is_complete = begins.copy(), np.full(len(begins), UNKNOWN, np.int64), np.zeros(len(begins), np.bool_)
     for number, one in entered.items():
@@ -277,27 +462,20 @@ def communication(
     begins = np.array([one.start_ns for one in collectives], np.int64)
     whole, *steps = split(traffic.exposure, begins, entered)
     parts = steps or [whole]
-    messages = _messages(traffic, collectives, entered, _of_collectives(traffic.exposure, begins, entered))
+    # Exposed nanoseconds of each collective within the steps, and those of them in which it waited.
+    exposure, (until, _, _) = traffic.exposure, _waits(begins, entered)
+    exposed, waited = np.zeros(len(begins), np.int64), np.zeros(len(begins), np.int64)
+    for start, end in zip(exposure.starts[-len(parts) :].tolist(), exposure.ends[-len(parts) :].tolist()):
+        pieces = exposure.pieces.within(start, end)
+        np.add.at(exposed, pieces.owners, pieces.ends - pieces.starts)
+        np.add.at(waited, pieces.owners, pieces.waited(until))
+    messages = _messages(traffic, collectives, entered, (exposed, waited))
     missing = ALONE if alone else NO_PARTNER if not entered else SOME
     return CommunicationFigures(
         whole=whole, steps=tuple(steps), messages=messages, bound=_bound(parts, messages),
         profile=traffic.links.profile, missing=missing if whole.undivided_ns else None,
         no_launch=traffic.exposure.no_launch,
     )  # fmt: skip
-
-
-def _of_collectives(
-    exposure: Exposure, begins: Nanoseconds, entered: Mapping[int, Entered]
-) -> tuple[Nanoseconds, Nanoseconds]:
-    """Exposed nanoseconds of each collective within the steps, and those of them in which it waited."""
-    until, _, _ = _waits(begins, entered)
-    exposed, waited = np.zeros(len(begins), np.int64), np.zeros(len(begins), np.int64)
-    first = 1 if len(exposure.steps) > 1 else 0
-    for start, end in zip(exposure.starts[first:].tolist(), exposure.ends[first:].tolist()):
-        pieces = exposure.pieces.within(start, end)
-        np.add.at(exposed, pieces.owners, pieces.ends - pieces.starts)
-        np.add.at(waited, pieces.owners, pieces.waited(until))
-    return exposed, waited
 
 
 def _messages(

@@ -243,10 +243,10 @@ class KernelFigures(msgspec.Struct, frozen=True, kw_only=True):
 class Slowdown(msgspec.Struct, frozen=True, kw_only=True):
     """How much longer kernels run beside communication than alone.
 
-    Only runs of the same work are compared, as :mod:`~.alike` tells, with three or more each way. ``runs`` are those
-    with more than half of their time in communication. ``beside_ns`` and ``alone_ns`` are their time by the median of
-    runs beside it and of runs without any. They are ``slower`` if it is more and no chance: the rank sums of runs
-    beside and alone differ at the 5 % level. Else nothing is lost.
+    Only runs of the same work are compared (:func:`~refshard.analysis.operators.same_work`), with three or more each
+    way. ``runs`` are those with more than half of their time in communication. ``beside_ns`` and ``alone_ns`` are their
+    time by the median of runs beside it and of runs without any. They are ``slower`` if it is more and no chance: the
+    rank sums of runs beside and alone differ at the 5 % level. Else nothing is lost.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""How a metric of the same case on the same machine went over runs."""
+"""A metric of one case on one machine over runs."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from refshard.analysis.cases import cases_of
 from refshard.analysis.evidence import machine
 from refshard.records import Run
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,28 +26,28 @@ class Series:
     """One case on one machine, oldest run first; ``case`` is its name, with the spec's hash where several have it."""
 
     case: str
-    spec: CaseSpec
+    spec: Case
     environment: str
     points: tuple[Point, ...]
+
+    @property
+    def change(self) -> float:
+        """The latest value over the first."""
+        return self.points[-1].value / self.points[0].value
 
 
 def series_of(runs: Iterable[Run], metric: str) -> tuple[Series, ...]:
     """Every case that ended ok with a positive ``metric``, by spec and machine, in order of their first run."""
-    found: dict[tuple[CaseSpec, str], list[Point]] = {}
+    found: dict[tuple[Case, str], list[Point]] = {}
     for run in sorted(runs, key=lambda run: run.header.started_at):
         for case in cases_of(run):
-            launches = sum(launch.state == "ok" for launch in case.launches)
-            value = case.metrics[metric] or 0
-            if not launches or value <= 0:
-                continue
-            point = Point(
-                run=run.header.run_id,
-                launches=launches,
-                started_at=run.header.started_at,
-                commit=(run.header.environment.git_commit or "unknown")[:9],
-                value=value,
-            )
-            found.setdefault((case.spec, machine(run.header.environment)), []).append(point)
+            launches, value = len(case.ok_launches), case.metrics[metric] or 0
+            if launches and value > 0:
+                point = Point(
+                    run=run.header.run_id, launches=launches, started_at=run.header.started_at,
+                    commit=(run.header.environment.git_commit or "unknown")[:9], value=value,
+                )  # fmt: skip
+                found.setdefault((case.spec, machine(run.header.environment)), []).append(point)
     names = Counter((spec.name, where) for spec, where in found)
     return tuple(
         Series(

@@ -1,31 +1,31 @@
 """Which calls of the host hold the GPU up: that wait, allocate or load, and the idle time that follows them."""
 
 import re
-from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from refshard.analysis.figures import HostStall, HostStalls, Stall
-from refshard.analysis.grouping import ranges, sums
-from refshard.analysis.idle import NEVER, Gaps, idle_gaps
-from refshard.analysis.labels import find_labels
-from refshard.analysis.names import (
-    ALLOCATES,
-    COPIES,
-    GRAPH_LAUNCHES,
-    LAUNCHES,
-    LOADS,
-    LONG_NS,
-    MAY_LOAD,
-    SYNCHRONISES,
-)
-from refshard.analysis.owners import column_at, innermost_of, innermost_on, named
-from refshard.analysis.spans import Launches, find_launches
+from refshard.analysis.kineto import Launches, find_launches
+from refshard.analysis.labels import column_at, find_labels, innermost_of, innermost_on, named, outermost_of
+from refshard.analysis.names import ALLOCATES, COPIES, GRAPH_LAUNCHES, LAUNCHES, LOADS, LONG_NS, MAY_LOAD, SYNCHRONISES
+from refshard.analysis.overlap import NEVER, Gaps, idle_gaps
 from refshard.analysis.windows import bounds, step_at
 from refshard.events.table import ANNOTATION, HOST, LAUNCH, TraceFile
-from refshard.events.timeline import UNKNOWN, Intervals, Nanoseconds, Spans, Timeline
+from refshard.events.timeline import (
+    UNKNOWN,
+    Intervals,
+    Ints,
+    Nanoseconds,
+    Rows,
+    Spans,
+    Timeline,
+    grouped,
+    ranges,
+    sums,
+)
 
 TIMES_THE_MEDIAN = 20
 """A launch is long if it takes :data:`LONG_NS`, and so many times the median of all launches."""
@@ -52,18 +52,18 @@ class Calls:
     operator makes for one purpose.
     """
 
-    rows: npt.NDArray[np.int64]
+    rows: Rows
     starts: Nanoseconds
     ends: Nanoseconds
-    threads: npt.NDArray[np.int32]
+    threads: Ints
     kinds: npt.NDArray[np.int8]
-    names: npt.NDArray[np.int32]
-    operators: npt.NDArray[np.int32]
-    annotations: npt.NDArray[np.int32]
-    frames: npt.NDArray[np.int32]
-    units: npt.NDArray[np.int32]
-    copies: npt.NDArray[np.int32]
-    occurrences: npt.NDArray[np.int64]
+    names: Ints
+    operators: Ints
+    annotations: Ints
+    frames: Ints
+    units: Ints
+    copies: Ints
+    occurrences: Rows
     unit_names: tuple[str, ...]
 
     def __len__(self) -> int:
@@ -73,98 +73,53 @@ class Calls:
 def find_calls(trace: TraceFile, spans: Spans, launches: Launches, starved: Intervals) -> Calls:
     """The calls that may hold the GPU up. ``starved`` is when nothing runs and nothing is queued."""
     host = trace.host
-    copies = _copies(trace, spans, launches)
-    kinds = _kinds(trace, copies, starved)
+    lengths, is_call = host.ends - host.starts, host.categories == LAUNCH
+    # Of each event the copy that it launched, if that touches pageable memory, and if the call returned only after it.
+    copies, pageable, awaited = np.full(len(lengths), UNKNOWN, np.int32), np.zeros(len(lengths), bool), is_call & False
+    is_memcpy = np.array([name.startswith("Memcpy") for name in trace.names] or [False])
+    of_copies = np.flatnonzero(is_memcpy[spans.names] & (launches.calls != UNKNOWN))
+    callers = launches.calls[of_copies]
+    copies[callers] = spans.names[of_copies]
+    pageable[callers] = np.array(["Pageable" in name for name in trace.names] or [False])[spans.names[of_copies]]
+    awaited[callers] = host.ends[callers] >= spans.ends[of_copies]
+    is_launch, is_copy = is_call & named(trace, LAUNCHES), is_call & named(trace, COPIES)
+    is_long = is_call & (lengths > LONG_NS)
+    if is_launch.any():
+        is_long &= ~is_launch | (lengths > TIMES_THE_MEDIAN * np.median(lengths[is_launch]))
+    starving = is_call & False
+    starving[is_long] = starved.within(host.starts[is_long], host.ends[is_long]) > 0
+    conditions = (
+        (is_call & named(trace, SYNCHRONISES), Stall.SYNC), (is_call & named(trace, ALLOCATES), Stall.ALLOCATOR),
+        ((is_call & named(trace, LOADS)) | (is_long & named(trace, MAY_LOAD)), Stall.LOADING),
+        (is_copy & (~is_launch | (pageable & (is_long | awaited))), Stall.COPY),
+        (is_long & is_launch & starving, Stall.LOADING), (is_long & is_launch, Stall.QUEUE),
+        (is_long & ~named(trace, GRAPH_LAUNCHES), Stall.OTHER),
+    )  # fmt: skip
+    codes = [STALLS.index(kind) for _, kind in conditions]
+    kinds = np.select([condition for condition, _ in conditions], codes, UNKNOWN).astype(np.int8)
     rows = np.flatnonzero(kinds != UNKNOWN)
-    rows = rows[np.lexsort((-host.ends[rows], host.starts[rows], host.threads[rows]))]
-    rows = rows[_outermost(host.threads[rows], host.ends[rows])]
-    threads, starts = host.threads[rows], host.starts[rows]
+    by_thread = [outermost_of(host, rows[host.threads[rows] == one]) for one in np.unique(host.threads[rows]).tolist()]
+    rows = np.concatenate([rows[:0], *by_thread])
+    threads, starts, kinds = host.threads[rows], host.starts[rows], kinds[rows]
     is_step = named(trace, _STEPS)
     around = {
         category: innermost_of(trace, np.flatnonzero((host.categories == category) & ~is_step), rows)
         for category in (HOST, ANNOTATION)
     }
     operators = column_at(host.names, around[HOST])
-    found = _for_operators(trace, kinds[rows], operators)
+    waits = np.isin(kinds, [STALLS.index(kind) for kind in (Stall.SYNC, Stall.COPY)])
+    for kind, names in _BY_OPERATOR.items():  # what a wait or a copy is for
+        is_such = np.isin(operators, [code for code, name in enumerate(trace.names) if name in names])
+        kinds[waits & is_such] = STALLS.index(kind)
     frames, labels = trace.frames, find_labels(trace)
     frame = innermost_on(frames.threads, frames.starts, frames.ends, threads, starts)
-    merged = np.isin(found, [STALLS.index(kind) for kind in _BY_OPERATOR]) & (around[HOST] != UNKNOWN)
+    merged = np.isin(kinds, [STALLS.index(kind) for kind in _BY_OPERATOR]) & (around[HOST] != UNKNOWN)
     return Calls(
-        rows=rows, starts=starts, ends=host.ends[rows], threads=threads, kinds=found, names=host.names[rows],
+        rows=rows, starts=starts, ends=host.ends[rows], threads=threads, kinds=kinds, names=host.names[rows],
         operators=operators, annotations=column_at(host.names, around[ANNOTATION]),
         frames=column_at(frames.names, frame), units=labels.of_work(threads, starts)[0].astype(np.int32),
-        copies=copies.names[rows], occurrences=np.where(merged, around[HOST], rows), unit_names=labels.unit_names,
+        copies=copies[rows], occurrences=np.where(merged, around[HOST], rows), unit_names=labels.unit_names,
     )  # fmt: skip
-
-
-def _kinds(trace: TraceFile, copies: "_Copies", starved: Intervals) -> npt.NDArray[np.int8]:
-    """Of each host event the kind of call as which it may hold the GPU up, or :data:`UNKNOWN`."""
-    host = trace.host
-    lengths, is_call = host.ends - host.starts, host.categories == LAUNCH
-    is_launch, is_copy = is_call & named(trace, LAUNCHES), is_call & named(trace, COPIES)
-    is_long = is_call & (lengths > LONG_NS)
-    if is_launch.any():
-        is_long &= ~is_launch | (lengths > TIMES_THE_MEDIAN * np.median(lengths[is_launch]))
-    blocks = is_copy & (~is_launch | (copies.pageable & (is_long | copies.awaited)))
-    starving = np.zeros(len(lengths), np.bool_)
-    starving[is_long] = starved.within(host.starts[is_long], host.ends[is_long]) > 0
-    conditions = (
-        (is_call & named(trace, SYNCHRONISES), Stall.SYNC),
-        (is_call & named(trace, ALLOCATES), Stall.ALLOCATOR),
-        ((is_call & named(trace, LOADS)) | (is_long & named(trace, MAY_LOAD)), Stall.LOADING),
-        (blocks, Stall.COPY),
-        (is_long & is_launch & starving, Stall.LOADING),
-        (is_long & is_launch, Stall.QUEUE),
-        (is_long & ~named(trace, GRAPH_LAUNCHES), Stall.OTHER),
-    )
-    codes = [STALLS.index(kind) for _, kind in conditions]
-    return np.select([condition for condition, _ in conditions], codes, UNKNOWN).astype(np.int8)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Copies:
-    """Of each host event the name of the copy that it launched, whether that touches pageable memory of the host, and
-    whether the call returned only after it.
-    """
-
-    names: npt.NDArray[np.int32]
-    pageable: npt.NDArray[np.bool_]
-    awaited: npt.NDArray[np.bool_]
-
-
-def _copies(trace: TraceFile, spans: Spans, launches: Launches) -> _Copies:
-    names = np.full(len(trace.host.starts), UNKNOWN, np.int32)
-    is_copy = np.array([name.startswith("Memcpy") for name in trace.names] or [False])
-    rows = np.flatnonzero(is_copy[spans.names] & (launches.calls != UNKNOWN))
-    calls = launches.calls[rows]
-    names[calls] = spans.names[rows]
-    pageable, awaited = np.zeros(len(names), np.bool_), np.zeros(len(names), np.bool_)
-    pageable[calls] = np.array(["Pageable" in name for name in trace.names] or [False])[spans.names[rows]]
-    awaited[calls] = trace.host.ends[calls] >= spans.ends[rows]
-    return _Copies(names=names, pageable=pageable, awaited=awaited)
-
-
-def _for_operators(
-    trace: TraceFile, kinds: npt.NDArray[np.int8], operators: npt.NDArray[np.int32]
-) -> npt.NDArray[np.int8]:
-    """The kinds, with the purpose of waits and copies by the operator around them."""
-    found, waits = (
-        kinds.copy(),
-        np.isin(kinds, [STALLS.index(kind) for kind in (Stall.SYNC, Stall.COPY)]),
-    )
-    for kind, names in _BY_OPERATOR.items():
-        codes = [code for code, name in enumerate(trace.names) if name in names]
-        found[waits & np.isin(operators, codes)] = STALLS.index(kind)
-    return found
-
-
-def _outermost(threads: npt.NDArray[np.int32], ends: Nanoseconds) -> npt.NDArray[np.bool_]:
-    """Which of some intervals, ordered by thread and start, do not lie within another on their thread."""
-    kept = np.ones(len(ends), np.bool_)
-    for thread in np.unique(threads).tolist():
-        here = np.flatnonzero(threads == thread)
-        kept[here[1:]] = ends[here[1:]] > np.maximum.accumulate(ends[here])[:-1]
-    return kept
 
 
 def find_host_stalls(trace: TraceFile, timeline: Timeline) -> HostStalls | None:
@@ -244,7 +199,7 @@ def idle_caused(
     return caused, followed
 
 
-def _shares(place: npt.NDArray[np.int64], parts: Nanoseconds, totals: Nanoseconds, amounts: Nanoseconds) -> Nanoseconds:
+def _shares(place: Rows, parts: Nanoseconds, totals: Nanoseconds, amounts: Nanoseconds) -> Nanoseconds:
     """``amounts[place]`` divided in proportion to ``parts``, which add up to ``totals``; whole, and with nothing lost.
 
     ``place`` is ordered.
@@ -258,7 +213,7 @@ def _shares(place: npt.NDArray[np.int64], parts: Nanoseconds, totals: Nanosecond
 
 
 def _places(
-    trace: TraceFile, calls: Calls, rows: npt.NDArray[np.int64], idle: Nanoseconds, followed: Nanoseconds
+    trace: TraceFile, calls: Calls, rows: Rows, idle: Nanoseconds, followed: Nanoseconds
 ) -> tuple[HostStall, ...]:
     """Sums over the calls of each kind and place."""
     known = calls.frames[rows] != UNKNOWN
@@ -266,32 +221,25 @@ def _places(
     annotations = np.where(known | (units != UNKNOWN), UNKNOWN, calls.annotations[rows])
     operators = calls.operators[rows]
     threads = np.where(known | (operators != UNKNOWN) | (units != UNKNOWN), UNKNOWN, calls.threads[rows])
-    columns = (calls.kinds[rows], calls.frames[rows], operators, units, annotations, threads)
-    key = np.stack([column.astype(np.int64) for column in columns], axis=1)
-    _, place = np.unique(key, axis=0, return_inverse=True)
-    members: dict[int, list[int]] = defaultdict(list)
-    for row, number in zip(rows.tolist(), place.reshape(-1).tolist()):
-        members[number].append(row)
-    found = [_place(trace, calls, np.array(of), idle, followed) for of in members.values()]
+    firsts, group = grouped(calls.kinds[rows], calls.frames[rows], operators, units, annotations, threads)
+
+    def text(table: Sequence[str], code: int) -> str | None:
+        return None if code == UNKNOWN else table[code]
+
+    found = []
+    for place in np.argsort(firsts).tolist():
+        mine = rows[group == place]
+        row, lengths, copies = int(mine[0]), (calls.ends - calls.starts)[mine], calls.copies[mine]
+        found.append(
+            HostStall(
+                kind=STALLS[calls.kinds[row]],
+                call=trace.names[int(np.argmax(np.bincount(calls.names[mine], weights=lengths)))],
+                line=text(trace.frames.name_table, calls.frames[row]), operator=text(trace.names, calls.operators[row]),
+                unit=text(calls.unit_names, calls.units[row]) or text(trace.names, calls.annotations[row]),
+                thread="/".join(trace.threads[int(calls.threads[row])]),
+                copied=next((trace.names[code] for code in copies.tolist() if code != UNKNOWN), None),
+                count=len(np.unique(calls.occurrences[mine])), host_ns=int(lengths.sum()),
+                idle_ns=int(idle[mine].sum()), followed_ns=int(followed[mine].sum()),
+            )
+        )  # fmt: skip
     return tuple(sorted(found, key=lambda one: (-one.idle_ns, -one.host_ns, one.call)))
-
-
-def _place(
-    trace: TraceFile, calls: Calls, rows: npt.NDArray[np.int64], idle: Nanoseconds, followed: Nanoseconds
-) -> HostStall:
-    lengths = (calls.ends - calls.starts)[rows]
-    row, copies = int(rows[0]), calls.copies[rows]
-    copies = copies[copies != UNKNOWN]
-    by_name = np.bincount(calls.names[rows], weights=lengths)
-    unit, annotation, frame = int(calls.units[row]), int(calls.annotations[row]), int(calls.frames[row])
-    operator = int(calls.operators[row])
-    label = calls.unit_names[unit] if unit != UNKNOWN else None
-    return HostStall(
-        kind=STALLS[calls.kinds[row]], call=trace.names[int(np.argmax(by_name))],
-        line=None if frame == UNKNOWN else trace.frames.name_table[frame],
-        operator=None if operator == UNKNOWN else trace.names[operator],
-        unit=label if label is not None or annotation == UNKNOWN else trace.names[annotation],
-        thread="/".join(trace.threads[int(calls.threads[row])]),
-        copied=trace.names[int(copies[0])] if len(copies) else None, count=len(np.unique(calls.occurrences[rows])),
-        host_ns=int(lengths.sum()), idle_ns=int(idle[rows].sum()), followed_ns=int(followed[rows].sum()),
-    )  # fmt: skip

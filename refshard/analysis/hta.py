@@ -100,7 +100,15 @@ def cross_check(
     Raises:
         TraceError: HTA is not installed, or not beside a pandas that it works with; the message names the remedy.
     """
-    version = _require(installed)
+    try:
+        version = installed(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        raise TraceError(f"a cross-check needs Holistic Trace Analysis; {REMEDY}") from None
+    pandas = installed("pandas")
+    match = re.match(r"(\d+)\.(\d+)", pandas)
+    if match is None or not PANDAS_FROM <= (int(match[1]), int(match[2])) < PANDAS_BELOW:
+        wanted = f">={'.'.join(map(str, PANDAS_FROM))},<{PANDAS_BELOW[0]}"
+        raise TraceError(f"Holistic Trace Analysis {version} needs pandas {wanted}, got {pandas}; {REMEDY}")
     command = [sys.executable, "-m", "refshard.analysis.hta", str(path.absolute())]
     environment = {**os.environ, _NO_ROUNDING: "0" if rounded else "1"}
     try:
@@ -113,29 +121,6 @@ def cross_check(
     if done.returncode:
         return HtaFailure(version=version, error=_how_it_ended(done.returncode, done.stderr))
     return msgspec.json.decode(done.stdout, type=HtaFigures | HtaFailure)
-
-
-def _require(installed: Callable[[str], str]) -> str:
-    """The version of HTA that is installed, beside a pandas that it works with."""
-    try:
-        version = installed(DISTRIBUTION)
-    except importlib.metadata.PackageNotFoundError:
-        raise TraceError(f"a cross-check needs Holistic Trace Analysis; {REMEDY}") from None
-    pandas = installed("pandas")
-    if not PANDAS_FROM <= _release(pandas) < PANDAS_BELOW:
-        wanted = f">={'.'.join(map(str, PANDAS_FROM))},<{PANDAS_BELOW[0]}"
-        raise TraceError(f"Holistic Trace Analysis {version} needs pandas {wanted}, got {pandas}; {REMEDY}")
-    return version
-
-
-def _release(version: str) -> tuple[int, int]:
-    """Major and minor version.
-
-    >>> _release("2.3.3"), _release("3.0rc1")
-    ((2, 3), (3, 0))
-    """
-    match = re.match(r"(\d+)\.(\d+)", version)
-    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def _how_it_ended(returncode: int, stderr: bytes) -> str:

@@ -4,7 +4,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -38,13 +37,17 @@ def identity_of(trace: TraceFile) -> Identity:
     info = info if isinstance(info, dict) else {}
     base = trace.metadata.get("baseTimeNanoseconds")
     base = base if isinstance(base, int) else 0
+    # What all ranks of a job say alike: the default group's ranks, NCCL's version and the kind of device.
+    groups, devices = info.get("pg_config"), trace.metadata.get("deviceProperties")
+    default = next((g for g in groups if isinstance(g, dict)), {}) if isinstance(groups, list) else {}
+    names = sorted({str(d.get("name")) for d in devices if isinstance(d, dict)}) if isinstance(devices, list) else []
     tables = [events for events in (trace.host, trace.device) if len(events.starts)]
     return Identity(
         path=trace.path, rank=rank_of(trace), world_size=whole(info.get("world_size")),
         backend=info["backend"] if isinstance(info.get("backend"), str) else None,
         start=base + min((int(events.starts.min()) for events in tables), default=0),
         end=base + max((int(events.ends.max()) for events in tables), default=0),
-        facts=_facts(info, trace.metadata.get("deviceProperties")),
+        facts=msgspec.json.encode([default.get("ranks"), info.get("nccl_version"), names]).decode(),
     )  # fmt: skip
 
 
@@ -58,8 +61,15 @@ def group(identities: Sequence[Identity], *, one_job: bool = False) -> list[int]
     Raises:
         TraceError: ``one_job``, but two traces name the same rank.
     """
+    seen: dict[int, Path] = {}
+    for one in identities if one_job else ():
+        rank = one.rank if one.rank is not None else rank_in_name(one.path)
+        if rank is not None and seen.setdefault(rank, one.path) is not one.path:
+            raise TraceError(
+                f"--job takes each rank once, but {seen[rank]} and {one.path} are both rank {rank}; leave one out, or "
+                "omit --job to analyse them as separate jobs"
+            )
     if one_job:
-        _check_ranks(identities)
         return [0] * len(identities)
     jobs: list[list[int]] = []
     # In order of time, one that overlaps any of a job overlaps one that came before: the files' order does not matter.
@@ -90,24 +100,3 @@ def _belongs(one: Identity, members: Sequence[Identity]) -> bool:
         and all(one.rank != other.rank for other in members)
         and any(one.start < other.end and other.start < one.end for other in members)
     )
-
-
-def _check_ranks(identities: Sequence[Identity]) -> None:
-    seen: dict[int, Path] = {}
-    for one in identities:
-        rank = one.rank if one.rank is not None else rank_in_name(one.path)
-        if rank is not None and rank in seen:
-            raise TraceError(
-                f"--job takes each rank once, but {seen[rank]} and {one.path} are both rank {rank}; leave one out, or "
-                "omit --job to analyse them as separate jobs"
-            )
-        if rank is not None:
-            seen[rank] = one.path
-
-
-def _facts(info: dict[str, Any], devices: Any) -> str:
-    """What all ranks of a job say alike: the default group's ranks, NCCL's version and the kind of device."""
-    groups = info.get("pg_config")
-    default = next((g for g in groups if isinstance(g, dict)), {}) if isinstance(groups, list) else {}
-    names = sorted({str(d.get("name")) for d in devices if isinstance(d, dict)}) if isinstance(devices, list) else []
-    return msgspec.json.encode([default.get("ranks"), info.get("nccl_version"), names]).decode()

@@ -1,6 +1,9 @@
-"""What the host announced: the annotations of refshard and of its peers, mapped to one meaning.
+"""What the host announced, and what it was doing: annotations of refshard and of its peers mapped to one meaning, and
+the operator and the annotation around any moment.
 
-No peer is slowed to be labelled; each is read by the names that it writes itself (torch 2.11 to 2.13).
+No peer is slowed to be labelled; each is read by the names that it writes itself (torch 2.11 to 2.13). A kernel belongs
+to the innermost operator around its launch. Kineto's external id names the same where the recorder numbers operators
+with it; the time and thread of the launch tell it also where the ids have another numbering, as in 2022.
 """
 
 import re
@@ -9,9 +12,161 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from refshard.analysis.owners import innermost_on
-from refshard.events.table import ANNOTATION, EMULATED, HOST, TraceFile
-from refshard.events.timeline import UNKNOWN, Intervals, Label, Meaning
+from refshard.analysis.names import GRAPH_LAUNCHES
+from refshard.events.table import ANNOTATION, EMULATED, HOST, HostEvents, TraceFile
+from refshard.events.timeline import UNKNOWN, Intervals, Ints, Label, Mask, Meaning, Nanoseconds, Rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Nesting:
+    """Intervals of one thread, ordered by start and the longer first; of two that overlap, one must enclose the
+    other. None is empty.
+
+    ``keys`` sort them by depth and then by order, so that the innermost at depth d is found by bisection: the last
+    that began at that depth.
+    """
+
+    starts: Nanoseconds
+    ends: Nanoseconds
+    closed: Nanoseconds
+    keys: Rows
+
+    @classmethod
+    def of(cls, starts: Nanoseconds, ends: Nanoseconds) -> "Nesting":
+        """Intervals that are ordered already; see :func:`nested_order`."""
+        closed, order = np.sort(ends), np.arange(len(starts))
+        depth = order - np.searchsorted(closed, starts, side="right")
+        return cls(starts=starts, ends=ends, closed=closed, keys=np.sort(depth * len(starts) + order))
+
+    def innermost(self, points: Nanoseconds) -> Rows:
+        """The place of the innermost interval that holds at each point, :data:`UNKNOWN` where none does."""
+        begun = np.searchsorted(self.starts, points, side="right")
+        return self._at_depth(begun - 1, begun - np.searchsorted(self.closed, points, side="right") - 1, points)
+
+    def parents(self) -> Rows:
+        """The place of the interval that encloses each most closely, :data:`UNKNOWN` for the outermost."""
+        order = np.arange(len(self.starts))
+        depth = order - np.searchsorted(self.closed, self.starts, side="right")
+        return self._at_depth(order - 1, depth - 1, self.starts)
+
+    def own(self) -> Nanoseconds:
+        """How long each runs without those that it encloses."""
+        parents, lengths = self.parents(), self.ends - self.starts
+        inner = np.zeros(len(lengths), np.int64)
+        enclosed = parents != UNKNOWN
+        np.add.at(inner, parents[enclosed], lengths[enclosed])
+        return np.asarray(np.maximum(0, lengths - inner), np.int64)
+
+    def _at_depth(self, last: Rows, depth: Rows, points: Nanoseconds) -> Rows:
+        """Of those up to ``last`` the last at ``depth``, if it holds at the point."""
+        count = len(self.starts)
+        if not count:
+            return np.full(len(points), UNKNOWN, np.int64)
+        place = np.searchsorted(self.keys, depth * count + last, side="right") - 1
+        found = self.keys[np.maximum(place, 0)]
+        row = found % count
+        good = (place >= 0) & (depth >= 0) & (found // count == depth) & (points >= self.starts[row])
+        return np.where(good & (points < self.ends[row]), row, UNKNOWN)
+
+
+def nested_order(starts: Nanoseconds, ends: Nanoseconds) -> Rows:
+    """The order that :meth:`Nesting.of` wants."""
+    return np.lexsort((-ends, starts))
+
+
+def outermost_of(host: HostEvents, rows: Rows) -> Rows:
+    """Those of one thread's events that no other of them encloses, by start."""
+    rows = rows[nested_order(host.starts[rows], host.ends[rows])]
+    kept = np.ones(len(rows), np.bool_)
+    kept[1:] = host.ends[rows][1:] > np.maximum.accumulate(host.ends[rows])[:-1]
+    return rows[kept]
+
+
+def innermost_on(
+    threads: Ints, starts: Nanoseconds, ends: Nanoseconds,
+    at_threads: Ints, points: Nanoseconds,
+) -> Rows:  # fmt: skip
+    """For each point the place of the innermost interval of its thread that holds then, or :data:`UNKNOWN`."""
+    found = np.full(len(points), UNKNOWN, np.int64)
+    for thread in np.unique(at_threads).tolist():
+        there = np.flatnonzero(at_threads == thread)
+        rows = _with_points(threads == thread, starts, ends, np.sort(points[there]))
+        rows = rows[nested_order(starts[rows], ends[rows])]
+        place = Nesting.of(starts[rows], ends[rows]).innermost(points[there])
+        found[there[place != UNKNOWN]] = rows[place[place != UNKNOWN]]
+    return found
+
+
+def _with_points(mine: Mask, starts: Nanoseconds, ends: Nanoseconds, points: Nanoseconds) -> Rows:
+    """Of the rows that are ``mine`` those with a point in them: most have none, and the rest takes less memory."""
+    rows = np.flatnonzero(mine).astype(np.int32)
+    before = np.searchsorted(points, starts[rows]).astype(np.int32)
+    return rows[before < np.searchsorted(points, ends[rows])].astype(np.int64)
+
+
+_NO_OPERATOR = re.compile(
+    r"^(?:autograd::engine::evaluate_function|Optimizer\.|Torch-Compiled|CompiledFunction|TorchDynamo|"
+    r"torch::autograd::(?!CppNode)|DistributedDataParallel|DataParallel|FullyShardedDataParallel|enumerate\(|"
+    r"PyTorchProfiler|nn\.Module:|record_param_comms|Pregraph|AOTDispatcher|inductor::)|#"
+)
+"""Operators, by the profiler's category, that only hold others: what they launch is known by its own name. With a #,
+those of 2021 for steps and the user's phases, and compiled graphs' (``## Call CompiledFxGraph``).
+"""
+_WHOLE = re.compile(
+    r"^aten::(?:convolution(?:_backward)?|"
+    r"_scaled_dot_product_(?:flash|efficient|cudnn|fused)_attention(?:_\w+)?)$"
+)
+"""Operators that say best what the operators do that they call: these have other arguments, or fewer."""
+
+
+def innermost_of(trace: TraceFile, candidates: Rows, rows: Rows) -> Rows:
+    """The innermost of the host's events ``candidates`` where each of the events ``rows`` begins, on its thread."""
+    host = trace.host
+    place = innermost_on(
+        host.threads[candidates], host.starts[candidates], host.ends[candidates], host.threads[rows], host.starts[rows]
+    )
+    return np.where(place == UNKNOWN, UNKNOWN, candidates[place]) if len(candidates) else place
+
+
+def operators_of(trace: TraceFile, calls: Rows) -> Rows:
+    """The row of :class:`HostEvents` of the operator that each of these of its rows belongs to; or :data:`UNKNOWN`.
+
+    It is the innermost that holds on the row's thread when the row begins (an operator belongs to itself), but for
+    convolutions and attention: there the one that was given the whole problem. What launches a graph belongs to none:
+    its kernels are many operators', which called nothing now.
+    """
+    host = trace.host
+    found = np.full(len(calls), UNKNOWN, np.int64)
+    if not len(host.starts):
+        return found
+    there = np.flatnonzero((calls != UNKNOWN) & ~named(trace, GRAPH_LAUNCHES)[calls])
+    rows = calls[there]
+    is_operator = (host.categories == HOST) & ~named(trace, _NO_OPERATOR)
+    around = innermost_of(trace, np.flatnonzero(is_operator), rows)
+    whole = whole_problems(trace, rows)
+    found[there] = np.select((whole != UNKNOWN, is_operator[rows]), (whole, rows), around)
+    return found
+
+
+def whole_problems(trace: TraceFile, rows: Rows) -> Rows:
+    """The convolution or attention that was given the whole problem of which each row is part, or :data:`UNKNOWN`."""
+    is_whole = (trace.host.categories == HOST) & named(trace, _WHOLE)
+    return innermost_of(trace, np.flatnonzero(is_whole), rows)
+
+
+def column_at(column: Ints, rows: Rows) -> Ints:
+    """A column of the host's events at some rows; :data:`UNKNOWN` at rows of that."""
+    known = rows != UNKNOWN
+    found = np.full(len(rows), UNKNOWN, np.int32)
+    found[known] = column[rows[known]]
+    return found
+
+
+def named(trace: TraceFile, pattern: "re.Pattern[str]") -> Mask:
+    """Which of the host's events have the pattern in their names."""
+    matching = np.array([bool(pattern.search(name)) for name in trace.names] or [False], np.bool_)
+    return np.asarray(matching[trace.host.names], np.bool_)
+
 
 ROOT = "(root)"
 """Name of the unit that FSDP2 leaves without one: the model itself, less its wrapped parts."""
@@ -34,21 +189,14 @@ _OF_REFSHARD = {
     "leave": Meaning.LEAVE,
 }
 _OF_FSDP2 = {
-    "all_gather": Meaning.ALL_GATHER,
-    "all_gather_copy_out": Meaning.COPY_OUT,
-    "post_backward_reduce": Meaning.REDUCE,
-    "post_backward_rs_wait": Meaning.REDUCE_WAIT | Meaning.WAIT,
-    "pre_forward": Meaning.FORWARD,
-    "post_forward": Meaning.LEAVE,
-    "pre_backward": Meaning.BACKWARD,
-    "post_backward_accumulate": Meaning.LEAVE,
-}
+    "all_gather": Meaning.ALL_GATHER, "all_gather_copy_out": Meaning.COPY_OUT, "post_backward_reduce": Meaning.REDUCE,
+    "post_backward_rs_wait": Meaning.REDUCE_WAIT | Meaning.WAIT, "pre_forward": Meaning.FORWARD,
+    "post_forward": Meaning.LEAVE, "pre_backward": Meaning.BACKWARD, "post_backward_accumulate": Meaning.LEAVE,
+}  # fmt: skip
 _BY_NAME = {
-    "fsdp::all_gather_copy_in": Meaning.COPY_IN,
-    "fsdp::split_with_sizes_copy": Meaning.COPY_OUT,
-    "fsdp::chunk_cat": Meaning.REDUCE | Meaning.COPY_IN,
-    "FullyShardedDataParallel._post_backward_hook": Meaning.REDUCE,
-}
+    "fsdp::all_gather_copy_in": Meaning.COPY_IN, "fsdp::split_with_sizes_copy": Meaning.COPY_OUT,
+    "fsdp::chunk_cat": Meaning.REDUCE | Meaning.COPY_IN, "FullyShardedDataParallel._post_backward_hook": Meaning.REDUCE,
+}  # fmt: skip
 
 
 def meaning_of(name: str) -> tuple[Meaning, str | None] | None:
@@ -74,11 +222,11 @@ def meaning_of(name: str) -> tuple[Meaning, str | None] | None:
 class Labels:
     """The labels of a trace as columns, ordered by start; ``units`` index ``unit_names`` or are :data:`UNKNOWN`."""
 
-    starts: npt.NDArray[np.int64]
-    ends: npt.NDArray[np.int64]
-    threads: npt.NDArray[np.int32]
+    starts: Rows
+    ends: Rows
+    threads: Ints
     meanings: npt.NDArray[np.int16]
-    units: npt.NDArray[np.int32]
+    units: Ints
     unit_names: tuple[str, ...]
 
     def as_labels(self) -> tuple[Label, ...]:
@@ -89,29 +237,25 @@ class Labels:
             for start, end, meaning, unit in zip(*columns)
         )
 
-    def under(self, threads: npt.NDArray[np.int32], points: npt.NDArray[np.int64]) -> npt.NDArray[np.int16]:
+    def under(self, threads: Ints, points: Rows) -> npt.NDArray[np.int16]:
         """Meanings of all labels on ``threads[i]`` that hold at ``points[i]``."""
         found = np.zeros(len(points), np.int16)
         for thread in np.unique(self.threads):
             mine, there = self.threads == thread, np.flatnonzero(threads == thread)
-            if not len(there):
-                continue
-            for meaning in Meaning:
+            for meaning in Meaning if len(there) else ():
                 rows = mine & (self.meanings & meaning > 0)
                 if rows.any():
-                    inside = Intervals.union(self.starts[rows], self.ends[rows]).within(
-                        points[there], points[there] + 1
-                    )
-                    found[there] |= np.where(inside > 0, meaning, 0)
+                    held = Intervals.union(self.starts[rows], self.ends[rows])
+                    found[there] |= np.where(held.within(points[there], points[there] + 1) > 0, meaning, 0)
         return found
 
-    def unit_at(self, threads: npt.NDArray[np.int32], points: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    def unit_at(self, threads: Ints, points: Rows) -> Ints:
         """The unit of the innermost label on ``threads[i]`` that has one and holds at ``points[i]``."""
         rows = np.flatnonzero(self.units >= 0)
         place = innermost_on(self.threads[rows], self.starts[rows], self.ends[rows], threads, points)
         return np.append(self.units[rows], np.int32(UNKNOWN))[place]
 
-    def computing(self, points: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int16]]:
+    def computing(self, points: Rows) -> tuple[Ints, npt.NDArray[np.int16]]:
         """The unit whose forward or backward was the last begun, and not left, at ``points[i]``, and which of the two.
 
         On any thread: backward runs on one of autograd's while the main thread waits for it, so there is but one such
@@ -134,9 +278,7 @@ class Labels:
         units, phases = zip(*found)
         return np.array(units, np.int32)[at], np.array(phases, np.int16)[at]
 
-    def of_work(
-        self, threads: npt.NDArray[np.int32], points: npt.NDArray[np.int64]
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int16]]:
+    def of_work(self, threads: Ints, points: Rows) -> tuple[Ints, npt.NDArray[np.int16]]:
         """The unit and the meanings of all that the host launched, or ran, on ``threads[i]`` at ``points[i]``.
 
         The unit of the innermost label, else the one that computes then; with its forward or backward.

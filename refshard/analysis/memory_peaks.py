@@ -12,14 +12,12 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from refshard.analysis.figures import Category, Holder, MemoryPeak, Phase
-from refshard.analysis.labels import Labels, find_labels
-from refshard.analysis.owners import innermost_on, named
+from refshard.analysis.labels import Labels, find_labels, innermost_on, named, outermost_of
 from refshard.analysis.windows import host_steps, step_at
 from refshard.events.table import ANNOTATION, HOST, MemoryEvents, TraceFile
-from refshard.events.timeline import UNKNOWN, Intervals, Meaning, Nanoseconds, Window
+from refshard.events.timeline import UNKNOWN, Intervals, Ints, Mask, Meaning, Nanoseconds, Rows, Window
 
 MOST_HOLDERS = 500
 """Most holders that are listed; the others are summed by category."""
@@ -33,6 +31,7 @@ _COMMUNICATES = re.compile(r"^(?:c10d|_c10d_functional|fsdp)::|^record_param_com
 _SHARDING = Meaning.ALL_GATHER | Meaning.REDUCE | Meaning.COPY_IN | Meaning.COPY_OUT | Meaning.WAIT
 """Labels of what runs beside forward and backward, and belongs to neither."""
 _NEVER = np.iinfo(np.int64).max
+_Key = tuple[Category, str | None, str | None]
 
 
 def memory_peaks(trace: TraceFile) -> tuple[MemoryPeak, ...]:
@@ -44,7 +43,7 @@ def memory_peaks(trace: TraceFile) -> tuple[MemoryPeak, ...]:
     return tuple(sorted(peaks, key=lambda peak: (peak.device == "cpu", -(peak.allocated_bytes or peak.risen_bytes))))
 
 
-def allocated_over_time(events: MemoryEvents, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], bool]:
+def allocated_over_time(events: MemoryEvents, rows: Rows) -> tuple[Rows, bool]:
     """Bytes allocated after each of one device's events, and whether the trace tells them.
 
     One that does not tells what each event adds; what was there when it began is not known then.
@@ -59,13 +58,13 @@ class _Blocks:
     was not. ``early`` are the places at which blocks from before the trace were freed.
     """
 
-    made: npt.NDArray[np.int64]
-    freed: npt.NDArray[np.int64]
-    early: npt.NDArray[np.int64]
+    made: Rows
+    freed: Rows
+    early: Rows
     unmatched: int
 
 
-def _blocks(changes: npt.NDArray[np.int64], addresses: npt.NDArray[np.int64]) -> _Blocks:
+def blocks_of(changes: Rows, addresses: Rows) -> _Blocks:
     """Pair what is handed out with what is taken back, by address."""
     places = np.flatnonzero(changes != 0)
     order = places[np.argsort(addresses[places], kind="stable")]
@@ -73,11 +72,9 @@ def _blocks(changes: npt.NDArray[np.int64], addresses: npt.NDArray[np.int64]) ->
     follower = np.where(np.append(same, False), np.append(order[1:], _NEVER), _NEVER)
     follows_made = np.concatenate(([False], same & is_made[:-1]))
     return _Blocks(
-        made=order[is_made],
-        freed=follower[is_made],
-        early=order[~is_made & ~follows_made],
+        made=order[is_made], freed=follower[is_made], early=order[~is_made & ~follows_made],
         unmatched=int(np.sum(is_made & follows_made)),
-    )
+    )  # fmt: skip
 
 
 def _peak(events: MemoryEvents, device: int, name: str, host: "_Host") -> MemoryPeak:
@@ -96,32 +93,14 @@ def _peak(events: MemoryEvents, device: int, name: str, host: "_Host") -> Memory
     )  # fmt: skip
     if not is_told or (events.addresses[rows] < 0).any():
         return found
-    blocks = _blocks(events.changes[rows], events.addresses[rows])
-    holders = (*_made(events, rows, blocks, at, host), *_before(events.changes[rows], blocks, at, int(allocated[at])))
-    ordered = tuple(sorted(holders, key=lambda holder: -holder.bytes))
-    return msgspec.structs.replace(found, holders=ordered, unmatched=blocks.unmatched)
-
-
-def _before(changes: npt.NDArray[np.int64], blocks: _Blocks, at: int, allocated: int) -> list[Holder]:
-    """What is held since before the trace: what was freed later, and what it kept to its end."""
-    alive = (blocks.made <= at) & (blocks.freed > at)
-    total = allocated - int(changes[blocks.made[alive]].sum())
-    later = blocks.early[blocks.early > at]
-    freed = int(-changes[later].sum())
-    sizes: tuple[tuple[Category, int, int | None], ...] = (
-        ("before, freed later", freed, len(later)), ("before, kept", total - freed, None),
-    )  # fmt: skip
-    return [Holder(category=c, unit=None, operator=None, bytes=n, blocks=b) for c, n, b in sizes if n > 0]
-
-
-def _made(events: MemoryEvents, rows: npt.NDArray[np.int64], blocks: _Blocks, at: int, host: "_Host") -> list[Holder]:
-    """What was made in the trace and is held at the peak, by what it is for, its unit and its operator."""
+    blocks = blocks_of(events.changes[rows], events.addresses[rows])
+    # What was made in the trace and is held at the peak, by what it is for, its unit and its operator.
     alive = (blocks.made <= at) & (blocks.freed > at)
     made, freed = rows[blocks.made[alive]], blocks.freed[alive]
     ends = np.where(freed == _NEVER, _NEVER, events.times[rows[np.minimum(freed, len(rows) - 1)]])
     where = host.at(events.threads[made], events.times[made])
     keys = list(zip(host.categories(where, events.times[made], ends), where.units, where.operators))
-    sizes, counts = Counter[tuple[Category, str | None, str | None]](), Counter(keys)
+    sizes, counts = Counter[_Key](), Counter[_Key](keys)
     for key, size in zip(keys, events.changes[made].tolist()):
         sizes[key] += size
     kept = dict(sizes.most_common(MOST_HOLDERS))
@@ -130,21 +109,28 @@ def _made(events: MemoryEvents, rows: npt.NDArray[np.int64], blocks: _Blocks, at
             rest = (key[0], None, None)
             kept[rest] = kept.get(rest, 0) + size
             counts[rest] += counts[key]
-    return [
-        Holder(category=key[0], unit=key[1], operator=key[2], bytes=size, blocks=counts[key])
-        for key, size in kept.items()
-    ]
+    holders = [Holder(category=c, unit=u, operator=o, bytes=n, blocks=counts[c, u, o]) for (c, u, o), n in kept.items()]
+    # What is held since before the trace: what was freed later, and what it kept to its end.
+    later = rows[blocks.early[blocks.early > at]]
+    freed_later = int(-events.changes[later].sum())
+    before = int(allocated[at]) - int(events.changes[made].sum()) - freed_later
+    since: tuple[tuple[Category, int, int | None], ...] = (
+        ("before, freed later", freed_later, len(later)), ("before, kept", before, None),
+    )  # fmt: skip
+    holders += [Holder(category=c, unit=None, operator=None, bytes=n, blocks=b) for c, n, b in since if n > 0]
+    ordered = tuple(sorted(holders, key=lambda holder: -holder.bytes))
+    return msgspec.structs.replace(found, holders=ordered, unmatched=blocks.unmatched)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Where:
     """What the host was doing at some moments: columns of one length."""
 
-    steps: npt.NDArray[np.int32]
+    steps: Ints
     units: list[str | None]
     operators: list[str | None]
-    under: npt.NDArray[np.int64]
-    in_backward: npt.NDArray[np.bool_]
+    under: Rows
+    in_backward: Mask
 
     def phase(self, row: int) -> Phase:
         if self.under[row] & Meaning.OPTIMIZER:
@@ -177,7 +163,7 @@ class _Host:
         # Where a phase that follows backward begins.
         self._breaks = np.sort(np.concatenate((forward, self._optimizer.starts)))
 
-    def at(self, threads: npt.NDArray[np.int32], points: Nanoseconds) -> _Where:
+    def at(self, threads: Ints, points: Nanoseconds) -> _Where:
         """What these threads were doing at these moments."""
         units, under = self._labels.of_work(threads, points)
         notes = self._annotations(threads, points)
@@ -210,17 +196,10 @@ class _Host:
         backward = where.in_backward
         nowhere = np.array([name is None for name in where.operators], np.bool_) & (where.under == 0) & ~backward
         conditions = (
-            gathers,
-            (is_hook | backward) & ~optimizer & (ends > after_backward),
-            reduces,
-            np.array([bool(op) for op in ops], np.bool_),
-            optimizer & (ends > call_end),
-            optimizer,
-            backward,
-            nowhere,
-            ends > _next(np.sort(self._optimizer.ends), backward_begins),
-            ends > backward_begins,
-        )
+            gathers, (is_hook | backward) & ~optimizer & (ends > after_backward), reduces,
+            np.array([bool(op) for op in ops], np.bool_), optimizer & (ends > call_end), optimizer, backward, nowhere,
+            ends > _next(np.sort(self._optimizer.ends), backward_begins), ends > backward_begins,
+        )  # fmt: skip
         names: tuple[Category, ...] = (
             "all-gather", "gradients", "reduction", "collective", "optimizer state", "optimizer", "backward", "other",
             "kept", "activations",
@@ -228,30 +207,29 @@ class _Host:
         chosen = np.select(conditions, range(len(names)), len(names))
         return [(*names, "forward")[code] for code in chosen.tolist()]
 
-    def _annotations(self, threads: npt.NDArray[np.int32], points: Nanoseconds) -> npt.NDArray[np.int64]:
+    def _annotations(self, threads: Ints, points: Nanoseconds) -> Rows:
         """The name of the innermost annotation of the user's that holds, or -1."""
         host = self._trace.host
         rows = np.flatnonzero((host.categories == ANNOTATION) & ~named(self._trace, _NO_UNIT))
         place = innermost_on(host.threads[rows], host.starts[rows], host.ends[rows], threads, points)
         return np.append(host.names[rows], UNKNOWN)[place].astype(np.int64)
 
-    def _operators(self, threads: npt.NDArray[np.int32], points: Nanoseconds) -> npt.NDArray[np.int64]:
+    def _operators(self, threads: Ints, points: Nanoseconds) -> Rows:
         """The name of the outermost operator that holds, or -1."""
         host = self._trace.host
         labels = named(self._trace, re.compile(r"^(?:ProfilerStep#|Optimizer\.)"))  # which were operators in 2021
         found = np.full(len(points), -1, np.int64)
         for thread in np.unique(threads).tolist():
             rows = np.flatnonzero((host.categories == HOST) & ~labels & (host.threads == thread))
-            rows, there = rows[np.lexsort((-host.ends[rows], host.starts[rows]))], np.flatnonzero(threads == thread)
+            outermost, there = outermost_of(host, rows), np.flatnonzero(threads == thread)
             if len(rows):
-                outermost = rows[np.append(True, host.ends[rows][1:] > np.maximum.accumulate(host.ends[rows])[:-1])]
                 place = np.searchsorted(host.starts[outermost], points[there], side="right") - 1
                 holds = (place >= 0) & (points[there] <= host.ends[outermost][place])
                 found[there] = np.where(holds, host.names[outermost[place]], -1)
         return found
 
 
-def _covers(intervals: Intervals, points: Nanoseconds) -> npt.NDArray[np.bool_]:
+def _covers(intervals: Intervals, points: Nanoseconds) -> Mask:
     """Which points lie within, the ends included: a recorder's clock may have whole microseconds."""
     return intervals.within(points - 1, points + 1) > 0
 

@@ -1,9 +1,17 @@
-"""What the host was doing when each span was launched: the operator that the span is part of, and its arguments."""
+"""What operators and kernels take, what communication beside them costs them, and how close they come to the peaks.
 
+FLOPs and bytes of an operator's call follow from the sizes of its arguments. A multiplication and an addition are two
+FLOPs, as torch.utils.flop_counter counts them. Bytes are a lower bound: each operand is read once and each result
+written once, as if nothing were cached and nothing read again.
+"""
+
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cache
+from math import prod
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -21,14 +29,372 @@ from refshard.analysis.figures import (
     OperatorTotal,
     Slowdown,
 )
-from refshard.analysis.flops import TF32_KERNEL, Work, peaks_of, roofline, work_of
-from refshard.analysis.grouping import grouped, sums
-from refshard.analysis.names import OTHERS, SURE, class_of_kernel, class_of_operator, short_kernel_names
-from refshard.analysis.owners import Nesting, Rows, column_at, named, nested_order, whole_problems
-from refshard.analysis.spans import COMPUTE_OP, IN_GRAPH, device_order, main_thread
+from refshard.analysis.kineto import COMPUTE_OP, IN_GRAPH, device_order, main_thread
+from refshard.analysis.labels import Nesting, column_at, named, nested_order, whole_problems
+from refshard.analysis.names import OTHERS, SURE, class_of_kernel, class_of_operator, dtype_named, short_kernel_names
 from refshard.analysis.windows import host_steps, step_at
-from refshard.events.table import ANNOTATION, HOST, KERNEL, TraceFile
-from refshard.events.timeline import KINDS, UNKNOWN, Intervals, Kind, Meaning, Nanoseconds, Spans, Timeline
+from refshard.events.table import ANNOTATION, HOST, KERNEL, Operands, TraceFile
+from refshard.events.timeline import (
+    KINDS,
+    UNKNOWN,
+    Intervals,
+    Ints,
+    Kind,
+    Mask,
+    Meaning,
+    Nanoseconds,
+    Rows,
+    Spans,
+    Timeline,
+    grouped,
+    rows_of,
+    sums,
+)
+from refshard.specs.hardware import load_hardware, profile_of_device
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """One operand: its sizes, elements and bytes; an expanded dimension is stored once."""
+
+    shape: Shape
+    dtype: str
+    element_bytes: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one call has to do; ``dtype`` is its operands'. ``reason`` says why ``flops`` and ``bytes`` are None."""
+
+    shapes: str
+    dtype: str | None
+    flops: int | None = None
+    bytes: int | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """The arguments of a call by place: tensors (None for what is none), and values as text ("" for tensors)."""
+
+    tensors: tuple[Tensor | None, ...]
+    values: tuple[str, ...]
+
+    def shape(self, place: int) -> Shape:
+        return self.tensor(place).shape
+
+    def tensor(self, place: int) -> Tensor:
+        found = self.tensors[place]
+        if found is None:
+            raise _UnknownError
+        return found
+
+    def is_true(self, place: int) -> bool:
+        return self.values[place] == "True"
+
+    def numbers(self, place: int) -> list[int]:
+        return [int(text) for text in re.findall(r"-?\d+", self.values[place])]
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.bytes for tensor in self.tensors if tensor is not None)
+
+
+class _UnknownError(Exception):
+    """The trace does not hold what the formula needs."""
+
+
+def work_of(name: str, operands: Operands) -> Work:
+    """What a call of the operator ``name`` with these arguments does."""
+    call = _call(operands)
+    known = [tensor for tensor in call.tensors if tensor is not None]
+    shapes = ", ".join(str(list(tensor.shape)) for tensor in known if tensor.shape)
+    dtype = known[0].dtype if known else None
+    formula = _formula(name)
+    if formula is None:
+        return Work(shapes=shapes, dtype=dtype, reason="no formula for this operator")
+    try:
+        flops, size = formula(call)
+    except (_UnknownError, IndexError, ValueError):
+        return Work(shapes=shapes, dtype=dtype, reason="the trace lacks arguments that its FLOPs depend on")
+    factors = call.tensors[_FIRST_FACTOR.get(name.removeprefix("aten::").rstrip("_"), 0) :]
+    first = next((tensor for tensor in factors if tensor is not None), None)
+    return Work(shapes=shapes, dtype=first.dtype if first else dtype, flops=flops, bytes=size)
+
+
+def _call(operands: Operands) -> _Call:
+    """Arguments by place. Lists of tensors, whose types the trace does not tell, are no tensors here."""
+    try:
+        dims, types = json.loads(operands.dims), json.loads(operands.types or b"[]")
+        strides, values = json.loads(operands.strides or b"[]"), json.loads(operands.values or b"[]")
+    except ValueError:
+        return _Call(tensors=(), values=())
+    if not all(isinstance(column, list) for column in (dims, types, strides, values)):
+        return _Call(tensors=(), values=())
+    count = len(dims)
+    columns = [[*column, *[None] * (count - len(column))] for column in (types, strides, values)]
+    return _Call(
+        tensors=tuple(_tensor(*row) for row in zip(dims, *columns[:2])),
+        values=tuple("" if value is None else str(value) for value in columns[2]),
+    )
+
+
+def _tensor(dims: Any, kind: Any, strides: Any) -> Tensor | None:
+    """An argument, if it is a tensor of a known type. One of no dimensions may be: a scalar of the host has the type
+    ``Scalar``, which none has that lies on a device.
+    """
+    known = dtype_named(kind)
+    if known is None or not isinstance(dims, list):
+        return None
+    if not all(isinstance(size, int) and size >= 0 for size in dims):
+        return None
+    dtype, element = known[0].partition("_")[0], known[1]  # peaks are of fp8, of either kind
+    steps = strides if isinstance(strides, list) and len(strides) == len(dims) else [1] * len(dims)
+    stored = prod(size for size, step in zip(dims, steps) if step != 0)
+    return Tensor(shape=tuple(dims), dtype=dtype, element_bytes=element, bytes=element * stored)
+
+
+_Formula = Callable[[_Call], tuple[int | None, int]]
+
+
+def _formula(name: str) -> _Formula | None:
+    """FLOPs and bytes of calls of an operator; None where none is known."""
+    base = name.removeprefix("aten::") if name.startswith("aten::") else None
+    if base is None:
+        return None
+    if base in _FORMULAS:
+        return _FORMULAS[base]
+    in_place = base.endswith("_") and not base.startswith("_")
+    plain = base.removesuffix("_") if in_place else base
+    if in_place and plain in _FORMULAS and plain in _FIRST_FACTOR:
+        return _FORMULAS[plain]
+    if plain in _WRITTEN_ONLY:
+        return lambda call: (None, call.tensor(0).bytes)
+    if plain in _ELEMENTWISE:
+        return (lambda call: (None, call.bytes + call.tensor(0).bytes)) if in_place else _elementwise
+    return None
+
+
+def _product(a: int, b: int) -> _Formula:
+    """(..., m, k) by (k, n) or by (batch, k, n)."""
+
+    def formula(call: _Call) -> tuple[int, int]:
+        x, w = call.shape(a), call.shape(b)
+        if len(x) < 2 or len(w) < 2 or x[-1] != w[-2]:
+            raise _UnknownError
+        rows, n = prod(x[:-1]), w[-1]
+        read = sum(tensor.bytes for tensor in call.tensors[: b + 1] if tensor is not None)  # one more is the result
+        return 2 * rows * x[-1] * n, read + rows * n * _out_bytes(call.tensor(a))
+
+    return formula
+
+
+def _grouped(call: _Call) -> tuple[int, int]:
+    """Products of groups: (rows, k) by (groups, k, n), each row in one group, or (m, rows) by (rows, n), likewise."""
+    x, w = call.shape(0), call.shape(1)
+    if x[-1] != w[-2] or (len(x), len(w)) not in ((2, 3), (2, 2), (3, 3)):
+        raise _UnknownError
+    return 2 * prod(x) * w[-1], call.bytes + prod(x[:-1]) * w[-1] * _out_bytes(call.tensor(0))
+
+
+def _vector(a: int, b: int) -> _Formula:
+    def formula(call: _Call) -> tuple[int, int]:
+        return 2 * prod(call.shape(a)), call.bytes + prod(call.shape(a)[:-1]) * _out_bytes(call.tensor(b))
+
+    return formula
+
+
+def _out_bytes(operand: Tensor) -> int:
+    """Of an element of a product: fp8 and integers are accumulated into at least two bytes."""
+    return max(2, operand.element_bytes)
+
+
+def _convolution(call: _Call) -> tuple[int, int]:
+    x, w = call.shape(0), call.shape(1)
+    spatial = len(w) - 2
+    stride, padding, dilation = (_each(call.numbers(place), spatial) for place in (3, 4, 5))
+    transposed = call.is_true(6)
+    extra = _each(call.numbers(7), spatial) if transposed else [0] * spatial
+    groups = call.numbers(8)[0]
+    sides = list(zip(x[2:], w[2:], stride, padding, dilation, extra))
+    if len(x) != len(w) or len(sides) != spatial:
+        raise _UnknownError
+    if transposed:
+        out = (x[0], w[1] * groups, *((n - 1) * s - 2 * p + d * (k - 1) + e + 1 for n, k, s, p, d, e in sides))
+    else:
+        out = (x[0], w[0], *((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d, _ in sides))
+    size = call.bytes + prod(out) * call.tensor(0).element_bytes
+    return _convolved(x if transposed else out, w), size
+
+
+def _each(numbers: Sequence[int], spatial: int) -> list[int]:
+    """One number for each spatial dimension."""
+    return list(numbers) * spatial if len(numbers) == 1 else list(numbers)
+
+
+def _convolved(out: Shape, w: Shape) -> int:
+    """Each point outside of the kernel (of a transposed one: inside) takes part in a product with all of a filter."""
+    return 2 * out[0] * prod(out[2:]) * prod(w)
+
+
+def _convolution_backward(call: _Call) -> tuple[int, int]:
+    """The gradients of input and weight, as far as they are asked for, each as many FLOPs as forward."""
+    grad, x, w = (call.shape(place) for place in range(3))
+    asked = re.findall(r"True|False", call.values[10])
+    if len(asked) != 3:
+        raise _UnknownError
+    wanted = [is_asked == "True" for is_asked in asked[:2]]
+    results = sum(call.tensor(place).bytes for place, is_wanted in zip((1, 2), wanted) if is_wanted)
+    return sum(wanted) * _convolved(x if call.is_true(7) else grad, w), call.bytes + results
+
+
+def _attention(name: str) -> _Formula:
+    """Scores of (batch, heads, queries, width) with keys, and sums of values by these weights.
+
+    Forward is two products. Backward is five: the scores are computed again, as flash attention does. A causal mask
+    leaves min(queries, keys)**2 / 2 pairs fewer, which the kernels skip; other masks do not count.
+    """
+    q, products = (1, 5) if name.endswith("_backward") else (0, 2)  # backward is first given the output's gradient
+    causal = CAUSAL[name]
+
+    def formula(call: _Call) -> tuple[int, int]:
+        queries, keys, values = (call.shape(q + n) for n in range(3))
+        if len(queries) != 4 or queries[-1] != keys[-1] or keys[-2] != values[-2]:
+            raise _UnknownError
+        n, m = queries[-2], keys[-2]
+        pairs_twice = 2 * n * m
+        if call.is_true(causal):
+            pairs_twice = min(n, m) ** 2 + 2 * max(0, n - m) * m
+        heads, of_scores = prod(queries[:2]), queries[-1]
+        widths = of_scores + values[-1] if products == 2 else 3 * of_scores + 2 * values[-1]
+        out = heads * n * values[-1] * call.tensor(q).element_bytes
+        results = out if products == 2 else sum(call.tensor(q + n).bytes for n in range(3))
+        return heads * pairs_twice * widths, call.bytes + results
+
+    return formula
+
+
+def _elementwise(call: _Call) -> tuple[None, int]:
+    """The result has the sizes that the operands are broadcast to; its type is taken to be the first one's."""
+    known = [tensor for tensor in call.tensors if tensor is not None]
+    if not known:
+        raise _UnknownError
+    return None, call.bytes + _broadcast([tensor.shape for tensor in known]) * known[0].element_bytes
+
+
+def _broadcast(shapes: Sequence[Shape]) -> int:
+    """Elements of the shape that all of these are broadcast to."""
+    most = max(map(len, shapes))
+    padded = [(1,) * (most - len(shape)) + shape for shape in shapes]
+    return prod(max(sizes) if 0 not in sizes else 0 for sizes in zip(*padded))
+
+
+def _same_size(call: _Call) -> tuple[None, int]:
+    """All operands are read and a result of the first one's size is written."""
+    return None, call.bytes + prod(call.shape(0)) * call.tensor(0).element_bytes
+
+
+CAUSAL = {
+    "_scaled_dot_product_flash_attention": 4, "_scaled_dot_product_efficient_attention": 6,
+    "_scaled_dot_product_cudnn_attention": 6, "_scaled_dot_product_fused_attention_overrideable": 5,
+    "_scaled_dot_product_flash_attention_for_cpu": 4, "_scaled_dot_product_flash_attention_backward": 11,
+    "_scaled_dot_product_efficient_attention_backward": 11, "_scaled_dot_product_cudnn_attention_backward": 14,
+    "_scaled_dot_product_fused_attention_overrideable_backward": 13,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": 7,
+}  # fmt: skip
+"""Operators of fused attention, and which of their arguments says that the mask is causal."""
+_FIRST_FACTOR = {"addmm": 1, "baddbmm": 1, "addbmm": 1, "_addmm_activation": 1, "addmv": 1}
+"""Where the operands of a product begin, and with them its type, if not with the first argument."""
+_FORMULAS: dict[str, _Formula] = {
+    "mm": _product(0, 1), "bmm": _product(0, 1), "_scaled_mm": _product(0, 1), "_int_mm": _product(0, 1),
+    "addmm": _product(1, 2), "baddbmm": _product(1, 2), "_addmm_activation": _product(1, 2),
+    "_grouped_mm": _grouped, "_scaled_grouped_mm": _grouped,
+    "addmv": _vector(1, 2), "dot": _vector(0, 1),
+    "convolution": _convolution, "convolution_backward": _convolution_backward,
+    **{name: _attention(name) for name in CAUSAL},
+    "copy_": lambda call: (None, call.bytes),  # the first is written, the second read
+    "_softmax": _same_size, "_log_softmax": _same_size, "native_layer_norm": _same_size,
+    "_fused_rms_norm": _same_size, "native_group_norm": _same_size, "native_batch_norm": _same_size,
+    "cudnn_batch_norm": _same_size, "miopen_batch_norm": _same_size,
+    "_softmax_backward_data": _same_size, "_log_softmax_backward_data": _same_size,
+    "native_layer_norm_backward": _same_size, "native_dropout": _same_size,
+}  # fmt: skip
+"""By the name without ``aten::``; those in ``_FIRST_FACTOR`` also in place, with an underscore at the end.
+
+None calls another of these, so that nothing counts twice: ``linear``, ``matmul`` and ``mv`` are what they call.
+"""
+_WRITTEN_ONLY = frozenset(("fill", "zero"))
+_ELEMENTWISE = frozenset((
+    "abs", "add", "addcdiv", "addcmul", "clamp", "clamp_min", "clamp_max", "cos", "div", "erf", "exp", "gelu",
+    "gelu_backward", "hardtanh", "leaky_relu", "lerp", "log", "maximum", "minimum", "mul", "neg", "pow", "reciprocal",
+    "relu", "rsqrt", "rsub", "sigmoid", "sigmoid_backward", "silu", "silu_backward", "sin", "softplus", "sqrt",
+    "square", "sub", "tanh", "tanh_backward", "threshold_backward", "where", "masked_fill",
+))  # fmt: skip
+
+
+TF32_KERNEL = re.compile(r"tf32|tensorop_s1688|xf32", re.IGNORECASE)
+"""Kernels whose names say that they round fp32 operands to TF32 for the tensor cores."""
+
+
+class Peaks(msgspec.Struct, frozen=True, kw_only=True):
+    """A device's data sheet: FLOP/s of products by their operands' type, and bytes/s of memory (None: unknown)."""
+
+    profile: str
+    flops: dict[str, float]
+    memory: float | None
+
+
+class Roofline(msgspec.Struct, frozen=True, kw_only=True):
+    """How close some work comes to the peaks; ``reason`` says why that is unknown."""
+
+    of_peak: float | None = None
+    of_roofline: float | None = None
+    bound: Literal["compute", "memory"] | None = None
+    reason: str | None = None
+
+
+@cache
+def peaks_of(device: str) -> Peaks | None:
+    """The peaks of the device of this name; None where no profile is of it."""
+    name = profile_of_device(device)
+    if name is None:
+        return None
+    spec = load_hardware(name)
+    flops: dict[str, float] = {dtype: rate.peak for dtype, rate in spec.matmul.items()}
+    if "bf16" in flops:
+        flops["fp16"] = flops["bf16"]  # one rate on every device that has a profile
+    if spec.tf32_peak:
+        flops["tf32"] = spec.tf32_peak
+    return Peaks(profile=name, flops=flops, memory=spec.memory_peak_bytes_per_s or None)
+
+
+def roofline(
+    peaks: Peaks | None, device: str, *, dtype: str | None, flops: int | None, size: int | None, seconds: float,
+    tf32: bool,
+) -> Roofline:  # fmt: skip
+    """Hold work of ``flops`` and ``size`` bytes that took ``seconds`` against the peaks.
+
+    A product of fp32 operands is held against TF32's peak if its kernel's name says so, or if it was faster than fp32
+    can be.
+    """
+    if not seconds or (flops is None and size is None):
+        return Roofline(reason="no formula for this operator")
+    if peaks is None:
+        return Roofline(reason=f"no hardware profile of {device}")
+    peak = peaks.flops.get(dtype or "")
+    if flops and dtype == "fp32" and peak and (tf32 or flops / seconds > peak):
+        peak = peaks.flops.get("tf32")
+    if flops and peak is None:
+        return Roofline(reason=f"{peaks.profile} has no peak for {dtype}")
+    of_peak = flops / seconds / peak if flops and peak else None
+    if size is None or peaks.memory is None:
+        return Roofline(of_peak=of_peak, reason=f"{peaks.profile} has no peak of memory")
+    of_memory = size / seconds / peaks.memory
+    bound: Literal["compute", "memory"] = "compute" if (of_peak or 0.0) > of_memory else "memory"
+    return Roofline(of_peak=of_peak, of_roofline=max(of_peak or 0.0, of_memory), bound=bound)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,36 +409,28 @@ class Launched:
     """
 
     spans: Rows
-    ns: npt.NDArray[np.int64]
+    ns: Rows
     calls: Rows
-    names: npt.NDArray[np.int32]
-    operands: npt.NDArray[np.int32]
-    steps: npt.NDArray[np.int32]
-    at: npt.NDArray[np.int64]
-
-    def of(self, rows: npt.NDArray[np.bool_]) -> "Launched":
-        """Some of them."""
-        return Launched(**{name: getattr(self, name)[rows] for name in self.__dataclass_fields__})
+    names: Ints
+    operands: Ints
+    steps: Ints
+    at: Rows
 
 
 def launched_work(trace: TraceFile, timeline: Timeline) -> Launched:
-    """All work of a trace, and the operator that each piece is for, by the rule of :mod:`refshard.analysis.owners`."""
-    if not timeline.on_device:
-        return _on_cpu(trace, timeline)
-    spans, calls = timeline.spans, timeline.spans.calls.astype(np.int64)
-    return Launched(
-        spans=np.arange(len(spans)), ns=spans.ends - spans.starts, calls=calls, names=spans.operators,
-        operands=column_at(trace.host.operands, calls), steps=spans.steps, at=spans.launches,
-    )  # fmt: skip
+    """All work of a trace, and the operator that each piece is for, by the rule of :mod:`refshard.analysis.labels`.
 
-
-def _on_cpu(trace: TraceFile, timeline: Timeline) -> Launched:
-    """The main thread's operators, each less the time of those that it calls, and of collectives that it issues.
-
-    They are those that count as compute, so that their sum is the union of these.
+    On a CPU it is the main thread's operators that count as compute, each less the time of those that it calls, and of
+    collectives that it issues, so that their sum is the union of these.
     """
-    host, main = trace.host, main_thread(trace, host_steps(trace)[1])
-    computes = named(trace, COMPUTE_OP)
+    host, spans = trace.host, timeline.spans
+    if timeline.on_device:
+        calls = spans.calls.astype(np.int64)
+        return Launched(
+            spans=np.arange(len(spans)), ns=spans.ends - spans.starts, calls=calls, names=spans.operators,
+            operands=column_at(host.operands, calls), steps=spans.steps, at=spans.launches,
+        )  # fmt: skip
+    main, computes = main_thread(trace, host_steps(trace)[1]), named(trace, COMPUTE_OP)
     is_mine = np.isin(host.categories, (HOST, ANNOTATION)) & (host.threads == main)
     rows = np.flatnonzero(is_mine & (computes | named(trace, IN_GRAPH)) & (host.ends > host.starts))
     rows = rows[nested_order(host.starts[rows], host.ends[rows])]
@@ -86,7 +444,7 @@ def _on_cpu(trace: TraceFile, timeline: Timeline) -> Launched:
     )  # fmt: skip
 
 
-def same_work(spans: Spans, rows: Rows, operands: npt.NDArray[np.int32]) -> Rows:
+def same_work(spans: Spans, rows: Rows, operands: Ints) -> Rows:
     """A number for each of the kernels ``rows``; those of one number do the same work. :data:`UNKNOWN`: who knows.
 
     Kernels do the same work if their names, grids and blocks are the same, and their operators' ``operands`` too.
@@ -94,34 +452,26 @@ def same_work(spans: Spans, rows: Rows, operands: npt.NDArray[np.int32]) -> Rows
     for many sizes. There, runs also need the same place in the same sequence of kernels: of a unit's forward,
     backward or optimizer step, as layers of one kind have, or of the whole step's for kernels of no unit.
     """
-    found = np.full(len(rows), UNKNOWN, np.int64)
-    shaped = operands != UNKNOWN
+    found, shaped = np.full(len(rows), UNKNOWN, np.int64), operands != UNKNOWN
     found[shaped] = grouped(spans.signatures[rows[shaped]], operands[shaped])[1]
     placed = np.flatnonzero(spans.launches[rows] != UNKNOWN)
-    places = _places(spans, rows[placed])
-    known = np.array([name.endswith("]") for name in spans.signature_names] or [False])  # grid and block
-    usable = ~shaped[placed] & known[spans.signatures[rows[placed]]]
-    found[placed[usable]] = places[usable] + found.max(initial=UNKNOWN) + 1
-    return found
-
-
-def _places(spans: Spans, rows: Rows) -> Rows:
-    """A number for each row: equal for those at one place of equal sequences."""
-    if not len(rows):
-        return rows
-    blocks = (spans.steps[rows], spans.units[rows], phases_of(spans)[rows])
-    order = np.lexsort((spans.launches[rows], *blocks))
-    changes = np.any([np.diff(column[order]) != 0 for column in blocks], axis=0)
-    first = np.append(True, changes)
-    starts = np.flatnonzero(first)
-    block = np.cumsum(first) - 1
-    position = np.arange(len(rows)) - starts[block]
+    if not len(placed):
+        return found
+    mine = rows[placed]
+    blocks = (spans.steps[mine], spans.units[mine], phases_of(spans)[mine])
+    order = np.lexsort((spans.launches[mine], *blocks))
+    first = np.append(True, np.any([np.diff(column[order]) != 0 for column in blocks], axis=0))
+    starts, block = np.flatnonzero(first), np.cumsum(first) - 1
+    position = np.arange(len(mine)) - starts[block]
     # A sequence's fingerprint: equal ones have equal sums, others only by a chance of 2^-64.
     random = np.random.default_rng(0).integers(0, 2**64, len(spans.signature_names), np.uint64)
-    tokens = random[spans.signatures[rows[order]]] * (2 * position.astype(np.uint64) + np.uint64(1))
+    tokens = random[spans.signatures[mine[order]]] * (2 * position.astype(np.uint64) + np.uint64(1))
     sequences = np.unique(np.add.reduceat(tokens, starts), return_inverse=True)[1]
-    found = np.empty(len(rows), np.int64)
-    found[order] = sequences[block] * len(rows) + position
+    places = np.empty(len(mine), np.int64)
+    places[order] = sequences[block] * len(mine) + position
+    known = np.array([name.endswith("]") for name in spans.signature_names] or [False])  # grid and block
+    usable = ~shaped[placed] & known[spans.signatures[mine]]
+    found[placed[usable]] = places[usable] + found.max(initial=UNKNOWN) + 1
     return found
 
 
@@ -133,7 +483,7 @@ _MOST = 50
 
 
 def find_contention(
-    timeline: Timeline, rows: Rows, classes: npt.NDArray[np.int8], operands: npt.NDArray[np.int32],
+    timeline: Timeline, rows: Rows, classes: npt.NDArray[np.int8], operands: Ints,
     shorts: Mapping[int, str],
 ) -> Contention | None:  # fmt: skip
     """Compare the spans ``rows``, of these ``classes`` and ``operands``; ``shorts`` are their kernels' names by code.
@@ -165,12 +515,10 @@ def find_contention(
     compared = np.zeros(len(rows), np.bool_)
     compared[mine] = beside[mine] & enough[group]
     return Contention(
-        classes=slowdowns(kinds, None),
-        kernels=slowdowns(by_kernel, shorts)[:_MOST],
-        compared_ns=int(lengths[compared].sum()),
-        beside_ns=int(lengths[beside].sum()),
+        classes=slowdowns(kinds, None), kernels=slowdowns(by_kernel, shorts)[:_MOST],
+        compared_ns=int(lengths[compared].sum()), beside_ns=int(lengths[beside].sum()),
         shapeless_ns=int(lengths[beside & ~compared & (operands == UNKNOWN)].sum()),
-    )
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -179,7 +527,7 @@ class _Comparison:
     rank sum of those beside: by how much it exceeds its expectation, and its variance, as :meth:`over` weighs them.
     """
 
-    enough: npt.NDArray[np.bool_]
+    enough: Mask
     runs: Rows
     slow: npt.NDArray[np.float64]
     plain: npt.NDArray[np.float64]
@@ -187,7 +535,7 @@ class _Comparison:
     variance: npt.NDArray[np.float64]
 
     @classmethod
-    def of(cls, group: Rows, beside: npt.NDArray[np.bool_], lengths: Nanoseconds, count: int) -> "_Comparison":
+    def of(cls, group: Rows, beside: Mask, lengths: Nanoseconds, count: int) -> "_Comparison":
         runs, alone = (np.bincount(group[which], minlength=count) for which in (beside, ~beside))
         ranks, ties = _ranks(group, lengths, count)
         every = np.maximum(2, runs + alone)  # of one run nothing is said
@@ -201,7 +549,7 @@ class _Comparison:
             excess=excess * weights, variance=variance * weights**2,
         )  # fmt: skip
 
-    def over(self, groups: npt.NDArray[np.bool_], name: str, kind: OperatorClass) -> Slowdown:
+    def over(self, groups: Mask, name: str, kind: OperatorClass) -> Slowdown:
         """All of some groups.
 
         Whether it is a slowdown is decided by Wilcoxon's rank sums, joined over the groups as by van Elteren (1960).
@@ -214,7 +562,7 @@ class _Comparison:
         )  # fmt: skip
 
 
-def _ranks(groups: Rows, values: Nanoseconds, count: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+def _ranks(groups: Rows, values: Nanoseconds, count: int) -> tuple[npt.NDArray[np.float64], Rows]:
     """Each value's rank in its group, from 1, equal ones sharing their mean; and of each group the sum of t³ - t over
     its t equal values.
     """
@@ -254,33 +602,67 @@ _COMMUNICATION, _OPTIMIZER, _COPIES = map(CLASSES.index, ("communication", "opti
 
 def operator_report(trace: TraceFile, timeline: Timeline, device: str) -> OperatorReport | None:
     """The operators and kernels of a trace's steps, by what they take; None of a trace that holds no work."""
-    work = launched_work(trace, timeline)
+    work, spans = launched_work(trace, timeline), timeline.spans
     steps = [window.step for window in timeline.host_windows if window.step is not None]
-    if steps:
-        work = work.of(work.steps != UNKNOWN)
+    work = rows_of(work, work.steps != UNKNOWN) if steps else work
     if not len(work.ns):
         return None
     classes = _classes(trace, timeline, work)
     computes = classes != _COMMUNICATION
-    mine, its = work.of(computes), classes[computes]
-    work_ns, shorts, contention = int(mine.ns.sum()), dict[int, str](), None
+    mine, its = rows_of(work, computes), classes[computes]
+    work_ns, shorts, contention, kernels = int(mine.ns.sum()), dict[int, str](), None, list[KernelFigures]()
     if timeline.on_device:
-        spans, rows = timeline.spans, mine.spans
-        codes = np.unique(spans.names[rows]).tolist()
+        names = spans.names[mine.spans]
+        codes = np.unique(names).tolist()
         shorts = dict(zip(codes, short_kernel_names([spans.name_table[code] for code in codes])))
         # Of kernels alone: how long a copy takes depends on its bytes, which nothing here tells.
-        is_kernel = (trace.device.categories[device_order(trace)] == KERNEL)[rows]
-        contention = find_contention(timeline, rows[is_kernel], its[is_kernel], mine.operands[is_kernel], shorts)
-    operators = _operators(trace, timeline, mine, its, device, shorts)
-    totals = _totals(operators)
-    kernels = _kernels(timeline, mine, its, shorts) if timeline.on_device else []
-    peaks = peaks_of(device)
+        is_kernel = (trace.device.categories[device_order(trace)] == KERNEL)[mine.spans]
+        contention = find_contention(timeline, mine.spans[is_kernel], its[is_kernel], mine.operands[is_kernel], shorts)
+        sample, group = grouped(names, its)
+        totals, counts = sums(group, mine.ns, len(sample)).tolist(), np.bincount(group, minlength=len(sample)).tolist()
+        for place in np.argsort(-np.array(totals, np.int64), kind="stable").tolist():
+            code, ns = int(names[sample[place]]), totals[place]
+            kernels.append(
+                KernelFigures(
+                    name=spans.name_table[code], short=shorts[code], kind=CLASSES[its[sample[place]]],
+                    count=counts[place], ns=ns, share=ns / work_ns if work_ns else 0.0,
+                )
+            )  # fmt: skip
+    of_class = []
+    for code in np.unique(classes).tolist():
+        ns, count = int(work.ns[classes == code].sum()), int((classes == code).sum())
+        share = None if code == _COMMUNICATION or not work_ns else ns / work_ns
+        of_class.append(ClassFigures(name=CLASSES[code], count=count, ns=ns, share=share))
+    operators, peaks = _operators(trace, timeline, mine, its, device, shorts), peaks_of(device)
+    by_name: dict[tuple[str, OperatorClass], list[OperatorFigures]] = {}
+    for one in operators:
+        by_name.setdefault((one.name, one.kind), []).append(one)
+    every = []
+    for (name, kind), members in by_name.items():
+        counted = [one for one in members if one.flops and one.flops_per_s]
+        held, peaked = ([o for o in members if getattr(o, key) is not None] for key in ("of_roofline", "of_peak"))
+        every.append(
+            OperatorTotal(
+                name=name, kind=kind, calls=sum(one.calls for one in members), shapes=len(members),
+                ns=sum(one.ns for one in members), share=sum(one.share for one in members),
+                known_ns=sum(one.ns for one in held), flops_per_s=_mean(counted, "flops_per_s"),
+                of_peak=_mean(peaked, "of_peak"), of_roofline=_mean(held, "of_roofline"),
+            )
+        )  # fmt: skip
     return OperatorReport(
-        steps=len(steps) or 1, work_ns=work_ns, classes=_class_figures(work.ns, classes, work_ns),
-        totals=totals[:MOST], total_count=len(totals), operators=tuple(operators[:MOST]),
-        operator_count=len(operators), kernels=tuple(kernels[:MOST]), kernel_count=len(kernels),
-        contention=contention, hardware=peaks.profile if peaks else None, has_shapes=len(trace.operands) > 0,
+        steps=len(steps) or 1, work_ns=work_ns,
+        classes=tuple(sorted(of_class, key=lambda one: (one.share is None, -one.ns))),
+        totals=tuple(sorted(every, key=lambda one: -one.ns)[:MOST]), total_count=len(every),
+        operators=tuple(operators[:MOST]), operator_count=len(operators), kernels=tuple(kernels[:MOST]),
+        kernel_count=len(kernels), contention=contention, hardware=peaks.profile if peaks else None,
+        has_shapes=len(trace.operands) > 0,
     )  # fmt: skip
+
+
+def _mean(over: Sequence[OperatorFigures], key: str) -> float | None:
+    """Weighted by time, so that it is all the work over all the time; None of none."""
+    total = sum(one.ns for one in over)
+    return sum(one.ns * (getattr(one, key) or 0.0) for one in over) / total if total else None
 
 
 def _classes(trace: TraceFile, timeline: Timeline, work: Launched) -> npt.NDArray[np.int8]:
@@ -306,23 +688,10 @@ def _classes(trace: TraceFile, timeline: Timeline, work: Launched) -> npt.NDArra
     return np.where(~is_sure & optimizes, _OPTIMIZER, found).astype(np.int8)
 
 
-def _by_name(
-    table: Sequence[str], codes: npt.NDArray[np.int32], class_of: Callable[[str], int]
-) -> npt.NDArray[np.int8]:
+def _by_name(table: Sequence[str], codes: Ints, class_of: Callable[[str], int]) -> npt.NDArray[np.int8]:
     """Classes of names by code; each name that occurs is looked at once."""
     used, group = np.unique(codes, return_inverse=True)
     return np.array([class_of(table[code]) for code in used.tolist()], np.int8)[group]
-
-
-def _class_figures(ns: npt.NDArray[np.int64], classes: npt.NDArray[np.int8], work_ns: int) -> tuple[ClassFigures, ...]:
-    """Classes that occur, the longest first and communication last."""
-    found = []
-    for code in np.unique(classes).tolist():
-        mine = classes == code
-        total = int(ns[mine].sum())
-        share = None if code == _COMMUNICATION or not work_ns else total / work_ns
-        found.append(ClassFigures(name=CLASSES[code], count=int(mine.sum()), ns=total, share=share))
-    return tuple(sorted(found, key=lambda one: (one.share is None, -one.ns)))
 
 
 def _operators(
@@ -332,101 +701,37 @@ def _operators(
     """All operators by their arguments' shapes, those that take longest first, with rates of the first ones."""
     sample, group = grouped(work.names, work.operands, classes)
     totals, work_ns = sums(group, work.ns, len(sample)), int(work.ns.sum())
-    calls = _calls(group, work.calls, len(sample))
-    tf32 = _holds(TF32_KERNEL, timeline, work, group, len(sample))
-    over_link = _holds(_TO_OR_FROM_HOST, timeline, work, group, len(sample))
-    found = []
+    # How many calls the work of each group is of; work of which no call is known is one each.
+    order = np.lexsort((work.calls, group))
+    ordered, own = group[order], work.calls[order]
+    is_new = np.ones(len(group), np.bool_)
+    is_new[1:] = (ordered[1:] != ordered[:-1]) | (own[1:] != own[:-1]) | (own[1:] == UNKNOWN)
+    counts, peaks = np.bincount(ordered[is_new], minlength=len(sample)), peaks_of(device)
+    tf32, over_link = np.zeros((2, len(sample)), np.bool_)
+    for found, pattern in ((tf32, TF32_KERNEL), (over_link, _TO_OR_FROM_HOST)) if timeline.on_device else ():
+        holds = np.array([bool(pattern.search(name)) for name in timeline.spans.name_table] or [False])
+        found[group[holds[timeline.spans.names[work.spans]]]] = True
+    figures = []
     for rank, place in enumerate(np.argsort(-totals, kind="stable").tolist()):
         row = int(sample[place])
-        code = int(work.names[row])
+        code, calls, ns = int(work.names[row]), int(counts[place]), int(totals[place])
         name = shorts.get(code, trace.names[code]) if work.calls[row] == UNKNOWN else trace.names[code]
-        operands = trace.operands[work.operands[row]] if work.operands[row] != UNKNOWN else None
-        known = (
-            work_of(name, operands) if operands and rank < _MOST_HELD else Work(shapes="", dtype=None, reason=_LACKS)
-        )
+        known = Work(shapes="", dtype=None, reason=_LACKS)
+        if work.operands[row] != UNKNOWN and rank < _MOST_HELD:
+            known = work_of(name, trace.operands[work.operands[row]])
         if over_link[place]:
             known = replace(known, flops=None, bytes=None, reason=_OVER_LINK)
-        calls_here, ns = int(calls[place]), int(totals[place])
-        found.append(
+        rates: dict[str, Any] = {"reason": known.reason or "it takes no time"}
+        if not known.reason and ns:
+            flops, size = (None if each is None else each * calls for each in (known.flops, known.bytes))
+            held = roofline(
+                peaks, device, dtype=known.dtype, flops=flops, size=size, seconds=ns / 1e9, tf32=bool(tf32[place])
+            )
+            rates = {"flops_per_s": flops / (ns / 1e9) if flops else None, **msgspec.structs.asdict(held)}
+        figures.append(
             OperatorFigures(
-                name=name, kind=CLASSES[classes[row]], shapes=known.shapes or None, dtype=known.dtype, calls=calls_here,
-                ns=ns, share=ns / work_ns if work_ns else 0.0, flops=known.flops, bytes=known.bytes,
-                **_held(known, calls_here, ns / 1e9, device, tf32=bool(tf32[place])),
+                name=name, kind=CLASSES[classes[row]], shapes=known.shapes or None, dtype=known.dtype, calls=calls,
+                ns=ns, share=ns / work_ns if work_ns else 0.0, flops=known.flops, bytes=known.bytes, **rates,
             )
         )  # fmt: skip
-    return found
-
-
-def _held(found: Work, calls: int, seconds: float, device: str, *, tf32: bool) -> dict[str, Any]:
-    """The rate of some calls, and how close it comes to the peaks."""
-    if found.reason or not seconds:
-        return {"reason": found.reason or "it takes no time"}
-    flops, size = (None if each is None else each * calls for each in (found.flops, found.bytes))
-    held = roofline(peaks_of(device), device, dtype=found.dtype, flops=flops, size=size, seconds=seconds, tf32=tf32)
-    return {"flops_per_s": flops / seconds if flops else None, **msgspec.structs.asdict(held)}
-
-
-def _holds(
-    pattern: "re.Pattern[str]", timeline: Timeline, work: Launched, group: npt.NDArray[np.int64], count: int
-) -> npt.NDArray[np.bool_]:
-    """Which groups hold a kernel or a copy with such a name."""
-    found = np.zeros(count, np.bool_)
-    if timeline.on_device:
-        named = np.array([bool(pattern.search(name)) for name in timeline.spans.name_table] or [False])
-        found[group[named[timeline.spans.names[work.spans]]]] = True
-    return found
-
-
-def _totals(operators: Sequence[OperatorFigures]) -> tuple[OperatorTotal, ...]:
-    """Operators by name, those that take longest first."""
-    members: dict[tuple[str, OperatorClass], list[OperatorFigures]] = {}
-    for one in operators:
-        members.setdefault((one.name, one.kind), []).append(one)
-    found = [_total(name, kind, every) for (name, kind), every in members.items()]
-    return tuple(sorted(found, key=lambda one: -one.ns))
-
-
-def _total(name: str, kind: OperatorClass, every: Sequence[OperatorFigures]) -> OperatorTotal:
-    counted = [one for one in every if one.flops and one.flops_per_s]
-    held, peaked = ([o for o in every if getattr(o, key) is not None] for key in ("of_roofline", "of_peak"))
-    return OperatorTotal(
-        name=name, kind=kind, calls=sum(one.calls for one in every), shapes=len(every),
-        ns=sum(one.ns for one in every), share=sum(one.share for one in every), known_ns=sum(one.ns for one in held),
-        flops_per_s=_mean(counted, [one.flops_per_s for one in counted]),
-        of_peak=_mean(peaked, [one.of_peak for one in peaked]),
-        of_roofline=_mean(held, [one.of_roofline for one in held]),
-    )  # fmt: skip
-
-
-def _mean(over: Sequence[OperatorFigures], values: Sequence[float | None]) -> float | None:
-    """Weighted by time, so that it is all the work over all the time; None of none."""
-    total = sum(one.ns for one in over)
-    return sum(one.ns * (value or 0.0) for one, value in zip(over, values)) / total if total else None
-
-
-def _kernels(
-    timeline: Timeline, work: Launched, classes: npt.NDArray[np.int8], shorts: Mapping[int, str]
-) -> list[KernelFigures]:
-    """All kernels and copies, those that take longest first."""
-    names = timeline.spans.names[work.spans]
-    sample, group = grouped(names, classes)
-    totals, counts = sums(group, work.ns, len(sample)), np.bincount(group, minlength=len(sample))
-    work_ns = int(work.ns.sum())
-    return [
-        KernelFigures(
-            name=timeline.spans.name_table[names[row]], short=shorts[int(names[row])], kind=CLASSES[classes[row]],
-            count=int(counts[place]), ns=int(totals[place]),
-            share=int(totals[place]) / work_ns if work_ns else 0.0,
-        )
-        for place in np.argsort(-totals, kind="stable").tolist()
-        for row in [int(sample[place])]
-    ]  # fmt: skip
-
-
-def _calls(group: npt.NDArray[np.int64], calls: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
-    """How many calls the work of each group is of; work of which no call is known is one each."""
-    order = np.lexsort((calls, group))
-    group, calls = group[order], calls[order]
-    is_new = np.ones(len(group), np.bool_)
-    is_new[1:] = (group[1:] != group[:-1]) | (calls[1:] != calls[:-1]) | (calls[1:] == UNKNOWN)
-    return np.bincount(group[is_new], minlength=count)
+    return figures

@@ -1,24 +1,24 @@
 """Who is fastest and who needs the least memory, per setting and world size: one decision, for sentences and tables.
 
-A *ranking* compares the strategies whose launches all ended ok. It leaves out the unsharded reference, which answers
-another question on another number of GPUs. A measured strategy needs three launches to be ranked by time; a calculated
-one always takes the same time, so one is enough.
+A *ranking* compares the strategies whose launches all ended ok, without the unsharded reference, which runs on another
+number of GPUs. A measured strategy needs three launches to be ranked by time; a calculated time always repeats, so one
+is enough.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from refshard.analysis.cases import CaseResult
 from refshard.analysis.compare import Comparison
-from refshard.analysis.compared import compared
 from refshard.analysis.evidence import Evidence, Setting
+from refshard.analysis.ratios import compared
 from refshard.analysis.sample import MIN_LAUNCHES
-from refshard.specs.case import REFERENCE_STRATEGY, REPEATING
+from refshard.specs.case import REPEATING
+from refshard.specs.job import REFERENCE_STRATEGY
 
 _SPEED = ("step_time_s", "tokens_per_s_gpu", "tflops", "mfu")
-"""Metrics that the step time decides, where cases share their tokens and FLOPs."""
+"""Metrics that the step time decides, because the cases share their tokens and FLOPs."""
 ALIKE = 0.03
-"""Relative difference of step times under which a model cannot tell two strategies apart."""
+"""Relative difference of step times under which a model cannot rank two strategies."""
 RELEVANT = 0.01
 """Difference of step times under which a significant one is called small."""
 EQUAL_MEMORY = 0.03
@@ -36,7 +36,7 @@ class Rival:
 
     @property
     def tied(self) -> bool:
-        """Whether the winner's lead does not count: the interval includes 1, or the model cannot tell the two apart."""
+        """Whether the winner's lead does not count: the interval includes 1, or it is within the model's error."""
         if self.comparison is None:
             return self.case.fidelity in REPEATING and self.ratio < 1 + ALIKE
         return not self.comparison.significant
@@ -48,7 +48,7 @@ class Ranking:
 
     ``ranked`` are the candidates that may be ranked by time; it is empty if only one of several may. ``rivals`` are the
     ranked ones without the ``winner``, fastest first. ``peaks`` has the memory of each candidate, B, least first:
-    reserved memory if it is known for all, since that is what must fit, else the peak of memory in use.
+    reserved memory if it is known for all, since it decides whether a case fits, else the peak of memory in use.
     """
 
     setting: Setting
@@ -58,6 +58,7 @@ class Ranking:
     ranked: tuple[CaseResult, ...]
     winner: CaseResult | None
     rivals: tuple[Rival, ...]
+    memory_metric: str
     peaks: dict[CaseResult, float]
 
     @property
@@ -82,83 +83,58 @@ class Ranking:
         return tuple(case for case, peak in self.peaks.items() if peak <= least * (1 + EQUAL_MEMORY))
 
     @property
-    def memory_metric(self) -> str:
-        """The metric of :attr:`peaks`."""
-        return _memory_metric(self.candidates)
+    def leaders(self) -> dict[str, tuple[CaseResult, ...]]:
+        """The cases that lead each metric, ties included; none if there is one candidate only."""
+        if len(self.candidates) < 2:
+            return {}
+        return dict.fromkeys(_SPEED, self.fastest) | {self.memory_metric: self.lowest_memory}
 
 
 def rankings(evidence: Evidence) -> tuple[Ranking, ...]:
-    """One ranking per setting and world size, in the order of the settings; world sizes ascend."""
-    return tuple(ranking_of(setting, size) for setting in evidence.ranked for size in _ranked_sizes(setting))
+    """One ranking per setting and world size, in the order of the settings; world sizes ascend, 1 only if it is the
+    only one.
+    """
+    return tuple(
+        ranking_of(setting, size)
+        for setting in evidence.ranked
+        for size in ([n for n in setting.world_sizes if n > 1] or setting.world_sizes)
+    )
 
 
 def ranking_of(setting: Setting, world_size: int) -> Ranking:
     """The ranking of the setting's cases of this world size."""
-    here = [case for case in setting.cases if case.spec.world_size == world_size]
+    here = [case for case in setting.cases if case.spec.job.gpus == world_size]
     entered = [case for case in here if case.strategy != REFERENCE_STRATEGY] or here
     candidates = tuple(case for case in entered if case.ok and case.metrics["step_time_s"] is not None)
-    ranked = tuple(filter(_has_interval, candidates))
-    if len(candidates) > 1 == len(ranked):  # nobody to be ranked against
+    ranked = tuple(
+        case for case in candidates if case.fidelity in REPEATING or len(case.samples) >= MIN_LAUNCHES
+    )  # fmt: skip
+    if len(candidates) > 1 == len(ranked):  # nothing to rank it against
         ranked = ()
-    winner = _winner(ranked) if ranked else None
+    winner, rivals = None, tuple[Rival, ...]()
+    if ranked:
+        first = min(ranked, key=step_time)
+        # The smallest median, unless the ratio within rounds favours another one.
+        winner = min(ranked, key=lambda case: 1.0 if case is first else _rival(first, case).ratio)
+        others = (_rival(winner, case) for case in ranked if case is not winner)
+        rivals = tuple(sorted(others, key=lambda rival: rival.ratio))
+    knows_reserved = all(case.metrics["peak_reserved_bytes"] for case in candidates)
+    metric = "peak_reserved_bytes" if knows_reserved else "peak_memory_bytes"
+    peaks = {case: peak for case in candidates if (peak := case.metrics[metric])}
     return Ranking(
         setting=setting, world_size=world_size, cases=tuple(here), candidates=candidates, ranked=ranked, winner=winner,
-        rivals=_behind(winner, ranked), peaks=_peaks(candidates),
+        rivals=rivals, memory_metric=metric, peaks=dict(sorted(peaks.items(), key=lambda item: item[1])),
     )  # fmt: skip
-
-
-def leaders(setting: Setting) -> dict[str, frozenset[CaseResult]]:
-    """By metric, the cases that lead it at their world size, those tied included; one that is alone does not lead."""
-    found = [ranking for size in setting.world_sizes if len((ranking := ranking_of(setting, size)).candidates) > 1]
-    led_by: dict[str, frozenset[CaseResult]] = {}
-    for ranking in found:
-        led = dict.fromkeys(_SPEED, ranking.fastest) | {ranking.memory_metric: ranking.lowest_memory}
-        led_by |= {metric: led_by.get(metric, frozenset()) | set(cases) for metric, cases in led.items()}
-    return led_by
 
 
 def step_time(case: CaseResult) -> float:
     """A candidate's step time, s."""
     seconds = case.metrics["step_time_s"]
-    assert seconds is not None, "only cases with a step time contend"
+    assert seconds is not None, "candidates have a step time"
     return seconds
-
-
-def _has_interval(case: CaseResult) -> bool:
-    return case.fidelity in REPEATING or len(case.samples) >= MIN_LAUNCHES
-
-
-def _ranked_sizes(setting: Setting) -> tuple[int, ...]:
-    sharded = tuple(n for n in setting.world_sizes if n > 1)
-    return sharded or setting.world_sizes
 
 
 def _rival(winner: CaseResult, case: CaseResult) -> Rival:
     comparison = compared(winner, case)
     ratio = comparison.ratio if comparison else step_time(case) / step_time(winner)
     return Rival(case=case, comparison=comparison, ratio=ratio)
-
-
-def _winner(ranked: Sequence[CaseResult]) -> CaseResult:
-    """The smallest median, unless the ratio within rounds favours another one."""
-    first = min(ranked, key=step_time)
-    return min(ranked, key=lambda case: 1.0 if case is first else _rival(first, case).ratio)
-
-
-def _behind(winner: CaseResult | None, ranked: Sequence[CaseResult]) -> tuple[Rival, ...]:
-    """All but the winner, fastest first."""
-    if winner is None:
-        return ()
-    rivals = (_rival(winner, case) for case in ranked if case is not winner)
-    return tuple(sorted(rivals, key=lambda rival: rival.ratio))
-
-
-def _memory_metric(candidates: Sequence[CaseResult]) -> str:
-    knows_reserved = all(case.metrics["peak_reserved_bytes"] for case in candidates)
-    return "peak_reserved_bytes" if knows_reserved else "peak_memory_bytes"
-
-
-def _peaks(candidates: Sequence[CaseResult]) -> dict[CaseResult, float]:
-    metric = _memory_metric(candidates)
-    found = {case: peak for case in candidates if (peak := case.metrics[metric])}
-    return dict(sorted(found.items(), key=lambda item: item[1]))

@@ -1,21 +1,50 @@
-"""Every case over one strategy at the same number of ranks: ratios of step time and of peak memory.
+"""Cases compared with each other: ratios of step time and of peak memory, B over A.
 
-A ratio of 1.2 means a fifth more time, or memory.
+A ratio of 1.2 means a fifth more time, or memory. What both cases ran in one round is compared within it.
 """
 
+import statistics
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import combinations
 
 from refshard.analysis.cases import CaseResult
-from refshard.analysis.compare import Comparison
-from refshard.analysis.compared import compared, metric_ratio
+from refshard.analysis.compare import Comparison, compare
 from refshard.analysis.evidence import Evidence, Setting
+from refshard.specs.case import REPEATING
+
+RATIO_COLUMNS = ("against", "step_time_ratio", "step_time_ratio_low", "step_time_ratio_high", "peak_memory_ratio")
+"""What programs get for each case that is compared."""
+
+
+@lru_cache(maxsize=2**14)
+def compared(a: CaseResult, b: CaseResult) -> Comparison | None:
+    """Step time of ``b`` over that of ``a``; None if either has no samples, or its times are calculated.
+
+    Calculated times repeat exactly, so they are no samples. Rounds of two runs are not interleaved.
+    """
+    if not (a.samples and b.samples) or REPEATING & {a.fidelity, b.fidelity}:
+        return None
+    return compare(a.samples, b.samples, interleaved=a.header is b.header)
+
+
+def metric_ratio(a: CaseResult, b: CaseResult, metric: str) -> float | None:
+    """``metric`` of ``b`` over that of ``a``: the median over common rounds of one run, else the ratio of what both
+    show; None if either has none.
+    """
+    mine, its = (
+        {one.round: value for one in case.ok_launches if (value := one.metrics.get(metric))} for case in (b, a)
+    )
+    if a.header is b.header and (rounds := mine.keys() & its.keys()):
+        return statistics.median(mine[number] / its[number] for number in rounds)
+    of_b, of_a = b.metrics[metric], a.metrics[metric]
+    return of_b / of_a if of_b and of_a else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """``case`` over the peer, both paired by round where they ran in one run; ``step_time`` has a 95 % interval. If the
-    times are ``calculated``, the step time's ratio is that alone, and has none.
+    """``case`` over its peer. Measured step times have a 95 % interval; ``calculated`` is the ratio of times that are
+    calculated, and has none.
     """
 
     case: CaseResult
@@ -23,64 +52,47 @@ class Ratio:
     calculated: float | None
     peak_memory: float | None
 
+    @property
+    def columns(self) -> dict[str, float | None]:
+        """The values of :data:`RATIO_COLUMNS`, but the name of the peer."""
+        time = self.step_time
+        low, high = (time.low, time.high) if time and time.bounded else (None, None)
+        return dict(zip(RATIO_COLUMNS[1:], (time.ratio if time else self.calculated, low, high, self.peak_memory)))
+
 
 def ratios(setting: Setting, peer: str) -> tuple[Ratio, ...]:
-    """The cases that ended ok beside the one of strategy ``peer`` with as many ranks, if there is one."""
-    peers = {case.spec.world_size: case for case in reversed(setting.cases) if case.strategy == peer and case.ok}
-    found = ((case, peers.get(case.spec.world_size)) for case in setting.cases if case.ok)
-    return tuple(_ratio(case, other) for case, other in found if other is not None and other is not case)
+    """The cases that ended ok over the one of strategy ``peer`` with as many ranks, if there is one."""
+    peers = {case.spec.job.gpus: case for case in reversed(setting.cases) if case.strategy == peer and case.ok}
+    found = ((case, peers.get(case.spec.job.gpus)) for case in setting.cases if case.ok)
+    return tuple(_ratio(other, case) for case, other in found if other is not None and other is not case)
 
 
-def _ratio(case: CaseResult, other: CaseResult) -> Ratio:
-    step_time = compared(other, case)
+def _ratio(a: CaseResult, b: CaseResult) -> Ratio:
+    time = compared(a, b)
     return Ratio(
-        case=case,
-        step_time=step_time,
-        calculated=metric_ratio(other, case, "step_time_s") if step_time is None else None,
-        peak_memory=metric_ratio(other, case, "peak_memory_bytes"),
+        case=b,
+        step_time=time,
+        calculated=metric_ratio(a, b, "step_time_s") if time is None else None,
+        peak_memory=metric_ratio(a, b, "peak_memory_bytes"),
     )
 
 
-Pair = tuple[int, int, float | None, float | None, float | None, float | None]
-"""Numbers of A and B, B's step time over A's, both ends of its 95 % interval, and B's peak memory over A's."""
-
-
-def pairs(evidence: Evidence) -> list[Pair]:
-    """Every two cases that may be compared, once; what does not exist is None."""
-    found: list[Pair] = []
+def pairs(evidence: Evidence) -> list[list[float | None]]:
+    """Every two cases that may be compared, once: the numbers of A and B, B's step time over A's, and both ends of its
+    95 % interval.
+    """
+    found: list[list[float | None]] = []
     for setting in evidence.ranked:
-        by_size: dict[int, list[CaseResult]] = {}
-        for case in setting.cases:
-            if case.ok:
-                by_size.setdefault(case.spec.world_size, []).append(case)
-        found += [_pair(a, b) for here in by_size.values() for a, b in combinations(here, 2)]
+        for a, b in combinations([case for case in setting.cases if case.ok], 2):
+            if a.spec.job.gpus == b.spec.job.gpus:
+                columns = _ratio(a, b).columns
+                known = (columns[name] for name in RATIO_COLUMNS[1:4])
+                found.append([a.number, b.number, *(None if x is None else float(f"{x:.5g}") for x in known)])
     return found
 
 
-def _pair(a: CaseResult, b: CaseResult) -> Pair:
-    columns = _columns(_ratio(b, a))
-    found = (columns[name] for name in RATIO_COLUMNS[1:])
-    return (a.number, b.number, *(None if x is None else float(f"{x:.5g}") for x in found))  # type: ignore[return-value]
-
-
-RATIO_COLUMNS = ("against", "step_time_ratio", "step_time_ratio_low", "step_time_ratio_high", "peak_memory_ratio")
-"""What programs get beside each case that is compared."""
-
-
 def ratio_columns(evidence: Evidence, peer: str) -> list[dict[str, float | str | None]]:
-    """The values of :data:`RATIO_COLUMNS` beside each case of :func:`refshard.analysis.cases.cases`, in its order."""
-    every = (ratio for setting in evidence.settings for ratio in ratios(setting, peer))
-    found = {ratio.case: ratio for ratio in every}
-    return [{"against": peer, **_columns(found.get(case))} for case in evidence.cases]
-
-
-def _columns(ratio: Ratio | None) -> dict[str, float | str | None]:
-    time = ratio.step_time if ratio else None
-    bounded = time if time and time.bounded else None
-    found = (
-        time.ratio if time else ratio.calculated if ratio else None,
-        bounded.low if bounded else None,
-        bounded.high if bounded else None,
-        ratio.peak_memory if ratio else None,
-    )
-    return dict(zip(RATIO_COLUMNS[1:], found))
+    """The values of :data:`RATIO_COLUMNS` for each case of the evidence, in its order."""
+    found = {ratio.case: ratio.columns for setting in evidence.settings for ratio in ratios(setting, peer)}
+    nothing = dict.fromkeys(RATIO_COLUMNS[1:])
+    return [{"against": peer, **found.get(case, nothing)} for case in evidence.cases]

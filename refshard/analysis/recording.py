@@ -52,24 +52,28 @@ def capture_steps(path: Path, steps: int, *, all_threads: bool = False) -> Itera
         yield profiler
 
 
-class OperatorCensus(TorchDispatchMode):
+class _Watching(TorchDispatchMode):
+    """A mode beneath which compiled functions run, which torch refuses to one that does not allow it."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let them run."""
+        return True
+
+
+class OperatorCensus(_Watching):
     """Notes what runs inside. Each operator then takes some microseconds longer, so no time is taken there.
 
     Of what is compiled it sees the operators that remain, collectives and matrix products mostly, and once the call of
     the compiled code as a whole: what is fused has no operator, and its buffers are allocated without one.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._operators: list[Any] = []
         self._allocations = self._allocated_bytes = 0
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled functions run: torch refuses to beneath a mode that does not allow it."""
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -91,11 +95,9 @@ class OperatorCensus(TorchDispatchMode):
         """What they come to."""
         order = hashlib.sha256("\n".join(self.operators).encode()).hexdigest()
         return Census(
-            operators=len(self._operators),
-            allocations=self._allocations,
-            allocated_bytes=self._allocated_bytes,
+            operators=len(self._operators), allocations=self._allocations, allocated_bytes=self._allocated_bytes,
             order_sha256=order,
-        )
+        )  # fmt: skip
 
 
 def _storages(nested: Any) -> dict[int, int]:
@@ -202,20 +204,13 @@ def highest_of(samples: Sequence[int]) -> tuple[int, ...]:
     return tuple(max(samples[start:end]) for start, end in pairwise(bounds))
 
 
-class _Sampler(TorchDispatchMode):
+class _Sampler(_Watching):
     """Asks for the allocated bytes after every operator; within what is compiled, after those that remain there."""
-
-    supports_higher_order_operators = True
 
     def __init__(self, allocated: Callable[[], int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._allocated = allocated
         self.samples = [allocated()]
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled functions run: torch refuses to beneath a mode that does not allow it."""
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

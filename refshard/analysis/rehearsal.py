@@ -1,4 +1,4 @@
-"""How often a gate errs on given noise: false alarms where nothing changed, and misses where something did."""
+"""How often a gate errs on given noise: false alarms, and missed regressions."""
 
 import math
 from collections import Counter
@@ -19,7 +19,7 @@ Draw = Callable[[np.random.Generator], Mapping[str, Rounds]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
-    """What ``gates`` gates came to: how many had a regressed case, and how often each case got which verdict."""
+    """``gates`` rehearsed gates: how many had a regressed case, and how often each case got which verdict."""
 
     gates: int
     failing_gates: int
@@ -27,15 +27,14 @@ class Rehearsal:
 
 
 def rehearse(draw: Draw, limits: TimeLimits, *, gates: int, seed: int = 0) -> Rehearsal:
-    """Hold as many gates on rounds that ``draw`` invents or chooses, and count their verdicts."""
+    """Judge ``gates`` gates on rounds that ``draw`` invents or chooses, and count their verdicts."""
     drawn = np.random.default_rng(seed)
     failing, counts = 0, dict[str, Counter[Verdict]]()
     for _ in range(gates):
         rounds = draw(drawn)
         screened = {name: effect_of(screen) for name, (screen, _) in rounds.items()}
         fresh = [name for name, effect in screened.items() if needs_fresh(effect, limits)]
-        confirmed = {name: effect_of(rounds[name][1]) for name in fresh}
-        verdicts = judge(screened, confirmed, limits)
+        verdicts = judge(screened, {name: effect_of(rounds[name][1]) for name in fresh}, limits)
         for name, found in verdicts.items():
             counts.setdefault(name, Counter())[found.verdict] += 1
         failing += any(found.verdict == "regressed" for found in verdicts.values())
@@ -45,9 +44,9 @@ def rehearse(draw: Draw, limits: TimeLimits, *, gates: int, seed: int = 0) -> Re
 def relabelled(
     recorded: Mapping[str, LogRatios], limits: TimeLimits, *, slower: Mapping[str, float] | None = None
 ) -> Draw:
-    """Rounds chosen from ``recorded`` ones of A against A, whose two launches change labels at random.
+    """Draw rounds from ``recorded`` ones of A against A, with the labels of their two launches swapped at random.
 
-    Cases that ``slower`` names take that much longer in B: 0.05 is 5 %.
+    Cases in ``slower`` take that much longer in B: 0.05 is 5 %.
 
     Raises:
         ValueError: a case has fewer rounds than both stages need.
@@ -69,12 +68,12 @@ def relabelled(
 
 
 class CaseNoise(msgspec.Struct, frozen=True, kw_only=True):
-    """How one case fares in gates of A against A, of ``rounds`` recorded ones.
+    """One case in gates of A against A, from ``rounds`` recorded rounds.
 
-    ``ratio`` is B over A as it was recorded, with its exact 95 % interval from ``low`` to ``high``; ``spread`` is the
-    robust standard deviation of ln(B / A) of a round. Of the gates with permuted labels ``false_alarms`` regressed and
-    ``inconclusive`` could not tell. Of ``tried`` gates in which this case alone was slower, by ``planted`` (relative),
-    ``found`` did. ``smallest_visible`` as in :class:`~refshard.analysis.gate.TimeVerdict`.
+    ``ratio`` is B over A as recorded, with its exact 95 % interval from ``low`` to ``high``; ``spread`` is the robust
+    standard deviation of ln(B / A) of a round. ``false_alarms`` and ``inconclusive`` count verdicts with permuted
+    labels. In ``tried`` gates this case alone was slower, by ``planted`` (relative); ``found`` of them saw it.
+    ``smallest_visible`` is as in :class:`~refshard.analysis.gate.TimeVerdict`.
     """
 
     rounds: int
@@ -91,8 +90,8 @@ class CaseNoise(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Noise(msgspec.Struct, frozen=True, kw_only=True):
-    """What a machine's own noise does to gates of one suite: ``gates`` with permuted labels, of which
-    ``failing_gates`` failed. ``launches`` is how many were recorded, each of several cases.
+    """Gates of one suite on a machine's own noise: ``failing_gates`` of ``gates`` with permuted labels failed.
+    ``launches`` were recorded, each of several cases.
     """
 
     launches: int

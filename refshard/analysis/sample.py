@@ -1,9 +1,8 @@
 """From raw step times to one number with an interval.
 
-Two sources of variation matter and they are not the same size. Steps within one launch share a process
-layout, a memory layout and a clock state; launches do not, and their medians often differ by more than the
-steps around them do. So the launch is the unit of evidence. Three launches give an interval; fewer give a point
-estimate and no interval, however many steps they hold.
+Steps of one launch share a process layout, a memory layout and a clock state; launches do not, and their medians often
+differ by more than their steps do. So the launch is the unit of evidence. Three launches give an interval; fewer give a
+point estimate and no interval, however many steps they hold.
 """
 
 import math
@@ -47,10 +46,7 @@ class Summary:
 
 
 def step_samples(step_times_s: Sequence[Sequence[float]]) -> Samples:
-    """A step's time is that of its slowest rank: the maximum over ranks, [steps] s.
-
-    Args:
-        step_times_s: ``[rank][step]`` as :class:`~refshard.records.LaunchRecord` holds it, perhaps empty.
+    """The maximum over ranks of each step's time, [steps] s; ``step_times_s`` is ``[rank][step]``, perhaps empty.
 
     Raises:
         ValueError: the ranks hold different numbers of steps.
@@ -126,11 +122,10 @@ def half_width(*sides: Samples) -> float:
     Student's t times the bootstrap standard error. Errors of independent sides add as squares; the smaller side's
     degrees of freedom are the lower bound of Welch's.
 
-    A percentile interval over n launches reaches no further than the most extreme of them, and so covers a
-    median with a probability of at most 1 - 2**(1 - n): 75 % with three launches. The t interval with a
-    bootstrap standard error (T. Hesterberg, "What Teachers Should Know About the Bootstrap", The American
-    Statistician 69(4), 2015) widens as evidence gets scarce; for the median of 3 to 12 normal launches it
-    covers 95 to 97 % in simulation.
+    A percentile interval over n launches reaches no further than the most extreme of them, and so covers a median with
+    a probability of at most 1 - 2**(1 - n): 75 % with three launches. The t interval with a bootstrap standard error
+    (T. Hesterberg, "What Teachers Should Know About the Bootstrap", The American Statistician 69(4), 2015) covers 95 to
+    97 % in simulation, for the median of 3 to 12 normal launches.
     """
     fewest = min(map(len, sides))
     if fewest < MIN_LAUNCHES:
@@ -145,5 +140,19 @@ def exponential(x: float) -> float:
 
 
 def too_few(launches: int) -> tuple[str, ...]:
-    """Why there is no interval over so many launches; empty where there is one."""
+    """Why so many launches give no interval; empty if they give one."""
     return () if launches >= MIN_LAUNCHES else (f"n = {launches}: no interval",)
+
+
+def change_of_means(a: Samples, b: Samples) -> tuple[float, float] | None:
+    """The 95 % interval of ``b.mean() - a.mean()`` of independent values (Welch's t); None under three on a side.
+
+    >>> change_of_means(np.array([1.0, 2.0]), np.array([3.0, 4.0, 5.0])) is None
+    True
+    """
+    if min(len(a), len(b)) < MIN_LAUNCHES:
+        return None
+    if np.ptp(a) == np.ptp(b) == 0:  # no variance, no degrees of freedom
+        return (float(b[0] - a[0]),) * 2
+    interval = stats.ttest_ind(b, a, equal_var=False).confidence_interval(CONFIDENCE)
+    return float(interval.low), float(interval.high)

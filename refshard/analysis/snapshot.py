@@ -1,9 +1,14 @@
-"""What a CUDA memory snapshot tells: what is held and reserved, now and at the peak, by whom, and what is lost to
-fragmentation.
+"""What CUDA memory snapshots and memory timelines tell: what is held and reserved, now and at the peak, by whom, and
+what is lost to fragmentation.
 
-The file is what ``torch.cuda.memory._dump_snapshot`` writes, read without running anything that it could name. The
+A snapshot is what ``torch.cuda.memory._dump_snapshot`` writes, read without running anything that it could name. The
 segments say what is there now, exactly. The history says what was asked for and given back before; what was there when
 it began follows from what is there now. It has the sizes that were asked for, not those the allocator rounds to.
+
+A timeline is what torch's profiler exports (``export_memory_timeline`` to a file that ends in ``.raw.json.gz``): an
+array of ``[ns, action, bytes, category]``, with what each tensor's bytes are for, as torch judges by the graph of
+operators. Bytes are negative for what goes, and ns is -1 for what was there before. A tensor that is written to goes
+and comes again, maybe for another purpose.
 """
 
 import gzip
@@ -22,7 +27,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from refshard.analysis.memory_peaks import blocks_of
 from refshard.errors import TraceError
+from refshard.events.timeline import Ints, Mask, Rows
 from refshard.plain import plain
 
 ACTIONS = (
@@ -95,12 +102,12 @@ class AllocatorHistory:
     """
 
     actions: npt.NDArray[np.int8]
-    addresses: npt.NDArray[np.int64]
-    sizes: npt.NDArray[np.int64]
-    times: npt.NDArray[np.int64]
-    sites: npt.NDArray[np.int32]
+    addresses: Rows
+    sizes: Rows
+    times: Rows
+    sites: Ints
 
-    def of(self, *actions: str) -> npt.NDArray[np.bool_]:
+    def of(self, *actions: str) -> Mask:
         """Which rows are one of these actions."""
         return np.isin(self.actions, [ACTIONS.index(action) for action in actions])
 
@@ -243,7 +250,6 @@ def _history(entries: list[_Entry], sites: _Sites) -> AllocatorHistory:
     )
 
 
-_Rows = npt.NDArray[np.intp]
 ALLOCATED, INACTIVE = "active_allocated", "inactive"
 _TAKEN, _GIVEN_BACK = ("segment_alloc", "segment_map"), ("segment_free", "segment_unmap")
 _MOST = 100
@@ -360,31 +366,87 @@ class DeviceFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 def snapshot_figures(snapshot: MemorySnapshot) -> tuple[DeviceFigures, ...]:
     """The figures of each device that has segments or a history, by its number."""
-    devices = sorted({segment.device for segment in snapshot.segments} | snapshot.histories.keys())
-    return tuple(_device(snapshot, device) for device in devices)
-
-
-def _device(snapshot: MemorySnapshot, device: int) -> DeviceFigures:
-    mine = [place for place, segment in enumerate(snapshot.segments) if segment.device == device]
-    segments = [snapshot.segments[place] for place in mine]
-    now = _Now([(segment, snapshot.block_sites[place]) for segment, place in zip(segments, mine)])
-    recorded = snapshot.histories.get(device)
-    fragmentation = _fragmentation(segments)
-    if recorded is None:
+    found = []
+    for device in sorted({segment.device for segment in snapshot.segments} | snapshot.histories.keys()):
+        places = [place for place, one in enumerate(snapshot.segments) if one.device == device]
+        mine = [(snapshot.segments[place], snapshot.block_sites[place]) for place in places]
+        segments, now, recorded = [one for one, _ in mine], _Now(mine), snapshot.histories.get(device)
+        fragmentation = _fragmentation(segments)
         history, held = None, list(zip(now.sizes.tolist(), now.sites.tolist()))
-    else:
-        history, held = _follow(recorded, now, fragmentation, snapshot.sites)
-    return DeviceFigures(
-        device=device,
-        fragmentation=fragmentation,
-        pools=_pools(segments),
-        history=history,
-        lines=_lines(held, snapshot.sites),
-        sizes=tuple(
-            SizeFigures(size=size, blocks=blocks)
-            for size, blocks in sorted(Counter(n for n, _ in held).items(), key=lambda item: -item[0] * item[1])[:_MOST]
-        ),
-    )
+        if recorded is not None:
+            history, held = _follow(recorded, now, fragmentation, snapshot.sites)
+        groups = defaultdict[tuple[str, bool, bool, int], list[Segment]](list)
+        for one in segments:
+            groups[one.segment_type, one.is_expandable, any(one.segment_pool_id), one.stream].append(one)
+        pools = [
+            PoolFigures(
+                kind=kind, expandable=expandable, private=private, stream=stream, segments=len(members),
+                fragmentation=_fragmentation(members),
+            )
+            for (kind, expandable, private, stream), members in groups.items()
+        ]  # fmt: skip
+        of_line, blocks = Counter[int](), Counter(site for _, site in held)
+        for size, site in held:
+            of_line[site] += size
+        sizes = sorted(Counter(size for size, _ in held).items(), key=lambda item: -item[0] * item[1])
+        found.append(
+            DeviceFigures(
+                device=device, fragmentation=fragmentation, history=history,
+                pools=tuple(sorted(pools, key=lambda pool: -pool.fragmentation.reserved_bytes)),
+                lines=tuple(
+                    LineFigures(site=_site_at(snapshot.sites, site), bytes=size, blocks=blocks[site])
+                    for site, size in of_line.most_common(_MOST)
+                ),
+                sizes=tuple(SizeFigures(size=size, blocks=count) for size, count in sizes[:_MOST]),
+            )
+        )  # fmt: skip
+    return tuple(found)
+
+
+def _site_at(sites: Sequence[Site], place: int) -> Site | None:
+    return None if place == NO_SITE else sites[place]
+
+
+def _follow(
+    history: AllocatorHistory, now: "_Now", fragmentation: Fragmentation, sites: Sequence[Site]
+) -> tuple[HistoryFigures, list[tuple[int, int]]]:
+    """What the history tells, and size and line of each block that is held at its peak."""
+    end, is_call = len(history.actions), history.of("alloc")
+    blocks = blocks_of(is_call.astype(np.int64) - history.of("free_requested"), history.addresses)
+    made, left = blocks.made, blocks.made[blocks.freed >= end]
+    # Blocks that the history leaves in use and that are not there now.
+    gone = int(history.sizes[left[~np.isin(history.addresses[left], now.addresses)]].sum())
+    used = _course(history, ("alloc",), ("free_requested",), int(now.sizes.sum()) + gone)
+    at = int(np.argmax(used))
+    alive = made[(made < at) & (blocks.freed >= at)]
+    held = list(zip(history.sizes[alive].tolist(), history.sites[alive].tolist()))
+    # A block from before that is freed later: only where it was freed is known. Of one still there, where it was made.
+    early = [(size, NO_SITE) for size in history.sizes[blocks.early[blocks.early >= at]].tolist()]
+    kept = ~np.isin(now.addresses, history.addresses[made])
+    early += list(zip(now.sizes[kept].tolist(), now.sites[kept].tolist()))
+    reserved = _course(history, _TAKEN, _GIVEN_BACK, fragmentation.reserved_bytes)
+    pending = _course(history, ("free_requested",), ("free_completed",), now.pending_bytes)
+    calls, times = np.flatnonzero(is_call), [None if time < 0 else time for time in history.times.tolist()]
+    late = np.arange(end) >= (calls[len(calls) // 2] if len(calls) else 0)
+    taken, given_back = history.of(*_TAKEN), history.of(*_GIVEN_BACK)
+    early_bytes = int(used[at]) - sum(size for size, _ in held)
+    ooms = [
+        OomFigures(
+            asked_bytes=int(history.sizes[row]), device_free_bytes=int(history.addresses[row]),
+            requested_bytes=int(used[row]), reserved_bytes=int(reserved[row]), time_us=times[row],
+            site=_site_at(sites, int(history.sites[row])),
+        )
+        for row in np.flatnonzero(history.of("oom")).tolist()
+    ]  # fmt: skip
+    figures = HistoryFigures(
+        entries=end, allocations=len(calls), peak_time_us=times[at - 1] if at else None, peak_after_entries=at,
+        requested_bytes=int(used[at]), pending_bytes=int(pending[at]), reserved_bytes=int(reserved[at]),
+        most_reserved_bytes=int(reserved.max()), early_bytes=early_bytes, segments_taken=int(taken.sum()),
+        segments_given_back=int(given_back.sum()), late_segments_taken=int((taken & late).sum()),
+        late_segments_given_back=int((given_back & late).sum()), ooms=tuple(ooms), gone_bytes=gone,
+    )  # fmt: skip
+    unknown = early_bytes - sum(size for size, _ in early)
+    return figures, [*held, *early, *([(unknown, NO_SITE)] if unknown > 0 else [])]
 
 
 def _fragmentation(segments: Iterable[Segment]) -> Fragmentation:
@@ -406,21 +468,6 @@ def _fragmentation(segments: Iterable[Segment]) -> Fragmentation:
         requested_bytes=requested, rounding_bytes=rounding, pending_bytes=pending, split_bytes=split,
         unused_bytes=unused, largest_free_bytes=largest,
     )  # fmt: skip
-
-
-def _pools(segments: Sequence[Segment]) -> tuple[PoolFigures, ...]:
-    groups: dict[tuple[str, bool, bool, int], list[Segment]] = defaultdict(list)
-    for segment in segments:
-        private = any(segment.segment_pool_id)
-        groups[segment.segment_type, segment.is_expandable, private, segment.stream].append(segment)
-    found = [
-        PoolFigures(
-            kind=kind, expandable=expandable, private=private, stream=stream, segments=len(members),
-            fragmentation=_fragmentation(members),
-        )
-        for (kind, expandable, private, stream), members in groups.items()
-    ]  # fmt: skip
-    return tuple(sorted(found, key=lambda pool: -pool.fragmentation.reserved_bytes))
 
 
 class _Now:
@@ -445,102 +492,84 @@ def _asked(block: Block) -> int:
     return block.size if block.requested_size is None else block.requested_size
 
 
-def _lines(held: Iterable[tuple[int, int]], sites: Sequence[Site]) -> tuple[LineFigures, ...]:
-    sizes, counts = Counter[int](), Counter[int]()
-    for size, site in held:
-        sizes[site] += size
-        counts[site] += 1
-    return tuple(
-        LineFigures(site=None if site == NO_SITE else sites[site], bytes=size, blocks=counts[site])
-        for site, size in sizes.most_common(_MOST)
-    )
-
-
-def _follow(
-    history: AllocatorHistory, now: _Now, fragmentation: Fragmentation, sites: Sequence[Site]
-) -> tuple[HistoryFigures, list[tuple[int, int]]]:
-    """What the history tells, and size and line of each block that is held at its peak."""
-    gone = _gone(history, now)
-    used = _course(history, ("alloc",), ("free_requested",), int(now.sizes.sum()) + gone)
-    at = int(np.argmax(used))
-    reserved = _course(history, _TAKEN, _GIVEN_BACK, fragmentation.reserved_bytes)
-    pending = _course(history, ("free_requested",), ("free_completed",), now.pending_bytes)
-    made, early = _held(history, now, at)
-    calls = np.flatnonzero(history.of("alloc"))
-    late = np.arange(len(history.actions)) >= (calls[len(calls) // 2] if len(calls) else 0)
-    taken, given_back = history.of(*_TAKEN), history.of(*_GIVEN_BACK)
-    requested = int(used[at])
-    figures = HistoryFigures(
-        entries=len(history.actions), allocations=len(calls), peak_time_us=_time(history, at - 1),
-        peak_after_entries=at, requested_bytes=requested, pending_bytes=int(pending[at]),
-        reserved_bytes=int(reserved[at]), most_reserved_bytes=int(reserved.max()),
-        early_bytes=requested - sum(size for size, _ in made), segments_taken=int(taken.sum()),
-        segments_given_back=int(given_back.sum()), late_segments_taken=int((taken & late).sum()),
-        late_segments_given_back=int((given_back & late).sum()), ooms=_ooms(history, used, reserved, sites),
-        gone_bytes=gone,
-    )  # fmt: skip
-    unknown = figures.early_bytes - sum(size for size, _ in early)
-    return figures, [*made, *early, *([(unknown, NO_SITE)] if unknown > 0 else [])]
-
-
-def _gone(history: AllocatorHistory, now: _Now) -> int:
-    """Bytes of blocks that the history leaves in use and that are not there now."""
-    end = len(history.actions)
-    rows = _made(history, end)
-    return int(history.sizes[rows[~np.isin(history.addresses[rows], now.addresses)]].sum())
-
-
-def _course(history: AllocatorHistory, more: Sequence[str], less: Sequence[str], last: int) -> npt.NDArray[np.int64]:
+def _course(history: AllocatorHistory, more: Sequence[str], less: Sequence[str], last: int) -> Rows:
     """Bytes before the first entry and after each, where ``last`` are there after the last."""
     changes = np.where(history.of(*more), history.sizes, 0) - np.where(history.of(*less), history.sizes, 0)
     course = np.concatenate(([0], np.cumsum(changes)))
     return np.asarray(course - course[-1] + last)
 
 
-def _held(history: AllocatorHistory, now: _Now, at: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Size and line of each block that is held after ``at`` entries: those made in the history, and earlier ones."""
-    order, is_made, same = _by_address(history)
-    alive = _made(history, at)
-    made = list(zip(history.sizes[alive].tolist(), history.sites[alive].tolist()))
-    # A block from before that is freed later: only where it was freed is known. Of one still there, where it was made.
-    freed = order[~is_made & ~np.append(False, same & is_made[:-1])]
-    early = [(size, NO_SITE) for size in history.sizes[freed[freed >= at]].tolist()]
-    kept = ~np.isin(now.addresses, history.addresses[order[is_made]])
-    early += list(zip(now.sizes[kept].tolist(), now.sites[kept].tolist()))
-    return made, early
+CATEGORIES = (
+    "parameters", "optimizer state", "inputs", "temporary", "activations", "gradients", "autograd detail", "unknown",
+)  # fmt: skip
+"""By torch's numbers."""
+_START = b"[["
+_MOST_BYTES = 1 << 30
+"""Of decompressed text: more would not fit where a trace does."""
 
 
-def _by_address(history: AllocatorHistory) -> tuple[_Rows, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Entries that take or free a block, by its address; which take it; and which have the address of the next one."""
-    rows = np.flatnonzero(history.of("alloc", "free_requested"))
-    order = rows[np.argsort(history.addresses[rows], kind="stable")]
-    addresses = history.addresses[order]
-    return order, history.of("alloc")[order], addresses[1:] == addresses[:-1]
+class MemoryTimelineFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """The peak of one device: bytes by category, in all, and nanoseconds after the first event that has a time.
+
+    ``before_bytes`` were there before the recording began.
+    """
+
+    events: int
+    peak_bytes: int
+    peak_ns: int
+    before_bytes: int
+    by_category: dict[str, int]
 
 
-def _made(history: AllocatorHistory, at: int) -> _Rows:
-    """Entries that took the blocks of the history that are in use after ``at`` entries."""
-    order, is_made, same = _by_address(history)
-    never = len(history.actions)
-    ends = np.where(np.append(same, False), np.append(order[1:], never), never)
-    return order[is_made & (order < at) & (ends >= at)]
+def is_memory_timeline(path: Path) -> bool:
+    """Whether a file begins as such a timeline does; it may be gzipped."""
+    if not os.path.isfile(path):  # noqa: PTH113 -- never raises; opening a pipe would wait for its writer
+        return False
+    try:
+        with _opened(path) as file:
+            return file.read(64).lstrip().replace(b" ", b"").startswith(_START)
+    except (OSError, EOFError, zlib.error):
+        return False
 
 
-def _ooms(
-    history: AllocatorHistory, used: npt.NDArray[np.int64], reserved: npt.NDArray[np.int64], sites: Sequence[Site]
-) -> tuple[OomFigures, ...]:
-    return tuple(
-        OomFigures(
-            asked_bytes=int(history.sizes[row]),
-            device_free_bytes=int(history.addresses[row]),
-            requested_bytes=int(used[row]),
-            reserved_bytes=int(reserved[row]),
-            time_us=_time(history, row),
-            site=None if history.sites[row] == NO_SITE else sites[history.sites[row]],
+def memory_timeline(path: Path) -> MemoryTimelineFigures:
+    """The figures of a timeline.
+
+    Raises:
+        TraceError: the file cannot be read, is damaged, or is no memory timeline.
+    """
+    try:
+        with _opened(path) as file:
+            text = file.read(_MOST_BYTES + 1)
+        if len(text) > _MOST_BYTES:
+            raise TraceError(f"{path}: expands to more than {_MOST_BYTES:,} bytes; record fewer steps")
+        rows = msgspec.json.decode(text, type=list[tuple[int, int, int, int]])
+        times, _, changes, categories = np.array(rows, np.int64).reshape(-1, 4).T
+    except (OSError, EOFError, zlib.error) as error:
+        raise TraceError(f"{path}: cannot be read ({error})") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, OverflowError) as error:
+        raise TraceError(
+            f"{path}: an array of arrays, but no memory timeline of torch.profiler ({error}); a trace is an object "
+            "with traceEvents, or an array of events"
+        ) from None
+    if not len(times) or categories.min() < 0 or categories.max() >= len(CATEGORIES):
+        raise TraceError(
+            f"{path}: no memory timeline of torch.profiler (no events, or categories that it does not have)"
         )
-        for row in np.flatnonzero(history.of("oom")).tolist()
+    order = np.argsort(times, kind="stable")
+    times, changes, categories = times[order], changes[order], categories[order]
+    held = np.cumsum(changes)
+    # Within one moment a tensor may go and come again: what counts is what is held after it.
+    last = np.append(times[1:] > times[:-1], True)
+    at = int(np.flatnonzero(last)[np.argmax(held[last])])
+    if held[at] <= 0:
+        raise TraceError(f"{path}: no memory timeline of torch.profiler (it never holds anything)")
+    sums = np.bincount(categories[: at + 1], weights=changes[: at + 1], minlength=len(CATEGORIES)).astype(np.int64)
+    recorded = times[times >= 0]
+    return MemoryTimelineFigures(
+        events=len(times),
+        peak_bytes=int(held[at]),
+        peak_ns=max(0, int(times[at] - recorded[0])) if len(recorded) else 0,
+        before_bytes=int(changes[times < 0].sum()),
+        by_category={name: size for name, size in zip(CATEGORIES, sums.tolist()) if size},
     )
-
-
-def _time(history: AllocatorHistory, row: int) -> int | None:
-    return int(history.times[row]) if row >= 0 and history.times[row] >= 0 else None

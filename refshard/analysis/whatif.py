@@ -8,9 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
-import numpy.typing as npt
 
-from refshard.analysis.dependencies import NEVER
 from refshard.analysis.figures import (
     BETWEEN,
     COMMUNICATION,
@@ -29,8 +27,8 @@ from refshard.analysis.figures import (
     WhatIf,
     WhatIfFigures,
 )
-from refshard.analysis.graph import Graph
-from refshard.events.timeline import KINDS, UNKNOWN, Intervals, Kind, Nanoseconds
+from refshard.analysis.graph import NEVER, Graph
+from refshard.events.timeline import KINDS, UNKNOWN, Intervals, Kind, Nanoseconds, Rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -100,7 +98,7 @@ def waits_of(graph: Graph, times: Times) -> dict[int, list[tuple[int, int]]]:
     return found
 
 
-def last_nodes(graph: Graph) -> npt.NDArray[np.int64]:
+def last_nodes(graph: Graph) -> Rows:
     """The spans among which the one lies that ends the steps looked at."""
     nodes = np.arange(len(graph.ends))
     return np.flatnonzero((nodes >= graph.fixed) & graph.is_span & (graph.ends <= graph.end))
@@ -118,15 +116,12 @@ def step_ns(graph: Graph, times: Times) -> int:
     host = 0
     if graph.host_last is not None and not times.host_is_free:
         host = graph.host_span_ns + int(found[graph.host_last] - graph.ends[graph.host_last])
-    least = _communication_ns(graph, times) if times.overlapped else 0
+    least = 0
+    if times.overlapped:  # how long communication takes in the steps, where it overlaps with itself as in the trace
+        mine = graph.communicates
+        busy = Intervals.union(graph.ends[mine] - times.durations[mine], graph.ends[mine])
+        least = int(busy.within(np.array([graph.start]), np.array([graph.end]))[0])
     return max(device, least, min(host, graph.end - graph.start)) // len(graph.windows)
-
-
-def _communication_ns(graph: Graph, times: Times) -> int:
-    """How long communication takes in the steps looked at, where it overlaps with itself as in the trace."""
-    mine = graph.communicates
-    busy = Intervals.union(graph.ends[mine] - times.durations[mine], graph.ends[mine])
-    return int(busy.within(np.array([graph.start]), np.array([graph.end]))[0])
 
 
 _CLASSES = {Kind.COMM: COMMUNICATION, Kind.PREP: COPY, Kind.COPY: COPY}
@@ -252,11 +247,18 @@ def what_ifs(graph: Graph, waited: Sequence[tuple[int, int]] = ()) -> WhatIfFigu
     free = replace(times, holds=np.where(graph.is_span, 0, times.holds))
     error = abs(step_ns(graph, replace(free, host_is_free=True)) - base) / base
     changes, details = _changes(graph, waited)
-    alone = _ranked(graph, times, changes, base, details)
+    alone = ranked = _ranked(graph, times, changes, base, details)
+    order = list[WhatIf]()
+    # The best change, then the best of the others after it, and so on.
+    while error <= TOLERATED_ERROR and ranked and ranked[0].gain_ns > 0:
+        best = ranked[0]
+        order.append(best)
+        times = changes.pop(best.what)(times)
+        ranked = _ranked(graph, times, changes, best.step_ns, details)
     return WhatIfFigures(
         steps=len(graph.windows), step_ns=base, replay_error=error, waits_recorded=graph.recorded,
         waits_inferred=graph.inferred, only_launches=graph.only_launches, what_ifs=alone,
-        order=_order(graph, times, changes, alone, details) if error <= TOLERATED_ERROR else (),
+        order=tuple(order),
         path=critical_path(graph),
     )  # fmt: skip
 
@@ -272,64 +274,33 @@ def _ranked(
     return tuple(sorted(found, key=lambda one: -one.gain_ns))
 
 
-def _order(
-    graph: Graph, times: Times, changes: dict[str, _Change], alone: tuple[WhatIf, ...], details: dict[str, str]
-) -> tuple[WhatIf, ...]:
-    """The best change, then the best of the others after it, and so on. ``alone`` are all of them, by gain."""
-    found, left, ranked = list[WhatIf](), dict(changes), alone
-    while ranked and ranked[0].gain_ns > 0:
-        best = ranked[0]
-        found.append(best)
-        times = left.pop(best.what)(times)
-        ranked = _ranked(graph, times, left, best.step_ns, details)
-    return tuple(found)
-
-
 def _changes(graph: Graph, waited: Sequence[tuple[int, int]]) -> tuple[dict[str, _Change], dict[str, str]]:
     """What may be changed in this trace, and details by name."""
-    changes: dict[str, _Change] = {LAUNCHES: lambda times: _launches_free(graph, times)}
-    details: dict[str, str] = {}
+    spans, details = graph.spans, dict[str, str]()
+
+    def launches_free(times: Times) -> Times:
+        """The host takes no time, but still waits for the device where it did."""
+        delays = np.where(times.host_delays == NEVER, NEVER, 0)
+        holds = np.where(graph.is_span, times.holds, 0)
+        return replace(times, host_delays=delays, holds=holds, host_is_free=True)
+
+    changes: dict[str, _Change] = {LAUNCHES: launches_free}
     if graph.communicates.any():
         changes[OVERLAPPED] = lambda times: replace(times, overlapped=True)
-    waits = _waited(graph, waited)
+    waits = np.zeros(len(graph.ends), np.int64)  # how long each node stood for other ranks
+    starts = (graph.ends - graph.durations).tolist()
+    by_start = {starts[node]: node for node in np.flatnonzero(graph.communicates).tolist()}
+    for start, ns in waited:
+        if start in by_start:
+            waits[by_start[start]] = max(int(waits[by_start[start]]), ns)
     if waits.any():
         changes[ON_TIME] = lambda times: replace(times, durations=np.clip(times.durations - waits, 0, None))
     synchronises = (graph.rows[graph.waiting] == UNKNOWN) & ~graph.full_queue
     if synchronises.any():
         changes[NO_SYNC] = lambda times: replace(times, wait_delays=np.where(synchronises, NEVER, times.wait_delays))
-    name = _largest_kernel(graph)
-    if name is not None:
-        mine = graph.is_span & (graph.spans.names == name)[graph.rows]
-        changes[KERNEL] = lambda times: replace(times, durations=np.where(mine, times.durations // 2, times.durations))
-        details[KERNEL] = graph.spans.name_table[name]
-    return changes, details
-
-
-def _launches_free(graph: Graph, times: Times) -> Times:
-    """The host takes no time, but still waits for the device where it did."""
-    return replace(
-        times,
-        host_delays=np.where(times.host_delays == NEVER, NEVER, 0),
-        holds=np.where(graph.is_span, times.holds, 0),
-        host_is_free=True,
-    )
-
-
-def _waited(graph: Graph, waited: Sequence[tuple[int, int]]) -> Nanoseconds:
-    """For each node how long it stood for other ranks."""
-    found = np.zeros(len(graph.ends), np.int64)
-    starts = graph.ends - graph.durations
-    by_start = {int(starts[node]): node for node in np.flatnonzero(graph.communicates).tolist()}
-    for start, ns in waited:
-        if start in by_start:
-            found[by_start[start]] = max(int(found[by_start[start]]), ns)
-    return found
-
-
-def _largest_kernel(graph: Graph) -> int | None:
-    """The name of the compute kernels that take most time."""
-    spans = graph.spans
     inside = spans.of_kind(Kind.COMPUTE) & (spans.starts >= graph.start) & (spans.starts < graph.end)
-    if not inside.any():
-        return None
-    return int(np.argmax(np.bincount(spans.names[inside], weights=(spans.ends - spans.starts)[inside])))
+    if inside.any():  # the kernel that computes longest
+        name = int(np.argmax(np.bincount(spans.names[inside], weights=(spans.ends - spans.starts)[inside])))
+        mine, details[KERNEL] = graph.is_span & (spans.names == name)[graph.rows], spans.name_table[name]
+        changes[KERNEL] = lambda times: replace(times, durations=np.where(mine, times.durations // 2, times.durations))
+    return changes, details

@@ -11,19 +11,18 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 
 import numpy as np
-import numpy.typing as npt
 
 from refshard.analysis.figures import StepFigures, TraceWarning, WindowFigures, WindowGroup
 from refshard.analysis.labels import meaning_of
 from refshard.errors import SpecError, TraceError
 from refshard.events.table import ANNOTATION, EMULATED, GLOO, HOST, TraceFile
-from refshard.events.timeline import UNKNOWN, Kind, Nanoseconds, Spans, Timeline, Window
+from refshard.events.timeline import UNKNOWN, Ints, Kind, Nanoseconds, Rows, Spans, Timeline, Window
 from refshard.quantities import format_ns, format_percent
 
 _STEP = re.compile(r"^ProfilerStep#(\d{1,9})$")
 
 
-def host_steps(trace: TraceFile) -> tuple[tuple[Window, ...], npt.NDArray[np.int64]]:
+def host_steps(trace: TraceFile) -> tuple[tuple[Window, ...], Rows]:
     """The steps that the host announced, in order of time, and their rows of :attr:`TraceFile.host`.
 
     A trace of a GPU repeats the annotation on the device's side; the host's is the step. In 2021 it was an operator. Of
@@ -44,7 +43,7 @@ def host_steps(trace: TraceFile) -> tuple[tuple[Window, ...], npt.NDArray[np.int
     return windows, rows
 
 
-def outermost(trace: TraceFile, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def outermost(trace: TraceFile, rows: Rows) -> Rows:
     """Those of the thread that has most of them, in order of time, without those that begin within another."""
     host = trace.host
     if not len(rows):
@@ -73,7 +72,7 @@ def bounds(windows: Sequence[Window]) -> tuple[Nanoseconds, Nanoseconds]:
     return pairs[:, 0], pairs[:, 1]
 
 
-def step_at(points: npt.NDArray[np.int64], windows: tuple[Window, ...]) -> npt.NDArray[np.int32]:
+def step_at(points: Rows, windows: tuple[Window, ...]) -> Ints:
     """The step in whose window each point lies; windows are disjoint and in order."""
     if not windows:
         return np.full(len(points), UNKNOWN, np.int32)
@@ -104,7 +103,7 @@ def device_windows(spans: Spans, host_windows: tuple[Window, ...]) -> tuple[Wind
     return tuple(windows)
 
 
-Extremes = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
+Extremes = tuple[Rows, Rows]
 NEVER = (int(np.iinfo(np.int64).min), int(np.iinfo(np.int64).max))
 
 
@@ -115,23 +114,15 @@ def extents(spans: Spans, host_windows: tuple[Window, ...]) -> tuple[Extremes, E
     """
     numbers = np.array([UNKNOWN if window.step is None else window.step for window in host_windows], np.int32)
     order = np.argsort(numbers, kind="stable")
-    mine = np.isin(spans.steps, numbers) & (spans.steps != UNKNOWN)
-    place = order[np.searchsorted(numbers[order], spans.steps[mine])]
-    on_main = spans.lanes[mine] == spans.main_lane()
-    starts, ends = spans.starts[mine], spans.ends[mine]
-    return (
-        _extremes(len(numbers), place, starts, ends),
-        _extremes(len(numbers), place[on_main], starts[on_main], ends[on_main]),
-    )
-
-
-def _extremes(
-    count: int, place: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
-) -> Extremes:
-    first, last = np.full(count, NEVER[1]), np.full(count, NEVER[0])
-    np.minimum.at(first, place, starts)
-    np.maximum.at(last, place, ends)
-    return first, last
+    mine = np.flatnonzero(np.isin(spans.steps, numbers) & (spans.steps != UNKNOWN))
+    found = []
+    for rows in (mine, mine[spans.lanes[mine] == spans.main_lane()]):
+        place = order[np.searchsorted(numbers[order], spans.steps[rows])]
+        first, last = np.full(len(numbers), NEVER[1]), np.full(len(numbers), NEVER[0])
+        np.minimum.at(first, place, spans.starts[rows])
+        np.maximum.at(last, place, spans.ends[rows])
+        found.append((first, last))
+    return found[0], found[1]
 
 
 _HEAD = re.compile(r"[^\w']*[A-Za-z_]+")
@@ -164,29 +155,24 @@ def suggestion(trace: TraceFile) -> str:
 
 def frequent(trace: TraceFile) -> str:
     """The most frequent annotations, numbers aside."""
-    counts, names = Counter[str](), dict[str, set[str]]()
+    counts, names = Counter[str](), defaultdict[str, set[str]](set)
     for name, count, _ in _annotations(trace):
-        kind = _NUMBER.sub("#", name)
-        counts[kind] += count
-        names.setdefault(kind, set()).add(name)
+        counts[_NUMBER.sub("#", name)] += count
+        names[_NUMBER.sub("#", name)].add(name)
     if not counts:
         return "the trace has no annotations; a range of time such as 1.5s..2s needs none"
-    found = [
-        f"{min(names[kind]) if len(names[kind]) == 1 else kind} ({count})"
-        for kind, count in counts.most_common(_MOST_NAMED)
-    ]
+    most = counts.most_common(_MOST_NAMED)
+    found = [f"{min(names[kind]) if len(names[kind]) == 1 else kind} ({count})" for kind, count in most]
     return f"the most frequent are: {', '.join(found)}"
 
 
 def _annotations(trace: TraceFile) -> Iterable[tuple[str, int, int]]:
     """Name, number and total length of every annotation."""
-    host = trace.host
-    rows = host.categories == ANNOTATION
-    codes, lengths = host.names[rows], (host.ends - host.starts)[rows]
-    counts = np.bincount(codes, minlength=1)
-    sums = np.bincount(codes, weights=lengths, minlength=1)
+    host, rows = trace.host, trace.host.categories == ANNOTATION
+    counts = np.bincount(host.names[rows], minlength=1)
+    lengths = np.bincount(host.names[rows], weights=(host.ends - host.starts)[rows], minlength=1)
     for code in np.flatnonzero(counts).tolist():
-        yield trace.names[code], int(counts[code]), int(sums[code])
+        yield trace.names[code], int(counts[code]), int(lengths[code])
 
 
 _UNITS = {"s": 10**9, "ms": 10**6, "us": 10**3}
@@ -218,7 +204,13 @@ def parse_window(text: str) -> WindowOptions:
         SpecError: it is neither.
     """
     if match := _RANGE.fullmatch(text.strip()):
-        start, end = (None if part is None else _nanoseconds(part, text) for part in match.groups())
+        bounds: list[int | None] = []
+        for part in match.groups():
+            time = None if part is None else _TIME.fullmatch(part)
+            if part is not None and time is None:
+                raise SpecError(f"window: a range needs times with unit s, ms or us, such as 1.5s..2s; got {text}")
+            bounds.append(None if time is None else int(Decimal(time[1]) * _UNITS[time[2]]))
+        start, end = bounds
         if start is not None or end is not None:
             if end is not None and end <= (start or 0):
                 raise SpecError(f"window: a range must end after it starts, got {text}")
@@ -226,19 +218,11 @@ def parse_window(text: str) -> WindowOptions:
     try:
         return WindowOptions(text=text, pattern=re.compile(text))
     except re.error as error:
-        raise SpecError(
-            f"window: {text!r} is no regular expression ({error}); put a backslash before ( [ * + ? . to match them"
-        ) from None
+        hint = "put a backslash before ( [ * + ? . to match them"
+        raise SpecError(f"window: {text!r} is no regular expression ({error}); {hint}") from None
 
 
-def _nanoseconds(part: str, text: str) -> int:
-    match = _TIME.fullmatch(part)
-    if match is None:
-        raise SpecError(f"window: a range needs times with unit s, ms or us, such as 1.5s..2s; got {text}")
-    return int(Decimal(match[1]) * _UNITS[match[2]])
-
-
-def chosen_windows(trace: TraceFile, options: WindowOptions) -> tuple[tuple[Window, ...], npt.NDArray[np.int64]]:
+def chosen_windows(trace: TraceFile, options: WindowOptions) -> tuple[tuple[Window, ...], Rows]:
     """The annotations that match, numbered in order of time, and their rows of :attr:`TraceFile.host`.
 
     A match within another is left out; of several threads the one with most matches counts. Without annotations that
@@ -261,14 +245,11 @@ def chosen_windows(trace: TraceFile, options: WindowOptions) -> tuple[tuple[Wind
     return windows, rows
 
 
-def _matches(trace: TraceFile, pattern: "re.Pattern[str]") -> npt.NDArray[np.int64]:
+def _matches(trace: TraceFile, pattern: "re.Pattern[str]") -> Rows:
     host = trace.host
     named = np.isin(host.names, [code for code, name in enumerate(trace.names) if pattern.search(name)])
-    for category in (ANNOTATION, HOST):
-        rows = np.flatnonzero(named & (host.categories == category))
-        if len(rows):
-            return rows
-    return np.empty(0, np.int64)
+    rows = np.flatnonzero(named & (host.categories == ANNOTATION))
+    return rows if len(rows) else np.flatnonzero(named & (host.categories == HOST))
 
 
 def device_windows_apart(spans: Spans, host_windows: tuple[Window, ...]) -> tuple[Window, ...]:
@@ -318,35 +299,29 @@ def cut_to(timeline: Timeline, trace: TraceFile, options: WindowOptions) -> Time
 
 
 def window_figures(options: WindowOptions, steps: Sequence[StepFigures]) -> WindowFigures:
-    """Sums over the windows of each kind."""
+    """Sums over the windows of each kind.
+
+    A kind is what the pattern's parentheses matched, or else the name without its numbers: batches differ in these.
+    """
     members: dict[str, list[StepFigures]] = defaultdict(list)
     for step in steps:
-        members[_kind(options, step.name or "")].append(step)
-    return WindowFigures(window=options.text, groups=tuple(_group(kind, found) for kind, found in members.items()))
+        kind = step.name or ""
+        if options.pattern is not None and (match := options.pattern.search(kind)):
+            kind = " ".join(part for part in match.groups() if part) or _NUMBER.sub("#", kind)
+        members[kind].append(step)
+    groups = []
+    for kind, own in members.items():
+        names, parts = {step.name for step in own}, [step.breakdown for step in own]
+        totals = {key: sum(getattr(part, key) for part in parts) for key in _SUMMED}
+        lengths = [part.span_ns for part in parts]
+        name = (names.pop() or kind) if len(names) == 1 and "#" in kind else kind
+        groups.append(
+            WindowGroup(name=name, count=len(parts), shortest_ns=min(lengths), longest_ns=max(lengths), **totals)
+        )
+    return WindowFigures(window=options.text, groups=tuple(groups))
 
 
-def _kind(options: WindowOptions, name: str) -> str:
-    """What the parentheses of the pattern matched, or else the name without its numbers: batches differ in these."""
-    match = None if options.pattern is None else options.pattern.search(name)
-    if match is None:
-        return name
-    return " ".join(part for part in match.groups() if part) or _NUMBER.sub("#", name)
-
-
-def _group(kind: str, members: Sequence[StepFigures]) -> WindowGroup:
-    names = {step.name for step in members}
-    parts = [step.breakdown for step in members]
-    return WindowGroup(
-        name=(names.pop() or kind) if len(names) == 1 and "#" in kind else kind,
-        count=len(parts),
-        span_ns=sum(part.span_ns for part in parts),
-        shortest_ns=min(part.span_ns for part in parts),
-        longest_ns=max(part.span_ns for part in parts),
-        compute_ns=sum(part.compute_ns for part in parts),
-        comm_ns=sum(part.comm_ns for part in parts),
-        exposed_ns=sum(part.exposed_ns for part in parts),
-        idle_ns=sum(part.idle_ns for part in parts),
-    )
+_SUMMED = ("span_ns", "compute_ns", "comm_ns", "exposed_ns", "idle_ns")
 
 
 def window_warnings(trace: TraceFile, timeline: Timeline, options: WindowOptions | None) -> Iterator[TraceWarning]:
@@ -354,25 +329,16 @@ def window_warnings(trace: TraceFile, timeline: Timeline, options: WindowOptions
     if options is None or options.pattern is None:
         return
     if unused := len(_matches(trace, options.pattern)) - len(timeline.host_windows):
-        yield TraceWarning(
-            code="windows_overlap",
-            message=f"{unused} annotations that --window matches lie within others or on other threads and are left "
-            "out; a narrower pattern chooses between them",
-            count=unused,
-        )
+        text = f"{unused} annotations that --window matches lie within others or on other threads and are left out; "
+        text += "a narrower pattern chooses between them"
+        yield TraceWarning(code="windows_overlap", message=text, count=unused)
     lived = {window.step for window in timeline.windows}
     if idle := sum(window.step not in lived for window in timeline.host_windows):
-        yield TraceWarning(
-            code="windows_without_work",
-            message=f"{idle} windows launched nothing on the device and are left out",
-            count=idle,
-        )
+        text = f"{idle} windows launched nothing on the device and are left out"
+        yield TraceWarning(code="windows_without_work", message=text, count=idle)
     busy = timeline.busy(*Kind)
-    outside = busy.length - int(busy.within(*bounds(timeline.windows)).sum())
-    if outside:
-        yield TraceWarning(
-            code="outside_windows",
-            message=f"{format_ns(outside)} of what ran ({format_percent(outside / busy.length)}) lies outside of all "
-            "windows, and in no window's figures",
-            ns=outside,
+    if outside := busy.length - int(busy.within(*bounds(timeline.windows)).sum()):
+        text = (
+            f"{format_ns(outside)} of what ran ({format_percent(outside / busy.length)}) lies outside of all windows, "
         )
+        yield TraceWarning(code="outside_windows", message=text + "and in no window's figures", ns=outside)

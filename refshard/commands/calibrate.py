@@ -12,7 +12,7 @@ from refshard.commands.launching import check_launcher, make_launcher
 from refshard.commands.printing import tell
 from refshard.errors import SpecError
 from refshard.folders import STDOUT, replace_file
-from refshard.measure.calibration.plan import is_begun, measure, plan_calibration, read_profile
+from refshard.measure.calibration.profile import is_begun, measure, plan_calibration, read_profile
 from refshard.measure.launchers.torchrun import TorchrunLauncher, place_of
 from refshard.report.blocks import Answer
 from refshard.report.calibration import profile_answer

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from refshard.measure.doctor.facts import Facts, gather
-from refshard.measure.doctor.findings import Ability, Finding, abilities, findings
+from refshard.measure.doctor import Ability, Facts, Finding, abilities, findings, gather
 from refshard.measure.nvml import gpu_sensors
 from refshard.quantities import format_bytes
 from refshard.report.blocks import Answer, Cell, Column, Marked, Style, Table, Text, Verdict

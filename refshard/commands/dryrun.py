@@ -19,19 +19,19 @@ from refshard.report.dryrun.answer import dryrun_answer
 from refshard.specs.cluster import ClusterSpec, load_cluster
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """What was asked for, as the command line has it. ``tokens_per_step`` are those of all ranks."""
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of the command line. ``tokens_per_step`` are those of all ranks."""
 
     words: tuple[str, ...]
     cluster: str
-    world_size: int | None = None
+    gpus: int | None = None
     rank: int = 0
     steps: int = 3
     tokens_per_step: int | None = None
     races: bool = False
 
 
-def dryrun(asked: Asked, *, trace: Path | None = None, html: Path | None = None) -> Answer:
+def dryrun(options: Options, *, trace: Path | None = None, html: Path | None = None) -> Answer:
     """Run the script that the words name; the status is 0 if it fits, 1 if it does not, failed or, where races were
     asked for, has some.
 
@@ -44,13 +44,13 @@ def dryrun(asked: Asked, *, trace: Path | None = None, html: Path | None = None)
     for option, path in (("trace", trace), ("html", html)):
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise SpecError(f"{option}: {path} cannot be written; name a file in a folder that exists")
-    command, whole = read_command(asked.words), load_cluster(asked.cluster)
-    cluster = whole.of_world_size(_world_size(asked, command, whole))
+    command, whole = read_command(options.words), load_cluster(options.cluster)
+    cluster = whole.of_world_size(_gpus(options, command, whole))
     try:
-        request = _request(asked, command, cluster)
+        request = _request(options, command, cluster)
     except ValueError as error:
         raise SpecError(f"dryrun: {error}") from None
-    found = analyse(dry_run(request), cluster, global_tokens=asked.tokens_per_step, races=asked.races)
+    found = analyse(dry_run(request), cluster, global_tokens=options.tokens_per_step, races=options.races)
     if trace is not None:
         replace_file(trace, [as_kineto(found.trace)])
     answer = dryrun_answer(found, f"page: {html}" if html is not None else "")
@@ -59,22 +59,22 @@ def dryrun(asked: Asked, *, trace: Path | None = None, html: Path | None = None)
     return answer
 
 
-def _world_size(asked: Asked, command: TrainingCommand, cluster: ClusterSpec) -> int:
+def _gpus(options: Options, command: TrainingCommand, cluster: ClusterSpec) -> int:
     """As given, else as torchrun was told, else the whole cluster."""
-    if asked.world_size is not None:
-        if asked.world_size < 1:
-            raise SpecError(f"dryrun: world-size must be >= 1, got {asked.world_size}")
-        return asked.world_size
+    if options.gpus is not None:
+        if options.gpus < 1:
+            raise SpecError(f"dryrun: gpus must be >= 1, got {options.gpus}")
+        return options.gpus
     if command.ranks_per_node is None and command.nodes is None:
         return cluster.world_size
     return (command.nodes or 1) * (command.ranks_per_node or cluster.ranks_per_node)
 
 
-def _request(asked: Asked, command: TrainingCommand, cluster: ClusterSpec) -> Request:
+def _request(options: Options, command: TrainingCommand, cluster: ClusterSpec) -> Request:
     world_size = cluster.world_size
     return Request(
-        command=command.command, module=command.module, cluster=asked.cluster, world_size=world_size,
-        local_ranks=cluster.ranks_per_node, rank=asked.rank, steps=asked.steps,
+        command=command.command, module=command.module, cluster=options.cluster, world_size=world_size,
+        local_ranks=cluster.ranks_per_node, rank=options.rank, steps=options.steps,
         unusable_bytes=sum(one.bytes for one in overheads(world_size)),
     )  # fmt: skip
 

@@ -15,9 +15,8 @@ from refshard.commands.progress import observer as make_observer
 from refshard.errors import SpecError
 from refshard.folders import replace_file
 from refshard.measure.environment import capture_environment
-from refshard.measure.gate.baseline import Baseline, baseline_file, machine_of, read_baseline, read_others
-from refshard.measure.gate.baseline import accept as accept_run
-from refshard.measure.gate.checkout import checked_out
+from refshard.measure.gate import Baseline, baseline_file, checked_out, machine_of, read_baseline, read_others
+from refshard.measure.gate import accept as accept_run
 from refshard.measure.launchers.local import LocalLauncher
 from refshard.measure.run import run_suite
 from refshard.measure.store import read_run
@@ -26,8 +25,8 @@ from refshard.report.blocks import Answer
 from refshard.report.forms import as_markdown
 from refshard.report.gate import formats as report
 from refshard.report.gate.formats import GateCase, GateReport
-from refshard.specs.case import REFERENCE_STRATEGY
 from refshard.specs.gate import MetricRule
+from refshard.specs.job import REFERENCE_STRATEGY
 from refshard.specs.suite import SuiteSpec, find_suite, load_suite
 from refshard.strategies import check_name
 
@@ -153,7 +152,7 @@ def accept(run: Path, reason: str, baselines: Path = resources.BASELINES) -> str
 def _beside_accepted(options: Options) -> GateReport:
     suite = load_suite(find_suite(options.suite))
     cases = check_gated(suite, oversubscribe=options.oversubscribe)
-    environment = capture_environment(cases[0].threads_per_rank)
+    environment = capture_environment(cases[0].protocol.threads_per_rank)
     accepted = find_accepted(options, suite, environment)
     if isinstance(accepted, str):
         return GateReport(baseline="accepted", candidate=options.candidate, mismatch=accepted)

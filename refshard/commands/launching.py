@@ -13,7 +13,7 @@ from refshard.measure.launchers.netlab import check as check_network
 from refshard.measure.launchers.slurm import SlurmLauncher
 from refshard.measure.launchers.torchrun import TorchrunLauncher, place_of, serve
 from refshard.measure.run import check_suite, new_run_folder
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.suite import NetworkSpec, SuiteSpec
 
 LAUNCHERS = ("local", "torchrun", "slurm")
@@ -69,7 +69,7 @@ def run_folder(name: str) -> Path:
     return folder
 
 
-def check_gated(suite: SuiteSpec, *, oversubscribe: bool) -> tuple[CaseSpec, ...]:
+def check_gated(suite: SuiteSpec, *, oversubscribe: bool) -> tuple[Case, ...]:
     """The cases of ``suite``.
 
     Raises:

@@ -9,18 +9,18 @@ from typing import Any
 
 import msgspec
 
-from refshard.errors import SpecError, nearest
+from refshard.errors import SpecError
 from refshard.folders import replace_file
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import KEYS, check_keys
 from refshard.specs.reading import convert
-from refshard.specs.suite import SuiteSpec, find_suite, load_suite, parse_suite
+from refshard.specs.suite import BATCH_PER_RANK, SuiteSpec, find_suite, load_suite, parse_suite
 from refshard.specs.writing import to_toml
 
-_CASE_KEYS = (*CaseSpec.__struct_fields__, "batch_per_rank")
+_CASE_KEYS = (*KEYS, BATCH_PER_RANK)
 _SUITE_KEYS = ("name", "about", "rounds", "launcher", "dry_run_first")
 _TEXTS = ("name", "about")
 """Keys whose values may hold commas."""
-_DEFAULTS: dict[str, Any] = {"model": "llama-tiny", "world_size": 2, "batch_per_rank": 1}
+_DEFAULTS: dict[str, Any] = {"model": "llama-tiny", "gpus": 2, BATCH_PER_RANK: 1}
 """What options alone leave open."""
 
 
@@ -30,14 +30,14 @@ class Options:
 
     strategies: str | None = None
     models: str | None = None
-    world_sizes: str | None = None
+    gpus: str | None = None
     rounds: int | None = None
     changes: Sequence[str] = ()
 
     @property
     def given(self) -> bool:
         """Whether any was given."""
-        lists = (self.strategies, self.models, self.world_sizes)
+        lists = (self.strategies, self.models, self.gpus)
         return bool(self.changes) or self.rounds is not None or any(one is not None for one in lists)
 
 
@@ -83,7 +83,7 @@ def _changes(options: Options) -> dict[str, Any]:
     """Keys and their values, those of ``--set`` last."""
     keys: dict[str, Any] = {}
     for key, given in (
-        ("strategy", options.strategies), ("model", options.models), ("world_size", options.world_sizes),
+        ("strategy", options.strategies), ("model", options.models), ("gpus", options.gpus),
     ):  # fmt: skip
         if given is not None:
             keys[key] = _values(key, given)
@@ -94,9 +94,7 @@ def _changes(options: Options) -> dict[str, Any]:
         key = key.strip()
         if not equals or not given.strip():
             raise SpecError(f"set: '{change}' given; write key=value, such as seq_len=512")
-        known = [*_CASE_KEYS, *_SUITE_KEYS]
-        if key not in known:
-            raise SpecError(f"set: there is no key '{key}'; {nearest(key, known)}")
+        check_keys("set", [key], (*_CASE_KEYS, *_SUITE_KEYS))
         keys[key] = _values(key, given)
     return keys
 
@@ -128,13 +126,13 @@ def _value(word: str) -> Any:
 
 def _defaults(keys: dict[str, Any]) -> dict[str, Any]:
     """Without a batch per rank if the batch is given."""
-    return {key: value for key, value in _DEFAULTS.items() if key != "batch_per_rank" or "global_batch" not in keys}
+    return {key: value for key, value in _DEFAULTS.items() if key != BATCH_PER_RANK or "global_batch" not in keys}
 
 
 def _replaced(table: dict[str, Any], keys: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
     """A table with the keys in place of its own and of those that all share; a batch replaces either kind of batch, and
     what is at the ``top`` of the suite its own.
     """
-    sizes = {"global_batch", "batch_per_rank"}
+    sizes = {"global_batch", BATCH_PER_RANK}
     gone = {*keys, *top, *(sizes if sizes & keys.keys() else ())}
     return {**{key: value for key, value in table.items() if key not in gone}, **keys}

@@ -10,9 +10,9 @@ from refshard.commands.printing import tell
 from refshard.commands.progress import observer as make_observer
 from refshard.errors import SpecError
 from refshard.measure.environment import capture_environment
-from refshard.measure.gate.baseline import keep_noise, read_rounds, record_rounds
-from refshard.measure.gate.rounds import kind, serial
+from refshard.measure.gate import keep_noise, read_rounds, record_rounds
 from refshard.measure.launchers.local import LocalLauncher
+from refshard.measure.run import kind, serial
 from refshard.report.blocks import Answer
 from refshard.report.gate.formats import noise_answer
 from refshard.specs.suite import find_suite, load_suite
@@ -54,7 +54,7 @@ def _record(name: str, launches: int, *, oversubscribe: bool) -> Path:
     if rounds < needed:
         raise SpecError(f"launches must be >= {2 * kinds * needed}, got {launches}: a gate needs {needed} rounds")
     folder = run_folder(f"noise-{suite.name}")
-    environment = capture_environment(cases[0].threads_per_rank)
+    environment = capture_environment(cases[0].protocol.threads_per_rank)
     with make_observer() as observer:
         record_rounds(
             suite, references, timed, folder, LocalLauncher(), environment, observer, tell, rounds=rounds

@@ -13,13 +13,12 @@ from refshard.commands.printing import tell
 from refshard.commands.progress import observer as make_observer
 from refshard.errors import RefshardError, SpecError, StoreError
 from refshard.measure.environment import capture_environment
-from refshard.measure.gate.baseline import noise_file, read_noise
-from refshard.measure.gate.checkout import checked_out
-from refshard.measure.gate.rounds import PairedRounds, Side, of_strategy, serial
+from refshard.measure.gate import PairedRounds, Side, checked_out, noise_file, of_strategy, read_noise
 from refshard.measure.launchers.local import LocalLauncher
+from refshard.measure.run import serial
 from refshard.records import LaunchRecord
 from refshard.report.gate.formats import GateCase, GateReport
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.gate import FEWEST_ROUNDS, GateSpec
 from refshard.specs.suite import SuiteSpec, find_suite, load_suite
 
@@ -43,7 +42,7 @@ def side_by_side(
         before, after = (checkouts[revision] for revision in revisions)
         specs = suite_in(before.folder, suite), suite_in(after.folder, suite)
         cases = check_gated(specs[1], oversubscribe=oversubscribe)
-        environment = capture_environment(cases[0].threads_per_rank)
+        environment = capture_environment(cases[0].protocol.threads_per_rank)
         first, second = (
             Side(name=name, launcher=LocalLauncher(at.folder), environment=at.of(environment), strategy=strategy)
             for name, at, strategy in zip(("baseline", "candidate"), (before, after), strategies or (None, None))
@@ -72,7 +71,7 @@ def suite_in(source: Path, given: str) -> SuiteSpec:
     return load_suite(found or find_suite(given))
 
 
-def shared(specs: tuple[SuiteSpec, SuiteSpec], cases: Sequence[CaseSpec]) -> tuple[list[CaseSpec], list[CaseSpec]]:
+def shared(specs: tuple[SuiteSpec, SuiteSpec], cases: Sequence[Case]) -> tuple[list[Case], list[Case]]:
     """References, and the cases that both suites have, as the candidate's has them.
 
     Raises:
@@ -86,7 +85,7 @@ def shared(specs: tuple[SuiteSpec, SuiteSpec], cases: Sequence[CaseSpec]) -> tup
     return references, compared
 
 
-def gone_and_come(specs: tuple[SuiteSpec, SuiteSpec], cases: Sequence[CaseSpec]) -> tuple[GateCase, ...]:
+def gone_and_come(specs: tuple[SuiteSpec, SuiteSpec], cases: Sequence[Case]) -> tuple[GateCase, ...]:
     """Cases that only one suite has."""
     before, after = [case.name for case in specs[0].cases() if case.processes], [case.name for case in cases]
     found = [Change(case=n, metric="", before=None, after=None, verdict="removed") for n in before if n not in after]
@@ -115,7 +114,7 @@ class Comparison:
     strategies: tuple[str, str] | None
     cases: tuple[GateCase, ...] = ()
 
-    def hold(self, held: PairedRounds, references: list[CaseSpec], compared: list[CaseSpec], *, exact: bool) -> None:
+    def hold(self, held: PairedRounds, references: list[Case], compared: list[Case], *, exact: bool) -> None:
         """Launch each case once alone, then those that can be timed in rounds."""
         if self.strategies is not None:
             compared = list(dict.fromkeys(of_strategy(case, self.strategies[0]) for case in compared))
@@ -130,7 +129,7 @@ class Comparison:
         timed = [case for case in compared if serial(case) and case.name in well]
         self.cases = tuple(self._with_times(held, timed))
 
-    def _exactly(self, case: CaseSpec, before: LaunchRecord, after: LaunchRecord, held: PairedRounds) -> GateCase:
+    def _exactly(self, case: Case, before: LaunchRecord, after: LaunchRecord, held: PairedRounds) -> GateCase:
         if before.state != "ok":
             return GateCase(name=case.name, trouble=_trouble("the baseline", before), trouble_is="not comparable")
         if after.state != "ok":
@@ -146,7 +145,7 @@ class Comparison:
             remark = "not timed: rounds need measured cases without a memory limit"
         return GateCase(name=case.name, changes=found, remark=remark)
 
-    def _with_times(self, held: PairedRounds, timed: Sequence[CaseSpec]) -> list[GateCase]:
+    def _with_times(self, held: PairedRounds, timed: Sequence[Case]) -> list[GateCase]:
         """Screen all, then hold fresh rounds of those that need them."""
         limits = self.spec.times
         found = {case.name: case for case in self.cases}
@@ -159,7 +158,7 @@ class Comparison:
         return list(found.values())
 
     def _rounds(
-        self, held: PairedRounds, cases: Sequence[CaseSpec], rounds: int, found: dict[str, GateCase]
+        self, held: PairedRounds, cases: Sequence[Case], rounds: int, found: dict[str, GateCase]
     ) -> dict[str, Effect]:
         """What B takes over A in each case whose rounds are enough; of the others ``found`` says what went wrong."""
         first = held.rounds

@@ -12,8 +12,8 @@ import msgspec
 
 from refshard import resources
 from refshard.commands.printing import tell, write_page
-from refshard.emit.job import Job as EmitJob
 from refshard.emit.table import POLICIES, RUNS, TOOLS, emit
+from refshard.emit.tool import Setting as EmitSetting
 from refshard.engine.placement import MODES
 from refshard.errors import SpecError, nearest
 from refshard.folders import replace_file
@@ -21,13 +21,13 @@ from refshard.plan.cost_models import COST_MODELS, find_cost_model
 from refshard.plan.memory import usable
 from refshard.plan.plan import VARIANTS, Failures, Plan, Reader, Row, Size, listed, load_spread, with_dry_rows
 from refshard.plan.search import AUTO, search
-from refshard.plan.space import ALL, Space, configurations
+from refshard.plan.space import ALL, Space, candidates
 from refshard.report.blocks import Answer, Text
 from refshard.report.plan.answer import plan_answer
 from refshard.report.plan.text import short_text
 from refshard.specs.cluster import ClusterSpec, load_cluster
-from refshard.specs.configuration import Precision, Schedule
 from refshard.specs.hardware import ELEMENT_BYTES
+from refshard.specs.job import Implementation, Job, Precision, Schedule
 from refshard.specs.model import ModelSpec, is_factory, load_model
 from refshard.specs.reading import within
 from refshard.strategies.table import ROWS
@@ -53,28 +53,28 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """The options of the command line.
 
     Lists are separated by commas; ``all`` is every size that can run. An axis that is None is 1, or ``all`` with
-    ``search``; replicas are ``all`` in any case, and so are tensor parallelism and microbatches of a given batch.
+    ``search``; ``dp_replicate`` is ``all`` in any case, and so are ``tp`` and microbatches of a given batch.
     ``compiled`` is a list of ``no`` and ``yes``; None is ``no``.
     """
 
     model: str
     cluster: str
-    nodes: str | None = None
+    gpus: str | None = None
     seq_len: int = 8192
     tokens_per_step: str | None = None
     search: bool = False
     strategies: str | None = None
     microbatch: str | None = None
     accumulate: int = 1
-    checkpoint: str | None = None
-    replicas: str | None = None
-    tensor: str | None = None
-    context: str | None = None
-    pipeline: str | None = None
+    checkpointing: str | None = None
+    dp_replicate: str | None = None
+    tp: str | None = None
+    cp: str | None = None
+    pp: str | None = None
     interleave: str | None = None
     schedule: str | None = None
-    expert: str | None = None
-    dtype: str | None = None
+    ep: str | None = None
+    precision: str | None = None
     reduction: str = "fp32"
     compiled: str | None = None
     offload: bool = False
@@ -124,7 +124,7 @@ def plan(options: Options, *, page: Path | None = None, tool: str | None = None,
     else:
         model = load_model(options.model)
     cluster, spread = load_cluster(options.cluster), load_spread()
-    sizes = sized(options.nodes, cluster)
+    sizes = sized(options.gpus, cluster)
     failures = Failures(mtbf_hours=options.mtbf_hours)
     options = _for_tool(options, tool)
     # By default, --search dry-runs some if the fake device can be made.
@@ -170,22 +170,21 @@ def _for_tool(options: Options, tool: str | None) -> Options:
     if options.strategies is None:
         runs = [name for name in strategies_of(options) if name in RUNS.get(tool, (name,))]
         options = msgspec.structs.replace(options, strategies=",".join(runs) or None)
-    if options.checkpoint is None and tool in POLICIES:
-        options = msgspec.structs.replace(options, checkpoint=",".join(POLICIES[tool]))
+    if options.checkpointing is None and tool in POLICIES:
+        options = msgspec.structs.replace(options, checkpointing=",".join(POLICIES[tool]))
     return options
 
 
 def _size(options: Options, model: ModelSpec, cluster: ClusterSpec, failures: Failures) -> Size:
-    space = space_of(options, model, cluster)
-    candidates = configurations(space, model, cluster, options.seq_len)
-    if not len(candidates):
-        return Size(world_size=cluster.world_size, considered=0, fitting=0, rows=(), front=(), unfit=())
-    found = search(model, cluster, options.seq_len, candidates, usable(cluster.accelerator))
+    found = candidates(space_of(options, model, cluster), model, cluster)
+    if not len(found):
+        return Size(gpus=cluster.world_size, considered=0, fitting=0, rows=(), front=(), unfit=())
+    best = search(model, cluster, options.seq_len, found, usable(cluster.accelerator))
     reader = Reader(
         model=model, cluster=cluster, seq_len=options.seq_len, price_usd=options.price_usd, failures=failures,
         spread=load_spread(),
     )  # fmt: skip
-    return reader.size(found, MOST_READ)
+    return reader.size(best, MOST_READ)
 
 
 def _with_dry_runs(size: Size, options: Options, model: ModelSpec, cluster: ClusterSpec, count: int) -> Size:
@@ -196,18 +195,14 @@ def _with_dry_runs(size: Size, options: Options, model: ModelSpec, cluster: Clus
     from refshard.measure.dry.rounds import Rounds, dry_run_rounds
 
     extension()  # builds the fake device if there is none
-    name = options.cluster
-    if cluster != load_cluster(name):
-        profile = name if name in resources.cluster_profiles() else re.sub(r"x\d{1,7}$", "", name)
-        name = f"{profile}x{cluster.nodes}"
-    setting = Setting(model=model, cluster=cluster, cluster_name=name, seq_len=options.seq_len)
+    setting = Setting(model=model, cluster=cluster)
     rounds = Rounds(
         count=count, usable_bytes=usable(cluster.accelerator), each_s=DRY_RUN_S, all_s=DRY_RUNS_S
     )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="refshard-plan-") as made:
         run = partial(dry_run_many, on_progress=tell)
-        configurations, step_s = [row.configuration for row in size.rows], [row.step_s for row in size.rows]
-        found = dry_run_rounds(configurations, step_s, setting, Path(made), rounds, run)
+        jobs, step_s = [row.job for row in size.rows], [row.step_s for row in size.rows]
+        found = dry_run_rounds(jobs, step_s, setting, Path(made), rounds, run)
     rows = []
     for place, row in enumerate(size.rows):
         dry = found.get(place, "not among the first; raise --dry-runs")
@@ -228,12 +223,9 @@ def _emitted(
     """
     refused: SpecError | None = None
     for row in rows:
-        job = EmitJob(
-            configuration=row.configuration, model=model, model_name=options.model, cluster=cluster,
-            cluster_name=options.cluster, seq_len=options.seq_len,
-        )  # fmt: skip
+        job = msgspec.structs.replace(row.job, cluster=options.cluster)
         try:
-            emitted = emit(tool, job)
+            emitted = emit(tool, EmitSetting(job=job, model=model, cluster=cluster))
             break
         except SpecError as error:
             refused = refused or error
@@ -247,7 +239,7 @@ def _emitted(
     except OSError as error:
         raise SpecError(f"out: {folder} cannot be written ({error.strerror}); name a writable folder") from None
     files = ", ".join(str(folder / name) for name in emitted.files)
-    what = short_text(row.configuration, varied_fields(options, cluster))
+    what = short_text(row.job, varied_fields(options, cluster))
     notes = "".join(f"\n* {note}" for note in emitted.notes)
     return f"Written for {tool} {emitted.version}: {files} ({what}). Start it with:\n{emitted.command}{notes}"
 
@@ -266,36 +258,47 @@ def space_of(options: Options, model: ModelSpec, cluster: ClusterSpec) -> Space:
     """
     axes: dict[str, Any] = {
         name: _axis(name, getattr(options, name), searched=_searched(name, options))
-        for name in ("tensor", "context", "pipeline", "interleave", "expert", "replicas", "microbatch")
+        for name in ("tp", "cp", "pp", "interleave", "ep", "dp_replicate", "microbatch")
     }
+    reduction = _known("reduction", options.reduction, tuple(ELEMENT_BYTES))
+    same = Job(
+        strategy="ddp", model=options.model, gpus=cluster.world_size, cluster=_cluster_name(options.cluster, cluster),
+        global_batch=global_batch_of(options, model, cluster), seq_len=options.seq_len, offload=options.offload,
+        implementation=Implementation(reduction=reduction),
+    )  # fmt: skip
     return Space(
-        strategies=strategies_of(options), world_sizes=(cluster.world_size,),
-        global_batch=global_batch_of(options, model, cluster),
-        schedules=_schedules(options), checkpointing=_checkpointing(options), precisions=_precisions(options, cluster),
-        compiled=_compiled(options), reduction=_known("reduction", options.reduction, tuple(ELEMENT_BYTES)),
-        offload=options.offload, **axes,
+        strategies=strategies_of(options), schedules=_schedules(options), checkpointing=_checkpointing(options),
+        precisions=_precisions(options, cluster), compiled=_compiled(options), same=same, **axes,
     )  # fmt: skip
 
 
-def sized(nodes: str | None, cluster: ClusterSpec) -> list[ClusterSpec]:
-    """The cluster with each number of nodes, ascending: ``"1,2,4"``, or ``"64..2048"``, doubling.
+def _cluster_name(given: str, cluster: ClusterSpec) -> str:
+    """The name of the cluster with the number of nodes that is planned."""
+    if cluster == load_cluster(given):
+        return given
+    profile = given if given in resources.cluster_profiles() else re.sub(r"x\d{1,7}$", "", given)
+    return f"{profile}x{cluster.nodes}"
+
+
+def sized(gpus: str | None, cluster: ClusterSpec) -> list[ClusterSpec]:
+    """The cluster with each number of GPUs, ascending: ``"8,16,32"``, or ``"64..2048"``, doubling.
 
     Raises:
-        SpecError: it is neither.
+        SpecError: it is neither, or a number fills the last node in part.
     """
-    if nodes is None:
+    if gpus is None:
         return [cluster]
-    if doubled := re.fullmatch(r"(\d{1,7})\.\.(\d{1,7})", nodes.strip()):
+    if doubled := re.fullmatch(r"(\d{1,7})\.\.(\d{1,7})", gpus.strip()):
         count, most = int(doubled[1]), int(doubled[2])
         if not 1 <= count <= most:
-            raise SpecError(f"nodes must ascend from 1 or more, got {nodes!r}; write, for example, 64..2048")
+            raise SpecError(f"gpus must ascend from 1 or more, got {gpus!r}; write, for example, 64..2048")
         counts = []
         while count <= most:
             counts.append(count)
             count *= 2
     else:
-        counts = sorted(set(_numbers("nodes", nodes)))
-    return [cluster.of_nodes(count) for count in counts]
+        counts = sorted(set(_numbers("gpus", gpus)))
+    return [cluster.of_world_size(count) for count in counts]
 
 
 def _numbers(name: str, given: str) -> list[int]:
@@ -307,9 +310,9 @@ def _numbers(name: str, given: str) -> list[int]:
 
 def _searched(name: str, options: Options) -> bool:
     """Whether an axis that is not given takes all sizes."""
-    if options.search or name == "replicas":
+    if options.search or name == "dp_replicate":
         return True
-    return options.tokens_per_step is not None and name in ("tensor", "microbatch")
+    return options.tokens_per_step is not None and name in ("tp", "microbatch")
 
 
 def _axis(name: str, given: str | None, *, searched: bool) -> tuple[int, ...]:
@@ -398,13 +401,13 @@ def _schedules(options: Options) -> tuple[Schedule, ...]:
 
 
 def _checkpointing(options: Options) -> tuple[str, ...]:
-    if options.checkpoint is None:
+    if options.checkpointing is None:
         return (AUTO, "selective") if options.search else (AUTO,)
-    names = _names(options.checkpoint)
+    names = _names(options.checkpointing)
     for name in names:
-        if not re.fullmatch(r"auto|none|selective|full|every-[1-9]\d{0,5}|[1-9]\d{0,5}", name):
+        if not re.fullmatch(r"auto|none|selective|full|(?:every|first)-[1-9]\d{0,5}", name):
             raise SpecError(
-                "checkpoint must be auto, none, selective, full, every-K or a number of layers, separated by commas, "
+                "checkpointing must be auto, none, selective, full, every-K or first-N, separated by commas, "
                 f"got '{name}'; choose one of them"
             )
     return names
@@ -417,11 +420,11 @@ def _precisions(options: Options, cluster: ClusterSpec) -> tuple[Precision, ...]
         SpecError: one does not exist, or the hardware's profile has no rate for it.
     """
     hardware, known = cluster.accelerator, get_args(Precision)
-    given = options.dtype if options.dtype is not None else "bf16" if hardware.device == "cuda" else "fp32"
-    chosen: tuple[Precision, ...] = tuple(_known("dtype", name, known) for name in _named("dtype", given))
+    given = options.precision if options.precision is not None else "bf16" if hardware.device == "cuda" else "fp32"
+    chosen: tuple[Precision, ...] = tuple(_known("precision", name, known) for name in _named("precision", given))
     if unknown := next((name for name in chosen if name not in hardware.matmul), None):
         raise SpecError(
-            f"dtype: the hardware profile has rates for {', '.join(hardware.matmul)}, got {unknown}; choose one of "
+            f"precision: the hardware profile has rates for {', '.join(hardware.matmul)}, got {unknown}; choose one of "
             "these, or add the rate"
         )
     return chosen

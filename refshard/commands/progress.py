@@ -18,7 +18,7 @@ from refshard.measure.run import Observer
 from refshard.plain import plain
 from refshard.quantities import format_duration, format_rate, format_seconds
 from refshard.records import LaunchRecord
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 
 _STEP = re.compile(r"(?P<phase>.+) (?P<step>\d+)/\d+")
 _WIDTHS = (0, len("warm-up 10/10"), len("0.123 steps/s"), len("about 12 min 34 s left"))
@@ -38,7 +38,7 @@ class Course:
         self._phase = ""
         self._first = self._last = (0, 0.0)
 
-    def start(self, case: CaseSpec, round_: int, index: int, total: int) -> None:
+    def start(self, case: Case, round_: int, index: int, total: int) -> None:
         """The launch number ``index`` (from 0) of ``total`` starts."""
         self.label, self.index, self.total = _label(case, round_), index, total
         self._started_s = self._clock()
@@ -89,7 +89,7 @@ class Lines(Observer):
     def __exit__(self, *exc_info: object) -> None:
         """Nothing is held."""
 
-    def case_started(self, case: CaseSpec, round_: int, index: int, total: int) -> None:
+    def case_started(self, case: Case, round_: int, index: int, total: int) -> None:
         self._course.start(case, round_, index, total)
 
     def case_progressed(self, text: str) -> None:
@@ -131,7 +131,7 @@ class Bars(Observer):
     def __exit__(self, *exc_info: object) -> None:
         self._live.stop()
 
-    def case_started(self, case: CaseSpec, round_: int, index: int, total: int) -> None:
+    def case_started(self, case: Case, round_: int, index: int, total: int) -> None:
         self._course.start(case, round_, index, total)
         self._live.refresh()
 
@@ -152,7 +152,7 @@ class Nothing(Observer):
     def __exit__(self, *exc_info: object) -> None:
         """Nothing is held."""
 
-    def case_started(self, case: CaseSpec, round_: int, index: int, total: int) -> None:
+    def case_started(self, case: Case, round_: int, index: int, total: int) -> None:
         """See :class:`Observer`."""
 
     def case_progressed(self, text: str) -> None:
@@ -213,6 +213,7 @@ def _left(course: Course) -> str:
     return "" if remaining is None else f"about {format_duration(remaining)} left"
 
 
-def _label(case: CaseSpec, round_: int) -> str:
-    ranks = "1 rank" if case.world_size == 1 else f"{case.world_size} ranks"
-    return ", ".join([case.strategy, case.model, ranks, *case.axes, f"round {round_ + 1}"])
+def _label(case: Case, round_: int) -> str:
+    job = case.job
+    ranks = "1 rank" if job.gpus == 1 else f"{job.gpus} ranks"
+    return ", ".join([job.strategy, job.model, ranks, *case.axes, f"round {round_ + 1}"])

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from refshard import resources
@@ -19,12 +19,12 @@ from refshard.analysis.rehearsal import Noise
 from refshard.commands.folders import find_run
 from refshard.commands.printing import write_page
 from refshard.errors import SpecError, StoreError
-from refshard.folders import STDOUT, replace_file
+from refshard.folders import STDOUT
 from refshard.measure.dry.first import folder_of_dry_runs
-from refshard.measure.gate.baseline import newest_noise
+from refshard.measure.gate import newest_noise
 from refshard.measure.store import holds_run, read_run
 from refshard.records import Run
-from refshard.report.run.page import Extras, card, index_page, write_dashboard
+from refshard.report.run.page import Extras, index_answer, write_dashboard
 from refshard.report.run.traces import Traced, read_traces
 from refshard.report.trace.answer import trace_answer
 
@@ -33,12 +33,8 @@ FOLDER = "report"
 """Where several runs are drawn by default, in the last one's folder."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Read:
-    """A run, with the dry runs that preceded it: what they hold, and the folder of each."""
-
-    evidence: Evidence
-    folders: list[tuple[Run, Path]]
+_Read = tuple[Evidence, list[tuple[Run, Path]]]
+"""A run with the dry runs that preceded it: what they hold, and the folder of each."""
 
 
 def report(runs: Sequence[Path], output: Path | None, *, against: Path | None = None) -> Path:
@@ -59,7 +55,9 @@ def report(runs: Sequence[Path], output: Path | None, *, against: Path | None = 
         raise SpecError(f"out: {target} is one file, and {len(read)} runs make a folder; name a folder, or a .zip")
     try:
         if is_file:
-            write_dashboard(read[0].evidence, target, _extras(read[0], target, baseline))
+            evidence, folders = read[0]
+            traces = read_traces(evidence, folders, target)
+            write_dashboard(evidence, target, Extras(traces=traces, baseline=baseline, noise=_noise(evidence)))
         else:
             with _folder(target) as folder:
                 _write_folder(read, folder, baseline)
@@ -69,22 +67,16 @@ def report(runs: Sequence[Path], output: Path | None, *, against: Path | None = 
 
 
 def _read_all(runs: Sequence[Path]) -> list[_Read]:
-    """Each run once: ``runs/latest`` leads to another of ``runs/*``, and dry runs go with the run that they precede."""
+    """Each run once: ``runs/latest`` leads to another of ``runs/*``, and dry runs belong to the run after them."""
     distinct = list({folder.resolve(): folder for folder in reversed(runs)}.values())[::-1]
     preceding = {folder_of_dry_runs(folder).resolve() for folder in distinct}
-    return [_read(folder) for folder in distinct if len(distinct) == 1 or folder.resolve() not in preceding]
-
-
-def _read(folder: Path) -> _Read:
-    dry = folder_of_dry_runs(folder)
-    folders = [(read_run(path), path) for path in ([dry] if holds_run(dry) else []) + [find_run(folder)]]
-    return _Read(evidence=gather(*(run for run, _ in folders)), folders=folders)
-
-
-def _extras(read: _Read, target: Path, baseline: Evidence | None) -> Extras:
-    return Extras(
-        traces=read_traces(read.evidence, read.folders, target), baseline=baseline, noise=_noise(read.evidence)
-    )
+    found = []
+    for folder in distinct:
+        if len(distinct) == 1 or folder.resolve() not in preceding:
+            dry = folder_of_dry_runs(folder)
+            folders = [(read_run(path), path) for path in ([dry] if holds_run(dry) else []) + [find_run(folder)]]
+            found.append((gather(*(run for run, _ in folders)), folders))
+    return found
 
 
 @contextmanager
@@ -103,49 +95,30 @@ def _folder(target: Path) -> Iterator[Path]:
 
 
 def _write_folder(read: Sequence[_Read], folder: Path, baseline: Evidence | None) -> None:
-    if len(read) == 1:
-        _write_run(read[0], folder, "index.html", "", baseline)
-        return
-    names = _names([one.evidence.latest.header.run_id for one in read])
-    for one, name in zip(read, names):
-        _write_run(one, folder, f"{name}.html", f"{name}-", baseline)
-    cards = [card(one.evidence, f"{name}.html") for one, name in zip(read, names)]
-    replace_file(folder / "index.html", index_page(cards, [one.evidence for one in read]))
-
-
-def _names(ids: Sequence[str]) -> list[str]:
-    """A file's name for each run."""
-    plain = [re.sub(r"[^\w.-]+", "-", one) for one in ids]
-    return [f"{name}-{place}" if plain.count(name) > 1 or name == "index" else name for place, name in enumerate(plain)]
-
-
-def _write_run(read: _Read, folder: Path, name: str, prefix: str, baseline: Evidence | None) -> None:
-    """A run's page, a page for each of its traces, and the traces themselves."""
-    extras = _extras(read, folder / name, baseline)
-    kept = {case: _kept(one, folder, f"{prefix}{place}") for place, (case, one) in enumerate(extras.traces.items())}
-    timelines = _timelines(kept, folder, prefix)
-    index = "index.html" if name != "index.html" else ""
-    extras = Extras(traces=kept, baseline=baseline, noise=extras.noise, timelines=timelines, index=index)
-    write_dashboard(read.evidence, folder / name, extras)
-
-
-def _kept(one: Traced, folder: Path, prefix: str) -> Traced:
-    """The trace as it lies in the folder, where it stays when the folder is moved."""
-    (folder / "traces").mkdir(exist_ok=True)
-    link = f"traces/{prefix}-{one.path.name}"
-    shutil.copyfile(one.path, folder / link)
-    return Traced(case=one.case, path=one.path, link=link, analysis=one.analysis, view=one.view)
-
-
-def _timelines(traces: dict[CaseResult, Traced], folder: Path, prefix: str) -> dict[CaseResult, str]:
-    """Draw each analysed trace on a page of its own; links to them by case."""
-    links = {}
-    for number, (case, one) in enumerate(traces.items()):
-        if one.analysis is None:
-            continue
-        links[case] = f"{prefix}trace-{number}.html"
-        write_page(trace_answer([one.analysis]), folder / links[case], "trace")
-    return links
+    """A page for each run and for each of its traces, the traces, and an index if there are several runs."""
+    ids = [re.sub(r"[^\w.-]+", "-", evidence.latest.header.run_id) for evidence, _ in read]
+    names = [f"{name}-{n}" if ids.count(name) > 1 or name == "index" else name for n, name in enumerate(ids)]
+    several = len(read) > 1
+    for (evidence, folders), run_name in zip(read, names):
+        name, prefix = (f"{run_name}.html", f"{run_name}-") if several else ("index.html", "")
+        traces, timelines = dict[CaseResult, Traced](), dict[CaseResult, str]()
+        for place, (case, one) in enumerate(read_traces(evidence, folders, folder / name).items()):
+            # The trace stays with the page when the folder is moved.
+            (folder / "traces").mkdir(exist_ok=True)
+            link = f"traces/{prefix}{place}-{one.path.name}"
+            shutil.copyfile(one.path, folder / link)
+            traces[case] = replace(one, link=link)
+            if one.analysis is not None:
+                timelines[case] = f"{prefix}trace-{place}.html"
+                write_page(trace_answer([one.analysis]), folder / timelines[case], "trace")
+        extras = Extras(
+            traces=traces, baseline=baseline, noise=_noise(evidence), timelines=timelines,
+            index="index.html" if several else "",
+        )  # fmt: skip
+        write_dashboard(evidence, folder / name, extras)
+    if several:
+        every = {f"{name}.html": evidence for (evidence, _), name in zip(read, names)}
+        write_page(index_answer(every), folder / "index.html", "report")
 
 
 def _noise(evidence: Evidence) -> Noise | None:

@@ -25,7 +25,7 @@ from refshard.measure.store import read_run
 from refshard.records import Environment, Run
 from refshard.report.blocks import Answer
 from refshard.report.run.answer import planned_answer, run_answer
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.suite import SuiteSpec
 
 
@@ -117,7 +117,7 @@ def _run(suite: SuiteSpec, given: SuiteSpec | None, options: Options, launcher: 
     check_folder(folder, given, resume=options.resume is not None)
     tell(f"run folder: {folder}")
     try:
-        environment = launcher.environment(cases[0].threads_per_rank, folder, lambda text: tell(f"  {text}"))
+        environment = launcher.environment(cases[0].protocol.threads_per_rank, folder, lambda text: tell(f"  {text}"))
         skipped = _to_skip(suite, options, environment, folder)
         with observer() as shown:
             if options.resume is not None:
@@ -132,7 +132,7 @@ def _run(suite: SuiteSpec, given: SuiteSpec | None, options: Options, launcher: 
         raise KeyboardInterrupt(_cut_short(folder)) from None
 
 
-def _to_skip(suite: SuiteSpec, options: Options, environment: Environment, folder: Path) -> Mapping[CaseSpec, str]:
+def _to_skip(suite: SuiteSpec, options: Options, environment: Environment, folder: Path) -> Mapping[Case, str]:
     """Cases whose dry run says that they will not fit, and why; none if they are to be launched all the same."""
     cluster = options.dry_run_first or ("auto" if suite.dry_run_first else "no")
     found = {} if cluster == "no" else cases_to_skip(suite, cluster, environment, folder, tell)

@@ -1,10 +1,9 @@
 """``refshard trace``: analyse Kineto traces and CUDA memory snapshots, whoever recorded them."""
 
 import os
-import re
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -13,29 +12,23 @@ from refshard.analysis import hta
 from refshard.analysis.analyse import Analysis, analyse, join
 from refshard.analysis.difference import difference, mean_steps, pair
 from refshard.analysis.kineto import timeline_of
-from refshard.analysis.memory_timeline import is_memory_timeline
 from refshard.analysis.names import patterns
-from refshard.analysis.snapshot import is_snapshot
-from refshard.analysis.windows import WindowOptions, parse_window
-from refshard.commands.memory_snapshot import memory_snapshots, memory_timelines
+from refshard.analysis.snapshot import is_memory_timeline, is_snapshot, memory_timeline, read_snapshot, snapshot_figures
+from refshard.analysis.windows import parse_window
 from refshard.commands.printing import write_page
 from refshard.errors import SpecError, TraceError
 from refshard.events.nsys import is_nsys
 from refshard.events.reader import read_trace
-from refshard.events.timeline import Timeline
 from refshard.report.blocks import Answer
 from refshard.report.trace.answer import check_block, trace_answer
 from refshard.report.trace.difference import Compared, difference_answer
+from refshard.report.trace.snapshot import memory_timeline_answer, snapshot_answer
 
 _SUFFIXES = (".json", ".json.gz", ".sqlite")
 _NAMED = 3
-_OF_MEMORY = (
-    ("memory snapshot", is_snapshot, memory_snapshots),
-    ("memory timeline", is_memory_timeline, memory_timelines),
-)
-"""Files about memory alone, which have answers of their own."""
+"""Skipped files of folders that are named; folders may hold many that are no traces."""
 _MOST_GRAPHS = 8
-"""So many ranks' graphs are kept in memory to tell what a step would take if all were on time."""
+"""Ranks whose graphs stay in memory to replay a step in which every rank is on time."""
 
 
 def trace(
@@ -56,88 +49,91 @@ def trace(
     one of several devices in a trace.
 
     With ``against``, say instead what accounts for the change in step time from ``paths`` to it. ``cross_check`` names
-    another analyser whose figures to set beside these: ``hta``. Kernels whose names hold one of ``communication``,
-    regular expressions, communicate, besides those that are known to. A file that cannot be analysed is named on
-    standard error, and the others are analysed.
+    another analyser to compare these figures with: ``hta``. Kernels whose names hold one of ``communication``,
+    regular expressions, communicate, besides the known ones. A file that cannot be analysed is named on standard
+    error, and the others are analysed.
 
     Raises:
         TraceError: no file can be analysed, a snapshot is among traces, or the other analyser is not installed.
         SpecError: ``page`` cannot be written, options do not go together, ``window`` is neither a pattern nor a range,
             or ``communication`` holds what is no regular expression.
     """
-    asked = None if window is None else parse_window(window)
+    chosen = None if window is None else parse_window(window)
     if cross_check not in (None, "hta"):
         raise SpecError(f"cross-check must be 'hta', got '{cross_check}'")
     if against is not None and cross_check is not None:
         raise SpecError("against: cannot be combined with --cross-check; run the command twice")
-    takes_options = any(given is not None for given in (page, calibration, against, cross_check))
-    if (of_memory := _of_memory(paths, takes_options=takes_options)) is not None:
+    has_options = any(given is not None for given in (page, calibration, against, cross_check))
+    if (of_memory := _of_memory(paths, has_options=has_options)) is not None:
         return of_memory
     own = patterns(communication)
-    undisturbed = None if calibration is None else timeline_of(read_trace(calibration), communication=own)
-    keep = against is None and (page is not None or cross_check is not None)
-    how = _How(
-        calibration=undisturbed, keep_timelines=keep, communication=own, window=asked, device=device,
+    analyse_file = partial(
+        analyse,
+        calibration=None if calibration is None else timeline_of(read_trace(calibration), communication=own),
+        keep_timeline=against is None and (page is not None or cross_check is not None),
+        communicating=own,
+        window=chosen,
+        device=device,
         compare=against is not None,
-    )  # fmt: skip
-    analyses = join(_analyse_all(paths, how), one_job=one_job)
-    told = f"page: {page}" if page is not None else ""
+    )
+    analyses = join(_analyse_all(paths, analyse_file), one_job=one_job)
+    more = f"page: {page}" if page is not None else ""
     if against is not None:
-        other = join(_analyse_all([against], how), one_job=one_job)
-        answer = difference_answer(_compare(analyses, other), told)
-        return _with_page(answer, [*analyses, *other], page)
-    if cross_check is not None and (exports := [one.path for one in analyses if is_nsys(one.path)]):
-        raise SpecError(f"cross-check: HTA reads Kineto traces only; leave out {exports[0]}, an export of nsys")
-    checks = [] if cross_check is None else [(hta.in_its_words(a.timeline), hta.cross_check(a.path)) for a in analyses]
-    blocks = [check_block(one.path.name, *check) for one, check in zip(analyses, checks)]
-    answer = trace_answer(analyses, blocks, told)
-    for one, (ours, theirs) in zip(answer.data["traces"], checks):
-        one["cross_check"] = msgspec.to_builtins({"refshard": ours, "hta": theirs})
-    return _with_page(answer, analyses, page)
-
-
-def _with_page(answer: Answer, analyses: Sequence[Analysis], page: Path | None) -> Answer:
-    """The answer, which is also written as a page if one is asked for."""
+        other = join(_analyse_all([against], analyse_file), one_job=one_job)
+        answer, read = difference_answer(_compare(analyses, other), more), [*analyses, *other]
+    else:
+        if cross_check is not None and (exports := [one.path for one in analyses if is_nsys(one.path)]):
+            raise SpecError(f"cross-check: HTA reads Kineto traces only; leave out {exports[0]}, an export of nsys")
+        checked = analyses if cross_check is not None else []
+        checks = [(hta.in_its_words(one.timeline), hta.cross_check(one.path)) for one in checked]
+        blocks = [check_block(one.path.name, *check) for one, check in zip(analyses, checks)]
+        answer, read = trace_answer(analyses, blocks, more), [*analyses]
+        for built, (ours, theirs) in zip(answer.data["traces"], checks):
+            built["cross_check"] = msgspec.to_builtins({"refshard": ours, "hta": theirs})
     if page is not None:
-        if page.resolve() in {one.path.resolve() for one in analyses}:
+        if page.resolve() in {one.path.resolve() for one in read}:
             raise SpecError(f"html: {page} is one of the traces, which the page would overwrite; name another file")
         write_page(answer, page, "trace")
     return answer
 
 
-def _of_memory(paths: Sequence[Path], *, takes_options: bool) -> Answer | None:
-    """The answer of files that are about memory alone; None where none is."""
-    for kind, is_kind, answer_of in _OF_MEMORY:
+def _of_memory(paths: Sequence[Path], *, has_options: bool) -> Answer | None:
+    """The answer of files about memory alone: snapshots, or timelines of torch's profiler; None if there are none."""
+    for kind, is_kind, answer_of in (
+        ("memory snapshot", is_snapshot, memory_snapshots),
+        ("memory timeline", is_memory_timeline, memory_timelines),
+    ):
         found = [path for path in paths if is_kind(path)]
         if not found:
             continue
         if len(found) < len(paths):
             raise TraceError(f"{found[0]}: is a {kind}, other files are not; analyse them apart")
-        if takes_options:
+        if has_options:
             raise SpecError(f"{found[0]}: a {kind} takes no option of traces; leave them out")
         return answer_of(found)
     return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _How:
-    """How each file is analysed; as :func:`analyse` takes it."""
+def memory_snapshots(paths: Sequence[Path]) -> Answer:
+    """The answer about CUDA memory snapshots; nothing that a file could name is run.
 
-    calibration: Timeline | None
-    keep_timelines: bool
-    communication: tuple["re.Pattern[str]", ...]
-    window: WindowOptions | None
-    device: str | None
-    compare: bool
-
-    def analyse(self, path: Path, *, keep_graph: bool) -> Analysis:
-        return analyse(
-            path, calibration=self.calibration, keep_timeline=self.keep_timelines, communicating=self.communication,
-            window=self.window, device=self.device, compare=self.compare, keep_graph=keep_graph,
-        )  # fmt: skip
+    Raises:
+        TraceError: a file is damaged, or no memory snapshot.
+    """
+    read = [(str(path), read_snapshot(path)) for path in paths]
+    return snapshot_answer([(name, snapshot.settings, snapshot_figures(snapshot)) for name, snapshot in read])
 
 
-def _analyse_all(paths: Sequence[Path], how: _How) -> list[Analysis]:
+def memory_timelines(paths: Sequence[Path]) -> Answer:
+    """The answer about memory timelines.
+
+    Raises:
+        TraceError: a file is damaged, or no memory timeline.
+    """
+    return memory_timeline_answer([(str(path), memory_timeline(path)) for path in paths])
+
+
+def _analyse_all(paths: Sequence[Path], analyse_file: Callable[..., Analysis]) -> list[Analysis]:
     """Every file that can be analysed, each once; the others are named on standard error.
 
     Raises:
@@ -147,24 +143,19 @@ def _analyse_all(paths: Sequence[Path], how: _How) -> list[Analysis]:
     found, inside = list[Analysis](), list[str]()
     for file in files:
         try:
-            found.append(how.analyse(file, keep_graph=len(found) < _MOST_GRAPHS))
+            found.append(analyse_file(file, keep_graph=len(found) < _MOST_GRAPHS))
         except TraceError as error:
             (named if file in paths else inside).append(str(error))
     reasons = [*named, *inside]
     if not found and len(reasons) == 1:
         raise TraceError(reasons[0])
-    _print_skipped(named, inside)
-    if not found:
-        raise TraceError(f"none of {len(reasons)} files and folders could be analysed, for the reasons above")
-    return found
-
-
-def _print_skipped(named: Sequence[str], inside: Sequence[str]) -> None:
-    """Every file that the user named, and the first few of folders, which may hold many that are no traces."""
     for reason in (*named, *inside[:_NAMED]):
         print(f"refshard: skipped {reason}", file=sys.stderr)
     if len(inside) > _NAMED:
         print(f"refshard: skipped {len(inside) - _NAMED} more files that cannot be analysed", file=sys.stderr)
+    if not found:
+        raise TraceError(f"none of {len(reasons)} files and folders could be analysed, for the reasons above")
+    return found
 
 
 def _files(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
@@ -194,7 +185,7 @@ def _compare(before: Sequence[Analysis], after: Sequence[Analysis]) -> Compared:
     # scipy takes half a second to import, and no other output needs it.
     import numpy as np
 
-    from refshard.analysis.means import change_of_means
+    from refshard.analysis.sample import change_of_means
 
     pairing = pair(before, after)
     of_a, of_b = ([one.attribution for one in side if one.attribution is not None] for side in (pairing.a, pairing.b))

@@ -60,7 +60,8 @@ def _of_run(folder: Path) -> Answer:
     from refshard.report.run.predictions import validation_answer
 
     dry = folder_of_dry_runs(folder)
-    pairs = validated(gather(*([read_run(dry)] if holds_run(dry) else []), read_run(find_run(folder))))
+    every = validated(gather(*([read_run(dry)] if holds_run(dry) else []), read_run(find_run(folder))))
+    pairs = [pair for pair in every if pair.ok]
     if not pairs:
         raise SpecError(
             f"{folder}: holds no case that was both measured and predicted; run a suite with fidelity = ['measured', "

@@ -7,7 +7,7 @@ groups are where NCCL's annotations have them.
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -16,21 +16,25 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from refshard.analysis.flops import CAUSAL
+from refshard.analysis.operators import CAUSAL
 from refshard.dryrun.recording import NO_STREAM, Flag, Kind, Phase, Recording
 from refshard.dryrun.replay import NEVER, Replayed
 from refshard.dryrun.steps import Step, host_windows, steps_of
 from refshard.dryrun.work import Tensor, parse
 from refshard.events.table import (
     ANNOTATION,
+    CONTEXT_SYNC,
+    EVENT_SYNC,
     HOST,
     KERNEL,
     LAUNCH,
     MEMCPY,
+    STREAM_SYNC,
+    STREAM_WAIT,
+    TYPES,
     Codes,
     DeviceEvents,
     Frames,
-    Growing,
     HostEvents,
     MemoryEvents,
     Operands,
@@ -181,6 +185,11 @@ _WAITING = {"item": "aten::_local_scalar_dense", "equal": "aten::equal"} | dict.
     ("copy from host", "copy to host"), "aten::copy_"
 )
 """The operator in which the host waits, by the recording's reason; other reasons that are operators name themselves."""
+_CALLS = {
+    STREAM_WAIT: "cudaStreamWaitEvent", EVENT_SYNC: "cudaEventSynchronize", STREAM_SYNC: "cudaStreamSynchronize",
+    CONTEXT_SYNC: "cudaDeviceSynchronize",
+}  # fmt: skip
+"""The driver's call for each kind of wait."""
 _MOST_OPERANDS = 8
 """Operators of more tensors (foreach and fused ones) have no formula for their FLOPs, so their sizes are left out."""
 _THREAD = ("1", "1")
@@ -222,21 +231,16 @@ class _Builder:
         for window in host_windows(self._steps, self._replayed):
             self._add(window.start, window.end, ANNOTATION, f"ProfilerStep#{window.step}")
         self._add_labels()
-        self._add_waits()
+        syncs = self._add_waits()
         device_events = self._add_work()
         memory = self._memory()
-        starts, ends, categories, names, correlations, externals, operands = _columns(self._host, 7)
-        frame_starts, frame_ends, frame_names = _columns(self._frames, 3)
+        frames = Frames(**_columns(Frames, self._frames, threads=0), name_table=tuple(self._sites))
         return TraceFile(
             path=Path(name),
             size=0,
-            host=HostEvents(
-                starts=starts, ends=ends, categories=categories.astype(np.int8), names=names.astype(np.int32),
-                threads=np.zeros(len(starts), np.int32), correlations=correlations, externals=externals,
-                operands=operands.astype(np.int32),
-            ),
+            host=HostEvents(**_columns(HostEvents, self._host, threads=0)),
             device=device_events,
-            syncs=SyncEvents(**Growing(SyncEvents).columns()),
+            syncs=syncs,
             names=tuple(self._names),
             threads=(_THREAD,),
             lanes=tuple(("0", str(stream)) for stream in self._lanes),
@@ -254,11 +258,8 @@ class _Builder:
                 "deviceProperties": [{"id": 0, "name": device}],
                 "refshard": "dry run",
             },
-            count=len(self._host) + len(device_events.starts) + len(memory.times) + len(self._frames),
-            frames=Frames(
-                starts=frame_starts, ends=frame_ends, names=frame_names.astype(np.int32),
-                threads=np.zeros(len(frame_starts), np.int32), name_table=tuple(self._sites),
-            ),
+            count=sum(len(one) for one in (self._host, device_events.starts, syncs.kinds, memory.times, self._frames)),
+            frames=frames,
         )  # fmt: skip
 
     def _add(
@@ -288,28 +289,49 @@ class _Builder:
             if label.meaning & (Meaning.FORWARD | Meaning.BACKWARD):
                 self._add(end, end, ANNOTATION, LEAVE.text(unit))
 
-    def _add_waits(self) -> None:
-        """What the host waits for: the driver's call, the operator around it, and the line of the script."""
-        recording, replayed = self._recording, self._replayed
-        for row in np.flatnonzero(self._inside & (recording.kinds == Kind.SYNCHRONISE)).tolist():
+    def _add_waits(self) -> SyncEvents:
+        """The driver's calls that record events and wait for them; what waits for what, which is returned.
+
+        Around a call in which the host waits are the operator that waits, and the line of the script.
+        """
+        recording, replayed, recorded = self._recording, self._replayed, dict[int, int]()
+        found: list[tuple[int, ...]] = []
+        for row in np.flatnonzero(np.isin(recording.kinds, (Kind.RECORD, Kind.WAIT, Kind.SYNCHRONISE))).tolist():
+            kind, stream, event = (int(one[row]) for one in (recording.kinds, recording.streams, recording.subjects))
+            if kind == Kind.RECORD:
+                recorded[event] = row
+            if not self._inside[row]:
+                continue
             start, end = int(replayed.host_starts[row]), int(replayed.host_ends[row])
-            why, site = recording.name_table[recording.names[row]], recording.site_table[recording.sites[row]]
-            if operator := _WAITING.get(why, why if "::" in why else ""):
-                self._add(start, end, HOST, operator)
-            of = "Event" if recording.subjects[row] else "Device" if recording.streams[row] == NO_STREAM else "Stream"
-            self._add(start, end, LAUNCH, f"cuda{of}Synchronize")
-            if site:
-                self._frames.append((start, end, self._sites[_frame(site)]))
+            sync = STREAM_WAIT
+            if kind == Kind.SYNCHRONISE:
+                sync = EVENT_SYNC if event else CONTEXT_SYNC if stream == NO_STREAM else STREAM_SYNC
+                why, site = recording.name_table[recording.names[row]], recording.site_table[recording.sites[row]]
+                if operator := _WAITING.get(why, why if "::" in why else ""):
+                    self._add(start, end, HOST, operator)
+                if site:
+                    self._frames.append((start, end, self._sites[_frame(site)]))
+            else:  # the call is the last thing that the host does in this time
+                start = max(start, end - 1)
+            self._add(
+                start, end, LAUNCH, "cudaEventRecord" if kind == Kind.RECORD else _CALLS[sync], correlation=row + 1
+            )
+            source = recorded.get(event, UNKNOWN)
+            if kind != Kind.RECORD and (source != UNKNOWN or not event):
+                ids = (int(recording.streams[source]), source + 1) if event else (-1, -1)
+                found.append((sync, row + 1, 0, -1 if stream == NO_STREAM else stream, *ids))
+        return SyncEvents(**_columns(SyncEvents, found))
 
     def _add_work(self) -> DeviceEvents:
         """Each operator and its launch on the host; what runs on the device, which is returned."""
         recording, replayed, rows = self._recording, self._replayed, self._ran
         columns = (
-            rows, replayed.host_starts[rows], replayed.host_ends[rows], recording.names[rows],
-            recording.signatures[rows], recording.streams[rows], recording.kinds[rows], recording.flags[rows],
+            rows, replayed.host_starts[rows], replayed.host_ends[rows], replayed.starts[rows], replayed.ends[rows],
+            recording.names[rows], recording.signatures[rows], recording.streams[rows], recording.kinds[rows],
+            recording.flags[rows],
         )  # fmt: skip
         found: list[tuple[int, ...]] = []
-        for at, (row, start, end, code, signature, stream, kind, flags) in enumerate(
+        for at, (row, start, end, ran, until, code, signature, stream, kind, flags) in enumerate(
             zip(*(column.tolist() for column in columns))
         ):
             number, name, text = row + 1, recording.name_table[code], recording.signature_table[signature]
@@ -328,18 +350,11 @@ class _Builder:
             self._add(start, free, HOST, operator, external=number, operands=operands)
             self._add(launch, launch + min(1, end - start), LAUNCH, "cudaLaunchKernel", correlation=number)
             category = MEMCPY if flags & (Flag.HOST_TO_DEVICE | Flag.DEVICE_TO_HOST) else KERNEL
-            found.append(
-                (
-                    KERNEL if kind == Kind.COLLECTIVE else category, self._names[name], self._lanes[stream], number,
-                    self._signatures[spelled], kind == Kind.COLLECTIVE,
-                )
-            )  # fmt: skip
-        categories, names, lanes, numbers, signatures, is_collective = _columns(found, 6)
-        return DeviceEvents(
-            starts=replayed.starts[rows], ends=replayed.ends[rows], categories=categories.astype(np.int8),
-            names=names.astype(np.int32), lanes=lanes.astype(np.int32), correlations=numbers, externals=numbers,
-            signatures=signatures.astype(np.int32), is_collective=is_collective.astype(np.bool_),
-        )  # fmt: skip
+            is_collective = kind == Kind.COLLECTIVE
+            category = KERNEL if is_collective else category
+            lane, signature = self._lanes[stream], self._signatures[spelled]
+            found.append((ran, until, category, self._names[name], lane, number, number, signature, is_collective))
+        return DeviceEvents(**_columns(DeviceEvents, found))
 
     def _operands_of(self, name: str, signature: str, flags: int) -> int:
         """The number of an operator's arguments in the trace's table; -1 where they are left out."""
@@ -398,15 +413,15 @@ class _Builder:
             if self._inside[row] and change:
                 at, address = int(self._replayed.host_starts[row]), int(recording.reads[row]) or -1
                 found.append((at, change, address, total, int(reserved[row])))
-        times, changes, addresses, allocated, reserved_then = _columns(found, 5)
-        return MemoryEvents(
-            times=times, changes=changes, addresses=addresses, allocated=allocated, reserved=reserved_then,
-            devices=np.zeros(len(times), np.int32), threads=np.zeros(len(times), np.int32),
-        )  # fmt: skip
+        return MemoryEvents(**_columns(MemoryEvents, found, devices=0, threads=0))
 
 
-def _columns(rows: Sequence[Iterable[int]], count: int) -> list[npt.NDArray[np.int64]]:
-    return list(np.array(rows, np.int64).reshape(-1, count).T.copy())
+def _columns(table: type, rows: Sequence[Sequence[int]], **same: int) -> dict[str, npt.NDArray[Any]]:
+    """The columns of a table in the order of its fields, from rows without those that are the ``same`` in all."""
+    names = [name for name in table.__dataclass_fields__ if name in TYPES and name not in same]  # type: ignore[attr-defined]
+    columns = np.array(rows, np.int64).reshape(-1, len(names)).T
+    found: dict[str, npt.NDArray[Any]] = {name: column.astype(TYPES[name]) for name, column in zip(names, columns)}
+    return found | {name: np.full(len(rows), value, TYPES[name]) for name, value in same.items()}
 
 
 def _frame(site: str) -> str:

@@ -97,7 +97,7 @@ class Launchers:
         asked = self._rank["WORLD_SIZE"]
         if str(ranks) != asked:
             print(
-                f"refshard: the launcher would start {ranks} ranks; this dry run has {asked} (set by --world-size)",
+                f"refshard: the launcher would start {ranks} ranks; this dry run has {asked} (set by --gpus)",
                 file=sys.stderr,
             )
 

@@ -1,10 +1,10 @@
 """Accelerate 1.15: the YAML that ``accelerate launch --config_file`` reads. The training script is the user's own."""
 
-from refshard.emit.job import (
+from refshard.emit.tool import (
     HEAD,
     PORT,
     Emitted,
-    Job,
+    Setting,
     above_one,
     applying,
     filled,
@@ -25,27 +25,28 @@ BLOCK = "LlamaDecoderLayer"
 """The class of transformers' Llama that is a unit. Other models name theirs in ``_no_split_modules``."""
 
 
-def emit(job: Job) -> Emitted:
+def emit(setting: Setting) -> Emitted:
     """The YAML file, and the command of each node.
 
     Raises:
         SpecError: Accelerate cannot train so.
     """
-    one, used = job.configuration, job.used
-    _check(job)
-    llama = beyond_llama(job.model, ("head_dim",)) is None and not is_factory(job.model_name)
+    one, used = setting.job, setting.used
+    planned = one.implementation.reduction
+    _check(setting)
+    llama = beyond_llama(setting.model, ("head_dim",)) is None and not is_factory(one.model)
     steps = f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={one.microbatches} " if one.microbatches > 1 else ""
     nodes = f"--machine_rank $RANK_OF_NODE --main_process_ip {HEAD} --main_process_port {PORT} "
     reduced = "fp32" if one.precision == "fp32" or one.strategy == "ddp" else "bf16"
     return Emitted(
-        files={FILE: filled("accelerate.yaml.j2", job, version=VERSION, llama=llama, block=BLOCK)},
+        files={FILE: filled("accelerate.yaml.j2", setting, version=VERSION, llama=llama, block=BLOCK)},
         command=f"{steps}accelerate launch --config_file {FILE} {nodes if used.nodes > 1 else ''}{SCRIPT}",
         version=VERSION,
         notes=applying(
             (
                 True,
                 f"Model, optimizer and data come from your {SCRIPT}: give its DataLoader a batch size of "
-                f"{one.microbatch}, with sequences of {job.seq_len} tokens.",
+                f"{one.microbatch}, with sequences of {one.seq_len} tokens.",
             ),
             (
                 one.strategy != "ddp" and not llama,
@@ -56,51 +57,53 @@ def emit(job: Job) -> Emitted:
                 "Call model.gradient_checkpointing_enable(): Accelerate does not checkpoint under DDP.",
             ),
             (
-                one.tensor > 1,
+                one.tp > 1,
                 "Load the model with tp_plan='auto' and Accelerate's device mesh: Accelerate does not split it.",
             ),
             (
-                one.tensor > 1,
+                one.tp > 1,
                 "transformers' tp_plan of Llama does not split norms and residuals by sequence; the plan does.",
             ),
             (
-                one.context > 1,
+                one.cp > 1,
                 "Run each step under accelerator.maybe_context_parallel, with attn_implementation='sdpa'.",
             ),
             (
-                reduced != one.reduction,
-                f"With this file, Accelerate reduces gradients in {reduced}; the plan reduces in {one.reduction}.",
+                reduced != planned,
+                f"With this file, Accelerate reduces gradients in {reduced}; the plan reduces in {planned}.",
             ),
-            reduces(job, "Accelerate", each=False),
+            reduces(setting, "Accelerate", each=False),
         ),
     )
 
 
-def _check(job: Job) -> None:
-    one, node = job.configuration, job.cluster.ranks_per_node
+def _check(setting: Setting) -> None:
+    one, node = setting.job, setting.cluster.ranks_per_node
     second = one.strategy in ("fsdp2", "accelerate")
-    refuse_job("accelerate", job, strategies=STRATEGIES)
-    first = above_one(job, "tensor", "context", remedy="plan with --strategy fsdp2")
+    refuse_job("accelerate", setting, strategies=STRATEGIES)
+    first = above_one(setting, "tp", "cp", remedy="plan with --strategy fsdp2")
     refuse(
         "accelerate",
-        *above_one(job, "pipeline", remedy="emit for torchtitan or megatron, which have pipelines"),
-        unknown_checkpointing(job, POLICIES),
-        *uneven(job),
+        *above_one(setting, "pp", remedy="emit for torchtitan or megatron, which have pipelines"),
+        unknown_checkpointing(setting, POLICIES),
+        *uneven(setting),
         *(first if one.strategy in ("ddp", "fsdp1") else []),
         (
             one.strategy == "ddp" and one.offload,
             "offload must be false for ddp, got true; plan with --strategy fsdp2",
         ),
         (
-            second and one.shard * one.context == 1,
-            "shard * context must be at least 2 for fsdp2, got 1; plan with --strategy ddp",
+            second and one.dp_shard * one.cp == 1,
+            "dp_shard * cp must be at least 2 for fsdp2, got 1; plan with --strategy ddp",
         ),
         (
-            second and one.shard == 1 < one.replicate,
-            f"shard must be at least 2 where replicate = {one.replicate}, got 1; plan with fewer --replicas",
+            second and one.dp_shard == 1 < one.dp_replicate,
+            f"dp_shard must be at least 2 where dp_replicate = {one.dp_replicate}, got 1; plan with "
+            "fewer --dp-replicate",
         ),
         (
-            one.strategy == "fsdp1" and one.replicate > 1 and one.shard != node,
-            f"shard must be a node's {node} ranks for fsdp1 with replicas, got {one.shard}; plan with --strategy fsdp2",
+            one.strategy == "fsdp1" and one.dp_replicate > 1 and one.dp_shard != node,
+            f"dp_shard must be a node's {node} ranks for fsdp1 with replicas, got {one.dp_shard}; plan "
+            "with --strategy fsdp2",
         ),
     )

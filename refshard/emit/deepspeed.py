@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from refshard.emit.job import Emitted, Job, above_one, applying, reduces, refuse, refuse_job
+from refshard.emit.tool import Emitted, Setting, above_one, applying, reduces, refuse, refuse_job
 
 VERSION = "0.19.8"
 FILE = "ds_config.json"
@@ -16,37 +16,37 @@ STAGES = {
 """The ZeRO stage that shards what a strategy shards."""
 
 
-def emit(job: Job) -> Emitted:
+def emit(setting: Setting) -> Emitted:
     """The JSON file, and the command.
 
     Raises:
         SpecError: DeepSpeed cannot train so.
     """
-    one, used = job.configuration, job.used
-    refuse_job("deepspeed", job, strategies=tuple(STAGES))
+    one, used = setting.job, setting.used
+    refuse_job("deepspeed", setting, strategies=tuple(STAGES))
     stage = STAGES[one.strategy]
     refuse(
         "deepspeed",
-        *above_one(job, "pipeline", "tensor", "context", remedy="emit for torchtitan or megatron"),
-        (one.precision == "fp8", "precision must be 'bf16' or 'fp32', got 'fp8'; plan with --dtype bf16"),
+        *above_one(setting, "pp", "tp", "cp", remedy="emit for torchtitan or megatron"),
+        (one.precision == "fp8", "precision must be 'bf16' or 'fp32', got 'fp8'; plan with --precision bf16"),
         (
-            one.replicate > 1 and stage in (1, 2),
-            f"replicate must be 1 for ZeRO-{stage}, which shards over all ranks, got {one.replicate}; plan with "
-            "--replicas 1",
+            one.dp_replicate > 1 and stage in (1, 2),
+            f"dp_replicate must be 1 for ZeRO-{stage}, which shards over all ranks, got {one.dp_replicate}; plan with "
+            "--dp-replicate 1",
         ),
         (one.offload and stage == 0, f"offload needs ZeRO, got {one.strategy}; plan with --strategy fsdp2"),
     )
     hosts = f"--hostfile {HOSTS} --num_nodes {used.nodes} " if used.nodes > 1 else ""
     what = f"ZeRO-{stage} shards what {one.strategy} shards" if stage else "Stage 0 replicates as ddp does"
     return Emitted(
-        files={FILE: json.dumps(_settings(job, stage), indent=2) + "\n"},
+        files={FILE: json.dumps(_settings(setting, stage), indent=2) + "\n"},
         command=f"deepspeed {hosts}--num_gpus {used.ranks_per_node} {SCRIPT} --deepspeed --deepspeed_config {FILE}",
         version=VERSION,
         notes=applying(
             (
                 True,
                 f"Model, optimizer and data come from your {SCRIPT}: give it batches of {one.microbatch} x "
-                f"{job.seq_len} tokens.",
+                f"{one.seq_len} tokens.",
             ),
             (used.nodes > 1, f"List the nodes in {HOSTS}, one a line: HOST slots={used.ranks_per_node}."),
             (
@@ -58,23 +58,26 @@ def emit(job: Job) -> Emitted:
                 f"Your script must checkpoint, with the policy '{one.checkpointing}': the file does not.",
             ),
             (
-                stage == 3 and one.replicate > 1,
+                stage == 3 and one.dp_replicate > 1,
                 "hpZ gathers parameters within a node, but shards gradients and optimizer state over all ranks.",
             ),
-            (stage == 3 and not one.reshard, "ZeRO-3 frees gathered parameters after forward; the plan keeps them."),
-            (one.compiled, "The file does not compile blocks: call engine.compile() in your script."),
-            reduces(job, "DeepSpeed", each=stage >= 2),
+            (
+                stage == 3 and not one.implementation.reshard,
+                "ZeRO-3 frees gathered parameters after forward; the plan keeps them.",
+            ),
+            (one.implementation.compiled, "The file does not compile blocks: call engine.compile() in your script."),
+            reduces(setting, "DeepSpeed", each=stage >= 2),
         ),
     )
 
 
-def _settings(job: Job, stage: int) -> dict[str, Any]:
-    one, on_host = job.configuration, {"device": "cpu", "pin_memory": True}
+def _settings(setting: Setting, stage: int) -> dict[str, Any]:
+    one, on_host = setting.job, {"device": "cpu", "pin_memory": True}
     zero: dict[str, Any] = {"stage": stage}
     if stage:
         zero |= {"overlap_comm": True, "contiguous_gradients": True}
-    if stage == 3 and one.replicate > 1:
-        zero["zero_hpz_partition_size"] = one.shard
+    if stage == 3 and one.dp_replicate > 1:
+        zero["zero_hpz_partition_size"] = one.dp_shard
     if one.offload:
         zero |= {"offload_optimizer": on_host} | ({"offload_param": on_host} if stage == 3 else {})
     settings: dict[str, Any] = {
@@ -82,7 +85,7 @@ def _settings(job: Job, stage: int) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": one.microbatch,
         "gradient_accumulation_steps": one.microbatches,
         "bf16": {"enabled": one.precision == "bf16"},
-        "communication_data_type": one.reduction,
+        "communication_data_type": one.implementation.reduction,
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_optimization": zero,
     }

@@ -6,7 +6,7 @@ The wheel of megatron-core has no parser of these arguments. They are defined in
 
 import math
 
-from refshard.emit.job import Emitted, Job, above_one, applying, filled, reduces, refuse, refuse_job, uneven
+from refshard.emit.tool import Emitted, Setting, above_one, applying, filled, reduces, refuse, refuse_job, uneven
 from refshard.specs.model import is_factory
 
 VERSION = "0.16.1"
@@ -17,30 +17,33 @@ ROPE = (1.0, 4.0, 8192)
 """The low and high frequency factors and the original context that ``--use-rope-scaling`` has."""
 
 
-def emit(job: Job) -> Emitted:
+def emit(setting: Setting) -> Emitted:
     """The script, and its command on each node.
 
     Raises:
         SpecError: Megatron-LM cannot train so.
     """
-    one, model, scaling = job.configuration, job.model, job.model.rope_scaling
-    _check(job)
-    divisor = math.gcd(128, model.vocab // one.tensor) if model.vocab % one.tensor == 0 else 1
+    one, model, scaling = setting.job, setting.model, setting.model.rope_scaling
+    _check(setting)
+    divisor = math.gcd(128, model.vocab // one.tp) if model.vocab % one.tp == 0 else 1
     return Emitted(
-        files={FILE: filled("megatron.sh.j2", job, version=VERSION, vocabulary_divisor=divisor)},
+        files={FILE: filled("megatron.sh.j2", setting, version=VERSION, vocabulary_divisor=divisor)},
         command=f"bash {FILE}",
         version=f"core_v{VERSION}",
         notes=applying(
             (True, f"Run the script in a checkout of Megatron-LM at the tag core_v{VERSION}, with Transformer Engine."),
             (
-                is_factory(job.model_name),
-                f"The script trains a Llama of the dimensions of {job.model_name}: compare norms and activation.",
+                is_factory(one.model),
+                f"The script trains a Llama of the dimensions of {one.model}: compare norms and activation.",
             ),
             (
                 one.strategy == "refshard-zero1",
                 "Megatron's distributed optimizer shards what refshard-zero1 shards, with its own buckets.",
             ),
-            (not one.compiled, "Megatron fuses elementwise kernels by itself; the plan prices them one by one."),
+            (
+                not one.implementation.compiled,
+                "Megatron fuses elementwise kernels by itself; the plan prices them one by one.",
+            ),
             (
                 scaling is not None
                 and (scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_context) != ROPE,
@@ -49,44 +52,44 @@ def emit(job: Job) -> Emitted:
             (one.precision == "fp8", "fp8 is Transformer Engine's hybrid format, scaled by tensor."),
             (one.offload, "Megatron offloads the optimizer's state and masters; gradients stay on the GPU."),
             (
-                one.precision == "fp32" and one.reduction == "bf16",
+                one.precision == "fp32" and one.implementation.reduction == "bf16",
                 "Megatron reduces gradients in fp32 where it computes in fp32.",
             ),
-            reduces(job, "Megatron", each=one.strategy == "megatron-fsdp"),
+            reduces(setting, "Megatron", each=one.strategy == "megatron-fsdp"),
         ),
     )
 
 
-def _check(job: Job) -> None:
-    one, policy = job.configuration, job.configuration.checkpointing
+def _check(setting: Setting) -> None:
+    one, policy = setting.job, str(setting.job.checkpointing)
     fsdp = one.strategy == "megatron-fsdp"
-    refuse_job("megatron", job, strategies=STRATEGIES, llama=("head_dim",))
+    refuse_job("megatron", setting, strategies=STRATEGIES, llama=("head_dim",))
     refuse(
         "megatron",
-        *uneven(job),
+        *uneven(setting),
         (
-            one.schedule == "zero-bubble" and one.pipeline > 1,
+            one.schedule == "zero-bubble" and one.pp > 1,
             "schedule must be '1f1b' or 'interleaved', got 'zero-bubble'; plan with --schedule 1f1b,interleaved",
         ),
         (
-            one.interleave > 1 and one.microbatches % one.pipeline > 0,
-            f"microbatches must be a multiple of pipeline = {one.pipeline} for schedule 'interleaved', got "
+            one.interleave > 1 and one.microbatches % one.pp > 0,
+            f"microbatches must be a multiple of pp = {one.pp} for schedule 'interleaved', got "
             f"{one.microbatches}; plan with --schedule 1f1b",
         ),
         (
             one.strategy == "ddp" and one.offload,
             "offload needs the distributed optimizer, got ddp; plan with --strategy megatron",
         ),
-        *(above_one(job, "replicate", "pipeline", remedy="plan with --strategy megatron") if fsdp else []),
+        *(above_one(setting, "dp_replicate", "pp", remedy="plan with --strategy megatron") if fsdp else []),
         (fsdp and one.offload, "offload must be false for megatron-fsdp, got true; plan with --strategy megatron"),
         (
-            policy.isdecimal() and int(policy) % one.interleave > 0,
-            f"checkpointing must be a multiple of interleave = {one.interleave} layers, got {policy}; plan with "
-            "--checkpoint full or --schedule 1f1b",
+            policy.startswith("first-") and int(policy[6:]) % one.interleave > 0,
+            f"checkpointing must be first-N with N a multiple of interleave = {one.interleave}, got '{policy}'; "
+            "plan with --checkpointing full or --schedule 1f1b",
         ),
         (
-            not policy.isdecimal() and policy not in ("none", "full"),
-            f"checkpointing must be 'none', 'full' or a number of layers, got '{policy}': its own selective "
-            "recomputation keeps other activations; plan with --checkpoint auto",
+            not policy.startswith("first-") and policy not in ("none", "full"),
+            f"checkpointing must be 'none', 'full' or 'first-N', got '{policy}': its own selective "
+            "recomputation keeps other activations; plan with --checkpointing auto",
         ),
     )

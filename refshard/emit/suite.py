@@ -1,8 +1,11 @@
 """A suite of one case, which ``refshard run`` dry-runs."""
 
+import msgspec
+
 from refshard import resources
-from refshard.emit.job import Emitted, Job, above_one, applying, reduces, refuse, refuse_job
-from refshard.specs.layers import layers_of_stages, stages_of_rank
+from refshard.emit.tool import Emitted, Setting, above_one, applying, reduces, refuse, refuse_job
+from refshard.specs.case import KEYS
+from refshard.specs.job import Implementation
 from refshard.specs.model import TRAINED, is_factory
 from refshard.specs.suite import SuiteSpec
 from refshard.specs.writing import to_toml
@@ -26,81 +29,67 @@ UNSHARDED = frozenset({"ddp", "fsdp1-no-shard", "refshard-replicate"})
 """Strategies that replicate over all ranks, and so have no replicas."""
 
 
-def emit(job: Job) -> Emitted:
+def emit(setting: Setting) -> Emitted:
     """The suite, and refshard's command.
 
     Raises:
         SpecError: no dry run can be so.
     """
-    one, preset = job.configuration, job.model_name in resources.model_profiles()
-    _check(job)
+    one, preset = setting.job, setting.job.model in resources.model_profiles()
+    _check(setting)
     replicated = one.strategy in UNSHARDED
-    case = {
-        "strategy": one.strategy,
-        "world_size": one.world_size,
-        "model": job.model_name if preset else MODEL,
-        "global_batch": one.global_batch,
-        "seq_len": job.seq_len,
-        "microbatches": one.microbatches,
-        "checkpointing": _checkpointing(job),
-        "precision": one.precision,
-        "replicas": 1 if replicated else one.replicate,
-        "tensor_parallel": one.tensor,
-    }
-    if one.tensor > 1 and one.strategy in SPLIT_BY_SEQUENCE:
-        case["sequence_parallel"] = True
-    if one.context > 1:
-        case["context_parallel"] = one.context
-    if one.pipeline > 1:
-        case |= {"pipeline_parallel": one.pipeline, "interleave": one.interleave, "schedule": one.schedule}
-    case |= {"fidelity": "dryrun", "cluster": job.cluster_name}
-    suite = SuiteSpec(name="emitted", about=f"{job.title}: a dry run", matrix=case)
+    run = msgspec.structs.replace(
+        one, model=one.model if preset else MODEL, implementation=Implementation(),
+        sequence_parallel=one.tp > 1 and one.strategy in SPLIT_BY_SEQUENCE,
+    )  # fmt: skip
+    fields = {key: value for key, value in msgspec.to_builtins(run).items() if key in KEYS}
+    suite_case = {**fields, "fidelity": "dryrun"}
+    suite = SuiteSpec(name="emitted", about=f"{setting.title}: a dry run", matrix=suite_case)
     suite.cases()
     return Emitted(
-        files={FILE: to_toml(suite), **({} if preset else {MODEL: to_toml(job.model)})},
+        files={FILE: to_toml(suite), **({} if preset else {MODEL: to_toml(setting.model)})},
         command=f"refshard run {FILE}",
         version=__version__,
         notes=applying(
             (
-                is_factory(job.model_name),
-                f"The dry run is of refshard's Llama with the dimensions of {job.model_name}, not of its module.",
+                is_factory(one.model),
+                f"The dry run is of refshard's Llama with the dimensions of {one.model}, not of its module.",
             ),
-            (one.reduction == "bf16", "The dry run reduces gradients in fp32; the plan reduces them in bf16."),
             (
-                not one.reshard and not replicated,
+                one.implementation.reduction == "bf16",
+                "The dry run reduces gradients in fp32; the plan reduces them in bf16.",
+            ),
+            (
+                not one.implementation.reshard and not replicated,
                 "The dry run frees gathered parameters as the strategy does; the plan keeps them after forward.",
             ),
-            *([reduces(job, one.strategy, each=one.strategy not in REDUCES_ONCE)] if one.pipeline == 1 else []),
+            *([reduces(setting, one.strategy, each=one.strategy not in REDUCES_ONCE)] if one.pp == 1 else []),
             (
-                one.tensor > 1 and one.strategy not in SPLIT_BY_SEQUENCE,
+                one.tp > 1 and one.strategy not in SPLIT_BY_SEQUENCE,
                 "Tensor parallelism in the dry run does not split norms and residuals by sequence; the plan does.",
             ),
         ),
     )
 
 
-def _check(job: Job) -> None:
-    one = job.configuration
+def _check(setting: Setting) -> None:
+    one = setting.job
     refuse(
         "refshard",
         (one.strategy in PLANNED_ONLY, f"strategy must be one that it runs, got '{one.strategy}'; emit for megatron"),
     )
-    refuse_job("refshard", job, llama=TRAINED)
-    staged = above_one(job, "pipeline", "context", remedy=f"plan with --strategy {','.join(STAGED)}")
-    split = above_one(job, "tensor", remedy="plan with --strategy fsdp2")
-    compiles = one.compiled or one.strategy.endswith("-compiled") or one.strategy == "simplefsdp"
+    refuse_job("refshard", setting, llama=TRAINED)
+    staged = above_one(setting, "pp", "cp", remedy=f"plan with --strategy {','.join(STAGED)}")
+    split = above_one(setting, "tp", remedy="plan with --strategy fsdp2")
+    compiles = one.implementation.compiled or one.strategy.endswith("-compiled") or one.strategy == "simplefsdp"
     refuse(
         "refshard",
         *(staged if one.strategy not in STAGED else []),
         *(split if one.strategy not in SPLIT else []),
         (
-            one.schedule == "zero-bubble" and one.pipeline > 1 and one.checkpointing != "none",
+            one.schedule == "zero-bubble" and one.pp > 1 and one.checkpointing != "none",
             f"checkpointing must be 'none' for schedule 'zero-bubble', got '{one.checkpointing}'; plan with "
-            "--checkpoint none or --schedule 1f1b",
-        ),
-        (
-            one.strategy not in UNSHARDED and one.replicate > 1 and one.shard * one.context == 1,
-            f"shard * context must be at least 2 where replicate = {one.replicate}, got 1; plan with --strategy ddp",
+            "--checkpointing none or --schedule 1f1b",
         ),
         (one.precision == "fp8", "precision must be 'bf16' or 'fp32', got 'fp8'; emit for torchtitan or megatron"),
         (one.offload, "offload must be false, got true: it is not dry-run; leave out --offload"),
@@ -110,18 +99,3 @@ def _check(job: Job) -> None:
             f"'{COMPILED.get(one.strategy, 'fsdp2-compiled')}' on GPUs instead",
         ),
     )
-
-
-def _checkpointing(job: Job) -> str | list[list[int]]:
-    """The policy; layers that are listed are one value of the matrix, hence a list in a list. A number is of those of
-    a pipeline's rank, and is listed of each.
-    """
-    one, policy = job.configuration, job.configuration.checkpointing
-    if not policy.isdecimal():
-        return policy
-    stages = layers_of_stages(job.model.n_layers, one.pipeline * one.interleave)
-    layers: list[int] = []
-    for rank in range(one.pipeline):
-        own = [layer for stage in stages_of_rank(rank, one.pipeline, one.interleave) for layer in stages[stage]]
-        layers += own[: int(policy)]
-    return [sorted(layers)] if layers else "none"

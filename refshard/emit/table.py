@@ -3,10 +3,10 @@
 from collections.abc import Callable
 
 from refshard.emit import accelerate, deepspeed, megatron, suite, torchtitan
-from refshard.emit.job import Emitted, Job
+from refshard.emit.tool import Emitted, Setting
 from refshard.errors import SpecError, nearest
 
-TOOLS: dict[str, Callable[[Job], Emitted]] = {
+TOOLS: dict[str, Callable[[Setting], Emitted]] = {
     "torchtitan": torchtitan.emit,
     "accelerate": accelerate.emit,
     "megatron": megatron.emit,
@@ -29,7 +29,7 @@ POLICIES: dict[str, tuple[str, ...]] = {
 """The checkpointing policies of tools that cannot checkpoint a number of layers; one that is not listed can."""
 
 
-def emit(tool: str, job: Job) -> Emitted:
+def emit(tool: str, setting: Setting) -> Emitted:
     """The files and the command with which ``tool`` runs the job.
 
     Raises:
@@ -37,4 +37,4 @@ def emit(tool: str, job: Job) -> Emitted:
     """
     if tool not in TOOLS:
         raise SpecError(f"emit: no tool '{tool}'; {nearest(tool, list(TOOLS))}")
-    return TOOLS[tool](job)
+    return TOOLS[tool](setting)

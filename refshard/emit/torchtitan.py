@@ -4,9 +4,9 @@ torchtitan's wheel has no configuration files since 0.3.0; its ``ConfigManager``
 which the job starts.
 """
 
-from refshard.emit.job import (
+from refshard.emit.tool import (
     Emitted,
-    Job,
+    Setting,
     above_one,
     applying,
     filled,
@@ -33,16 +33,19 @@ FLAVORS: dict[tuple[int, int, int, int, int, int, bool], tuple[str, str]] = {
 POLICIES = {"none": "None", "full": "FullAC.Config()", "selective": "SelectiveAC.Config()"}
 
 
-def emit(job: Job) -> Emitted:
+def emit(setting: Setting) -> Emitted:
     """The module, and torchrun's command.
 
     Raises:
         SpecError: torchtitan cannot train so.
     """
-    one, m = job.configuration, job.model
-    graph, compiles = one.strategy == "simplefsdp", one.compiled or one.strategy in ("fsdp2-compiled", "simplefsdp")
+    one, m = setting.job, setting.model
+    graph, compiles = (
+        one.strategy == "simplefsdp",
+        one.implementation.compiled or one.strategy in ("fsdp2-compiled", "simplefsdp"),
+    )
     known = FLAVORS.get((m.dim, m.n_layers, m.n_heads, m.n_kv_heads, m.ffn_dim, m.vocab, m.tied))
-    refuse_job("torchtitan", job, strategies=STRATEGIES, llama=())
+    refuse_job("torchtitan", setting, strategies=STRATEGIES, llama=())
     refuse(
         "torchtitan",
         (
@@ -50,21 +53,21 @@ def emit(job: Job) -> Emitted:
             f"the model must have the dimensions of a Llama 3 flavor ({', '.join(name for name, _ in FLAVORS.values())}"
             f"), got {m.n_layers} layers of width {m.dim}; choose one of these models, or emit for another tool",
         ),
-        unknown_checkpointing(job, tuple(POLICIES)),
-        *uneven(job),
-        *(above_one(job, "pipeline", remedy="plan with --strategy fsdp2 or --pipeline 1") if graph else []),
+        unknown_checkpointing(setting, tuple(POLICIES)),
+        *uneven(setting),
+        *(above_one(setting, "pp", remedy="plan with --strategy fsdp2 or --pp 1") if graph else []),
         (
             graph and one.checkpointing == "full",
-            "checkpointing must be 'none' or 'selective' for simplefsdp, got 'full'; plan with --checkpoint "
+            "checkpointing must be 'none' or 'selective' for simplefsdp, got 'full'; plan with --checkpointing "
             "none,selective",
         ),
         (graph and one.offload, "offload must be false for simplefsdp, got true; plan with --strategy fsdp2"),
         (
-            one.strategy == "ddp" and one.context > 1,
-            f"context must be 1, got {one.context}; its context ranks shard parameters: plan with --strategy fsdp2",
+            one.strategy == "ddp" and one.cp > 1,
+            f"cp must be 1, got {one.cp}; its cp ranks shard parameters: plan with --strategy fsdp2",
         ),
         (
-            one.schedule == "zero-bubble" and one.interleave == 1 and one.pipeline > 1,
+            one.schedule == "zero-bubble" and one.interleave == 1 and one.pp > 1,
             "interleave must be at least 2 for schedule 'zero-bubble', got 1; plan with --interleave 2 or --schedule "
             "1f1b",
         ),
@@ -75,12 +78,12 @@ def emit(job: Job) -> Emitted:
     )
     assert known is not None
     text = filled(
-        "torchtitan.py.j2", job, version=VERSION, function=FUNCTION, graph=graph, compiles=compiles, flavor=known[0],
-        assets=known[1], policy=POLICIES[one.checkpointing],
+        "torchtitan.py.j2", setting, version=VERSION, function=FUNCTION, graph=graph, compiles=compiles,
+        flavor=known[0], assets=known[1], policy=POLICIES[str(one.checkpointing)],
     )  # fmt: skip
     return Emitted(
         files={f"{MODULE}.py": text},
-        command=f"{job.torchrun} -m torchtitan.train --module {MODULE} --config {FUNCTION}",
+        command=f"{setting.torchrun} -m torchtitan.train --module {MODULE} --config {FUNCTION}",
         version=VERSION,
         notes=applying(
             (
@@ -98,8 +101,11 @@ def emit(job: Job) -> Emitted:
                 "torchtitan has units for the embedding and the head, but not the other settings of fsdp2-tuned.",
             ),
             (graph, "SimpleFSDP is in torchtitan's experiment graph_trainer, which compiles the whole model."),
-            (one.reduction == "bf16", "torchtitan reduces gradients in fp32; the plan reduces them in bf16."),
+            (
+                one.implementation.reduction == "bf16",
+                "torchtitan reduces gradients in fp32; the plan reduces them in bf16.",
+            ),
             (one.precision == "fp8", "fp8 scales by row (torchao's recipe 'rowwise'); the head stays in bf16."),
-            reduces(job, "torchtitan", each=one.pipeline == 1),
+            reduces(setting, "torchtitan", each=one.pp == 1),
         ),
     )

@@ -135,24 +135,13 @@ class _Export:
         names = tuple(self._names)
         telling = [code for code, name in enumerate(names) if name.startswith((_C10D, _NCCL))]
         return TraceFile(
-            path=self._path,
-            size=size,
-            host=HostEvents(**host),
-            device=DeviceEvents(**device),
-            syncs=SyncEvents(**Growing(SyncEvents).columns()),
-            names=names,
-            threads=tuple(self._threads),
-            lanes=tuple(self._lanes),
-            signatures=tuple(self._signatures),
-            host_args={row: {} for row in np.flatnonzero(np.isin(host["names"], telling)).tolist()},
-            device_args={},
-            operands=(),
-            memory=MemoryEvents(**Growing(MemoryEvents).columns()),
-            memory_devices=(),
-            metadata=self._metadata(),
-            count=self._count,
-            skipped=self._skipped,
-        )
+            path=self._path, size=size, host=HostEvents(**host), device=DeviceEvents(**device),
+            syncs=SyncEvents(**Growing(SyncEvents).columns()), names=names, threads=tuple(self._threads),
+            lanes=tuple(self._lanes), signatures=tuple(self._signatures),
+            host_args={row: {} for row in np.flatnonzero(np.isin(host["names"], telling)).tolist()}, device_args={},
+            operands=(), memory=MemoryEvents(**Growing(MemoryEvents).columns()), memory_devices=(),
+            metadata=self._metadata(), count=self._count, skipped=self._skipped,
+        )  # fmt: skip
 
     def _kernels(self) -> Iterator[Block]:
         shape = [f"{part}{axis}" for part in ("grid", "block") for axis in "XYZ"]
@@ -201,25 +190,16 @@ class _Export:
     ) -> Block:
         starts, ends, devices, streams, correlations, processes = table[:6]
         places, which = _distinct([devices, processes, streams])
-        lanes = [
-            self._lanes.setdefault((self._device_of(device, process), str(stream)), len(self._lanes))
-            for device, process, stream in zip(*(column.tolist() for column in places))
-        ]
+        lanes = []
+        for device, process, stream in zip(*(column.tolist() for column in places)):
+            # CUDA's number; with the process where several count theirs from 0, as ranks of a job may.
+            name = f"{device}/{_pid_and_tid(process)[0]}" if self._shared else str(device)
+            lanes.append(self._lanes.setdefault((name, str(stream)), len(self._lanes)))
         return (
-            starts,
-            ends,
-            np.full(len(starts), category, np.int8),
-            names,
-            np.array(lanes, np.int32)[which],
-            self._correlated(correlations, processes),
-            np.full(len(starts), -1, np.int64),
-            signatures,
+            starts, ends, np.full(len(starts), category, np.int8), names, np.array(lanes, np.int32)[which],
+            self._correlated(correlations, processes), np.full(len(starts), -1, np.int64), signatures,
             np.zeros(len(starts), np.bool_),
-        )
-
-    def _device_of(self, device: int, global_pid: int) -> str:
-        """CUDA's number of a device; with the process where several count theirs from 0, as ranks of a job may."""
-        return f"{device}/{_pid_and_tid(global_pid)[0]}" if self._shared else str(device)
+        )  # fmt: skip
 
     def _is_shared(self) -> bool:
         """Whether several processes use devices of one number."""
@@ -264,15 +244,9 @@ class _Export:
         threads = [self._threads.setdefault(_pid_and_tid(tid), len(self._threads)) for tid in tids.tolist()]
         unknown = np.full(len(starts), -1, np.int64)
         return (
-            starts,
-            ends,
-            np.full(len(starts), category, np.int8),
-            names,
-            np.array(threads, np.int32)[which],
-            unknown if correlations is None else correlations,
-            unknown,
-            unknown.astype(np.int32),
-        )
+            starts, ends, np.full(len(starts), category, np.int8), names, np.array(threads, np.int32)[which],
+            unknown if correlations is None else correlations, unknown, unknown.astype(np.int32),
+        )  # fmt: skip
 
     def _correlated(self, correlations: Column, global_ids: Column) -> Column:
         """Correlation ids, which are unique within a process, with the process in their upper bits; -1 for none.
@@ -351,21 +325,17 @@ class _Export:
 
     def _metadata(self) -> dict[str, Any]:
         """What Kineto calls the same: the names of devices, and when time 0 was."""
-        found: dict[str, Any] = {"deviceProperties": self._devices(), "recorder": "Nsight Systems"}
+        table, devices = "TARGET_INFO_GPU", list[dict[str, Any]]()
+        if {"id", "name"} <= set(self._has(table)):  # by CUDA's number where the report gives it, else by its own
+            number = 'coalesce("cuDevice", "id")' if "cuDevice" in self._has(table) else '"id"'
+            rows = self._database.execute(f'SELECT {number}, "name" FROM {table}')
+            devices = [{"id": number, "name": name} for number, name in rows if name]
+        found: dict[str, Any] = {"deviceProperties": devices, "recorder": "Nsight Systems"}
         if "utcEpochNs" in self._has("TARGET_INFO_SESSION_START_TIME"):
             row = self._database.execute("SELECT utcEpochNs FROM TARGET_INFO_SESSION_START_TIME").fetchone()
             if row is not None and isinstance(row[0], int):
                 found["baseTimeNanoseconds"] = row[0]
         return found
-
-    def _devices(self) -> list[dict[str, Any]]:
-        """Devices by CUDA's number where the report gives it, else by its own."""
-        table = "TARGET_INFO_GPU"
-        if not {"id", "name"} <= set(self._has(table)):
-            return []
-        number = 'coalesce("cuDevice", "id")' if "cuDevice" in self._has(table) else '"id"'
-        rows = self._database.execute(f'SELECT {number}, "name" FROM {table}')
-        return [{"id": number, "name": name} for number, name in rows if name]
 
 
 def _distinct(columns: Sequence[npt.NDArray[Any]]) -> tuple[list[npt.NDArray[Any]], Column]:

@@ -7,8 +7,7 @@ block at a time. Times come from the decimal text: a float of microseconds since
 import gc
 import json
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, Union
@@ -91,10 +90,6 @@ class _Instant(msgspec.Struct, gc=False, tag_field="ph", tag="i"):
     args: msgspec.Raw = msgspec.Raw(b"{}")
 
 
-def _phase(tag: str) -> type[msgspec.Struct]:
-    return msgspec.defstruct(f"_Phase_{tag}", (), gc=False, tag_field="ph", tag=tag)
-
-
 class _Begin(msgspec.Struct, gc=False, tag_field="ph", tag="B"):
     """The begin of what ends in another event, which Kineto does not write."""
 
@@ -102,7 +97,10 @@ class _Begin(msgspec.Struct, gc=False, tag_field="ph", tag="B"):
 
 
 # The other phases of the format, of which nothing is read: flows, metadata, counters, samples and the like.
-_EVENT: Any = Union[(_Complete, _Instant, _Begin, *map(_phase, "sftMCEbneIPRcNODSTpFvV"))]
+_OTHERS = (
+    msgspec.defstruct(f"_Phase_{tag}", (), gc=False, tag_field="ph", tag=tag) for tag in "sftMCEbneIPRcNODSTpFvV"
+)
+_EVENT: Any = Union[(_Complete, _Instant, _Begin, *_OTHERS)]
 
 
 _Id = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -163,22 +161,16 @@ def read_trace(path: Path) -> TraceFile:
     if is_nsys(path):
         return read_nsys(path)
     reader = _Reader()
-    with _no_garbage_collection(), EventStream(path, msgspec.json.Decoder(list[_EVENT]), reader.salvage) as stream:
-        for block in stream:
-            reader.take(block)
-        reader.count("not_numbers", stream.not_numbers)
-        reader.count("trailing_commas", stream.trailing_commas)
-        reader.count("unclosed_array", int(stream.is_unclosed))
-        return without_far_events(reader.finish(path, stream.size, stream.metadata))
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Millions of new objects make the collector look at all of them again and again; none of them is garbage."""
     was_enabled = gc.isenabled()
-    gc.disable()
+    gc.disable()  # it would look at millions of new objects again and again; none of them is garbage
     try:
-        yield
+        with EventStream(path, msgspec.json.Decoder(list[_EVENT]), reader.salvage) as stream:
+            for block in stream:
+                reader.take(block)
+            reader.count("not_numbers", stream.not_numbers)
+            reader.count("trailing_commas", stream.trailing_commas)
+            reader.count("unclosed_array", int(stream.is_unclosed))
+            return without_far_events(reader.finish(path, stream.size, stream.metadata))
     finally:
         if was_enabled:
             gc.enable()
@@ -298,25 +290,17 @@ class _Reader:
         if not self._count and (others := self.skipped.get("unusable_events")):
             raise TraceError(f"{path}: not a Kineto trace (none of its {others} elements is an event)")
         return TraceFile(
-            path=path,
-            size=size,
-            host=HostEvents(**self._host.columns()),
-            device=DeviceEvents(**self._device.columns()),
-            syncs=SyncEvents(**self._syncs.columns()),
-            names=tuple(self._names),
-            threads=tuple((str(pid), str(tid)) for pid, tid in self._threads),
+            path=path, size=size, host=HostEvents(**self._host.columns()),
+            device=DeviceEvents(**self._device.columns()), syncs=SyncEvents(**self._syncs.columns()),
+            names=tuple(self._names), threads=tuple((str(pid), str(tid)) for pid, tid in self._threads),
             lanes=tuple((str(device), str(stream)) for device, stream in self._lanes),
             signatures=tuple(f"{name} {grid.decode()} {block.decode()}" for name, grid, block in self._signatures),
-            host_args=self._host_args,
-            device_args=self._device_args,
-            operands=tuple(Operands(*found) for found in self._operands),
-            memory=self._all_memory(),
+            host_args=self._host_args, device_args=self._device_args,
+            operands=tuple(Operands(*found) for found in self._operands), memory=self._all_memory(),
             memory_devices=tuple(_CPU if one == _CPU else f"device {one}" for one in self._memory_devices),
-            metadata=self._metadata(metadata),
-            count=self._count,
-            skipped=self.skipped,
+            metadata=self._metadata(metadata), count=self._count, skipped=self.skipped,
             frames=Frames(**self._frames.columns(), name_table=tuple(self._frame_names)),
-        )
+        )  # fmt: skip
 
     def _metadata(self, text: bytes) -> dict[str, Any]:
         try:
@@ -384,14 +368,10 @@ class _Reader:
         self._rows[1] += count
         self._device.append(
             (
-                *columns.all,
-                lanes,
-                np.array([a.correlation for a in found], np.int64),
-                np.array(externals, np.int64),
-                np.fromiter(signatures, np.int32, count),
-                np.array([bool(a.collective) for a in found], np.bool_),
+                *columns.all, lanes, np.array([a.correlation for a in found], np.int64), np.array(externals, np.int64),
+                np.fromiter(signatures, np.int32, count), np.array([bool(a.collective) for a in found], np.bool_),
             )
-        )
+        )  # fmt: skip
 
     def _take_syncs(self, events: list[_Complete], columns: "_Columns") -> None:
         known = [event for event in events if event.name in SYNC_KINDS]

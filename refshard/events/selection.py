@@ -4,14 +4,15 @@ Recorders' clocks err: one kernel with the time 0 among events of today would ma
 share of time rounds to nothing.
 """
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from refshard.errors import TraceError
-from refshard.events.table import LAUNCH, DeviceEvents, HostEvents, MemoryEvents, TraceFile
+from refshard.events.table import LAUNCH, DeviceEvents, HostEvents, TraceFile
+from refshard.events.timeline import rows_of
 
 HOUR_NS = 3600 * 10**9
 SPANS = 100
@@ -20,7 +21,6 @@ RULES = ((HOUR_NS, 0.99), (24 * HOUR_NS, 0.5))
 """Apart by how much, and by what share of the events, others are told from those that were recorded. A pause of an hour
 may be meant, but hardly for a single event; no recording pauses for a day."""
 
-Columns = TypeVar("Columns", HostEvents, DeviceEvents, MemoryEvents)
 T = TypeVar("T")
 Rows = npt.NDArray[np.bool_]
 
@@ -60,10 +60,14 @@ def without_far_events(trace: TraceFile) -> TraceFile:
     if bounds is None:
         return trace
     near_host, near_device = _near(host, bounds), _near(device, bounds)
+    memory = trace.memory
+    near = (memory.times >= bounds[0]) & (memory.times <= bounds[1])
+    if set(memory.devices[near].tolist()) == set(memory.devices.tolist()):  # or a device would be left without events
+        memory = rows_of(memory, near)
     far = int((~near_host).sum() + (~near_device).sum())
     return replace(
         _with(trace, near_host, near_device),
-        memory=_near_memory(trace.memory, bounds),
+        memory=memory,
         skipped={**trace.skipped, "far_events": far},
     )
 
@@ -91,26 +95,12 @@ def _near(events: HostEvents | DeviceEvents, bounds: tuple[int, int]) -> Rows:
     return np.asarray((events.starts >= bounds[0]) & (events.ends <= bounds[1]), np.bool_)
 
 
-def _near_memory(events: MemoryEvents, bounds: tuple[int, int]) -> MemoryEvents:
-    """Without what is far, unless a device would be left without events."""
-    near = (events.times >= bounds[0]) & (events.times <= bounds[1])
-    is_whole = len(np.unique(events.devices[near])) == len(np.unique(events.devices))
-    return _at(events, np.asarray(near, np.bool_)) if is_whole else events
-
-
 def _with(trace: TraceFile, host: Rows, device: Rows) -> TraceFile:
     """The trace with these of its host and device events, and their arguments."""
     return replace(
-        trace,
-        host=_at(trace.host, host),
-        device=_at(trace.device, device),
-        host_args=_renumbered(trace.host_args, host),
-        device_args=_renumbered(trace.device_args, device),
-    )
-
-
-def _at(events: Columns, rows: Rows) -> Columns:
-    return replace(events, **{field.name: getattr(events, field.name)[rows] for field in fields(events)})
+        trace, host=rows_of(trace.host, host), device=rows_of(trace.device, device),
+        host_args=_renumbered(trace.host_args, host), device_args=_renumbered(trace.device_args, device),
+    )  # fmt: skip
 
 
 def _renumbered(args: dict[int, T], kept: Rows) -> dict[int, T]:

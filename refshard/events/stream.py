@@ -172,7 +172,10 @@ class EventStream(Generic[T]):
 
     def _decode_some(self, block: bytes, *, at_end: bool, is_object: bool) -> tuple[list[T], int, bytes | None]:
         """Events at the start of ``block``, how many bytes they took, and what follows the array if it ends there."""
-        for cut in _guesses(block):
+        first = max(0, len(block) - _SEARCHED)
+        # Places after a "}" that a comma and a "{" follow, from the last one.
+        places = [first + match.start() + 1 for match in _BETWEEN.finditer(block[first:])]
+        for cut in reversed(places[-_GUESSES:]):
             try:
                 events, tail = self._decode(block[:cut], b"]")
             except _Truncated:
@@ -185,8 +188,13 @@ class EventStream(Generic[T]):
         try:
             events, tail = self._decode(block, b"")
         except _Truncated:
-            if at_end and not is_object:
-                return self._decode_unclosed(block), len(block), b""
+            if at_end and not is_object:  # an array that is never closed, if its last event is whole
+                try:
+                    events, _ = self._decode(block.rstrip(_EMPTY).removesuffix(b","), b"]")
+                except (_Truncated, TraceError):  # what was no error before the bracket is none of the file's own
+                    raise self._truncated() from None
+                self.is_unclosed = True
+                return events, len(block), b""
             if at_end:
                 raise self._truncated() from None
             raise TraceError(
@@ -194,15 +202,6 @@ class EventStream(Generic[T]):
                 f"{format_bytes(LARGEST_EVENT)})"
             ) from None
         return events, len(block), (tail or b"") + self._remainder()
-
-    def _decode_unclosed(self, block: bytes) -> list[T]:
-        """The last events of an array that is never closed, if its last event is whole."""
-        try:
-            events, _ = self._decode(block.rstrip(_EMPTY).removesuffix(b","), b"]")
-        except (_Truncated, TraceError):  # what was no error before the bracket is none of the file's own
-            raise self._truncated() from None
-        self.is_unclosed = True
-        return events
 
     def _decode(self, elements: bytes, closing: bytes) -> tuple[list[T], bytes | None]:
         """The events of an array after its bracket, and what of ``elements`` follows if the array ends before them."""
@@ -217,17 +216,14 @@ class EventStream(Generic[T]):
             events, tail = self._salvage(cleaned), None
         except (msgspec.DecodeError, RecursionError) as error:
             if (place := _end_of_array(error)) is None:
-                raise self._damaged(error) from None
+                at = _BYTE.search(str(error))
+                where = f" at byte {self._offset + int(at[1]) - 1}" if at else ""
+                reason = str(error).removeprefix("JSON is malformed: ").partition(" (byte")[0]
+                raise TraceError(f"{self._path}: damaged{where} ({reason}); copy or record it again") from None
             events, tail = self._salvage(cleaned[:place]), cleaned[place : len(cleaned) - len(closing)]
         self.not_numbers += numbers
         self.trailing_commas += commas
         return events, tail
-
-    def _damaged(self, error: Exception) -> TraceError:
-        at = _BYTE.search(str(error))
-        where = f" at byte {self._offset + int(at[1]) - 1}" if at else ""
-        reason = str(error).removeprefix("JSON is malformed: ").partition(" (byte")[0]
-        return TraceError(f"{self._path}: damaged{where} ({reason}); copy or record it again")
 
     def _remainder(self) -> bytes:
         """All that follows the events, in memory: no more than some metadata is expected."""
@@ -283,13 +279,6 @@ def _end_of_array(error: Exception) -> int | None:
     if message.startswith("JSON is malformed: trailing characters") and (at := _BYTE.search(message)):
         return int(at[1]) - 1  # the first of those characters, counted from 1
     return None
-
-
-def _guesses(block: bytes) -> Iterator[int]:
-    """Places after a ``}`` that a comma and a ``{`` follow, from the last one."""
-    first = max(0, len(block) - _SEARCHED)
-    places = [first + match.start() + 1 for match in _BETWEEN.finditer(block[first:])]
-    yield from reversed(places[-_GUESSES:])
 
 
 def _as_json(text: bytes) -> tuple[bytes, int, int]:

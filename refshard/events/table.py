@@ -103,11 +103,9 @@ HOST, LAUNCH, ANNOTATION, KERNEL, MEMCPY, MEMSET, OVERHEAD, SYNC = range(8)
 
 STREAM_WAIT, EVENT_SYNC, STREAM_SYNC, CONTEXT_SYNC = range(4)
 SYNC_KINDS = {
-    "Stream Wait Event": STREAM_WAIT,
-    "Event Sync": EVENT_SYNC,
-    "Stream Sync": STREAM_SYNC,
+    "Stream Wait Event": STREAM_WAIT, "Event Sync": EVENT_SYNC, "Stream Sync": STREAM_SYNC,
     "Context Sync": CONTEXT_SYNC,
-}
+}  # fmt: skip
 """Names of Kineto's ``cuda_sync`` events, and codes of :attr:`SyncEvents.kinds`."""
 
 GLOO, EMULATED = "gloo:", "emulated:"

@@ -5,14 +5,18 @@ All times are int64 nanoseconds. A measured trace, an emulated one and a simulat
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from enum import IntFlag, StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 Nanoseconds = npt.NDArray[np.int64]
+Rows = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int32]
+Table = TypeVar("Table")
 
 
 class Intervals:
@@ -106,7 +110,7 @@ class Intervals:
         kept = keep(self._covers(cuts[:-1]), other._covers(cuts[:-1]))
         return Intervals.union(cuts[:-1][kept], cuts[1:][kept])
 
-    def _covers(self, points: Nanoseconds) -> npt.NDArray[np.bool_]:
+    def _covers(self, points: Nanoseconds) -> Mask:
         index = np.searchsorted(self.starts, points, side="right") - 1
         inside = index >= 0
         inside[inside] = points[inside] < self.ends[index[inside]]
@@ -199,22 +203,22 @@ class Spans:
     starts: Nanoseconds
     ends: Nanoseconds
     kinds: npt.NDArray[np.int8]
-    lanes: npt.NDArray[np.int32]
-    names: npt.NDArray[np.int32]
-    operators: npt.NDArray[np.int32]
+    lanes: Ints
+    names: Ints
+    operators: Ints
     launches: Nanoseconds
     queued: Nanoseconds
-    steps: npt.NDArray[np.int32]
-    units: npt.NDArray[np.int32]
+    steps: Ints
+    units: Ints
     under: npt.NDArray[np.int16]
-    signatures: npt.NDArray[np.int32]
+    signatures: Ints
     lane_names: tuple[str, ...]
     name_table: tuple[str, ...]
     unit_names: tuple[str, ...] = ()
     signature_names: tuple[str, ...] = ()
-    calls: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    inputs: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    in_autograd: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
+    calls: Ints = field(default_factory=lambda: np.empty(0, np.int32))
+    inputs: Ints = field(default_factory=lambda: np.empty(0, np.int32))
+    in_autograd: Mask = field(default_factory=lambda: np.empty(0, np.bool_))
     input_names: tuple[Inputs, ...] = ()
 
     @classmethod
@@ -226,22 +230,13 @@ class Spans:
         names = np.array([name_table.index(s.name) for s in rows], np.int32)
         unknown = np.full(len(rows), UNKNOWN)
         return cls(
-            starts=np.array([s.start for s in rows], np.int64),
-            ends=np.array([s.end for s in rows], np.int64),
+            starts=np.array([s.start for s in rows], np.int64), ends=np.array([s.end for s in rows], np.int64),
             kinds=np.array([KINDS.index(s.kind) for s in rows], np.int8),
-            lanes=np.array([lane_names.index(s.lane) for s in rows], np.int32),
-            names=names,
-            operators=names,
-            launches=unknown.astype(np.int64),
-            queued=unknown.astype(np.int64),
-            steps=unknown.astype(np.int32),
-            units=unknown.astype(np.int32),
-            under=np.zeros(len(rows), np.int16),
-            signatures=names,
-            lane_names=lane_names,
-            name_table=name_table,
-            signature_names=name_table,
-        )
+            lanes=np.array([lane_names.index(s.lane) for s in rows], np.int32), names=names, operators=names,
+            launches=unknown.astype(np.int64), queued=unknown.astype(np.int64), steps=unknown.astype(np.int32),
+            units=unknown.astype(np.int32), under=np.zeros(len(rows), np.int16), signatures=names,
+            lane_names=lane_names, name_table=name_table, signature_names=name_table,
+        )  # fmt: skip
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -250,14 +245,10 @@ class Spans:
         """Row by row, for tests and small timelines."""
         for start, end, kind, lane, name in zip(self.starts, self.ends, self.kinds, self.lanes, self.names):
             yield Span(
-                kind=KINDS[kind],
-                lane=self.lane_names[lane],
-                name=self.name_table[name],
-                start=int(start),
-                end=int(end),
+                kind=KINDS[kind], lane=self.lane_names[lane], name=self.name_table[name], start=int(start), end=int(end)
             )
 
-    def of_kind(self, *kinds: Kind) -> npt.NDArray[np.bool_]:
+    def of_kind(self, *kinds: Kind) -> Mask:
         """Which rows are of these kinds."""
         return np.isin(self.kinds, [KINDS.index(kind) for kind in kinds])
 
@@ -269,7 +260,7 @@ class Spans:
         rows = computes if computes.any() else np.ones(len(self), np.bool_)
         return int(np.argmax(np.bincount(self.lanes[rows], weights=(self.ends - self.starts)[rows])))
 
-    def covered(self, rows: npt.NDArray[np.bool_]) -> Intervals:
+    def covered(self, rows: Mask) -> Intervals:
         """Union of these rows' intervals."""
         return Intervals.union(self.starts[rows], self.ends[rows])
 
@@ -287,14 +278,14 @@ class HostCalls:
     both are empty where it recorded no waits of streams.
     """
 
-    threads: npt.NDArray[np.int32]
-    awaits: npt.NDArray[np.bool_]
+    threads: Ints
+    awaits: Mask
     starts: Nanoseconds
     ends: Nanoseconds
-    callers: npt.NDArray[np.int32]
-    names: npt.NDArray[np.int32]
-    waiting: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    sources: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    callers: Ints
+    names: Ints
+    waiting: Rows = field(default_factory=lambda: np.empty(0, np.int64))
+    sources: Rows = field(default_factory=lambda: np.empty(0, np.int64))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -371,3 +362,34 @@ class Timeline:
     def busy(self, *kinds: Kind) -> Intervals:
         """Union of the spans of these kinds."""
         return self.spans.covered(self.spans.of_kind(*kinds))
+
+
+def rows_of(table: Table, rows: Rows | Mask) -> Table:
+    """Some rows of a dataclass of columns; what is no column stays."""
+    every = cast(Any, table)
+    columns = {field.name: getattr(every, field.name) for field in fields(every)}
+    return cast(Table, replace(every, **{k: one[rows] for k, one in columns.items() if isinstance(one, np.ndarray)}))
+
+
+def grouped(*columns: npt.NDArray[np.generic]) -> tuple[Rows, Rows]:
+    """Rows alike in all columns: the first row of each group, and the group of each row; groups are in order."""
+    codes, firsts = np.zeros(len(columns[0]), np.int64), np.zeros(0, np.int64)
+    for column in columns if len(codes) else ():
+        _, place = np.unique(column, return_inverse=True)
+        # Numbered anew after each column: the product of all their ranges may not fit an int64.
+        _, firsts, codes = np.unique(codes * (int(place.max()) + 1) + place, return_index=True, return_inverse=True)
+    return firsts, codes
+
+
+def sums(group: Rows, values: npt.NDArray[np.generic], count: int) -> Rows:
+    """The sum of the values of each of ``count`` groups, exactly."""
+    found = np.zeros(count, np.int64)
+    np.add.at(found, group, values)
+    return found
+
+
+def ranges(first: Rows, until: Rows) -> tuple[Rows, Rows]:
+    """Every place ``i`` with each number in ``range(first[i], until[i])``."""
+    count = np.maximum(0, until - first)
+    place = np.repeat(np.arange(len(count)), count)
+    return place, np.arange(len(place)) - np.repeat(np.cumsum(count) - count, count) + first[place]

@@ -3,16 +3,16 @@
 import json
 from collections.abc import Iterator
 
-from refshard.events.table import ANNOTATION, HOST, LAUNCH, MEMCPY, MEMSET, TraceFile
+from refshard.events.table import ANNOTATION, HOST, LAUNCH, MEMCPY, MEMSET, SYNC_KINDS, TraceFile
 
 _HOST_CATEGORIES = {HOST: "cpu_op", ANNOTATION: "user_annotation", LAUNCH: "cuda_runtime"}
 _COPIES = {MEMCPY: "gpu_memcpy", MEMSET: "gpu_memset"}
 
 
 def as_kineto(trace: TraceFile) -> str:
-    """The JSON text. Waits of streams (``cuda_sync``) are left out: the columns do not keep their times."""
+    """The JSON text. The columns keep no times of waits (``cuda_sync``): each is a moment where its call begins."""
     head = json.dumps(trace.metadata)
-    events = (*_tracks(trace), *_host(trace), *_frames(trace), *_device(trace), *_memory(trace))
+    events = (*_tracks(trace), *_host(trace), *_frames(trace), *_device(trace), *_syncs(trace), *_memory(trace))
     return f'{head[:-1]}, "traceEvents": [\n' + ",\n".join(events) + "\n]}\n"
 
 
@@ -77,6 +77,21 @@ def _device(trace: TraceFile) -> Iterator[str]:
             args = f'{{"External id": {external}, "correlation": {correlation}, "device": {_id(number)}, '
             args += f'"stream": {_id(stream)}{_geometry(trace.signatures[signature], trace.names[name])}}}'
         yield _event(_COPIES.get(category, "kernel"), names[name], where, start, end, args)
+
+
+def _syncs(trace: TraceFile) -> Iterator[str]:
+    host, syncs, names = trace.host, trace.syncs, list(SYNC_KINDS)
+    calls = host.categories == LAUNCH
+    begins = dict(zip(host.correlations[calls].tolist(), host.starts[calls].tolist()))
+    columns = (syncs.kinds, syncs.correlations, syncs.devices, syncs.streams, syncs.sources, syncs.records)
+    for kind, correlation, device, stream, source, record in zip(*(column.tolist() for column in columns)):
+        known = {
+            "correlation": correlation, "device": device, "stream": stream, "wait_on_stream": source,
+            "wait_on_cuda_event_record_corr_id": record,
+        }  # fmt: skip
+        at = begins.get(correlation, int(host.starts[0]) if len(host.starts) else 0)
+        args = json.dumps({key: value for key, value in known.items() if value != -1 or key == "stream"})
+        yield _event("cuda_sync", json.dumps(names[kind]), f'"pid": {device}, "tid": {stream}', at, at, args)
 
 
 def _geometry(signature: str, name: str) -> str:

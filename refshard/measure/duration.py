@@ -1,4 +1,4 @@
-"""How long a suite will take: from earlier launches of the same cases, else from their FLOPs."""
+"""Estimate how long a suite will take: from earlier launches of the same cases, else from their FLOPs."""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ from refshard import resources
 from refshard.errors import SpecError, StoreError
 from refshard.flops import flops_per_token
 from refshard.measure.store import RECORDS, read_run
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.model import load_model
 from refshard.specs.suite import SuiteSpec
 
@@ -22,12 +22,12 @@ _START_S = 6.0
 _DRY_RUN_S = 12.0
 """The mean of the launches in profiles/recorded/dryrun."""
 _PART_OF_GEMM = 0.5
-"""What training reaches of this machine's rate in matrix products; recorded runs on CPUs reach 0.4 to 0.6."""
+"""The share of this machine's rate in matrix products that training reaches; 0.4 to 0.6 in recorded runs on CPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """How long launches will take, s; of ``unknown`` ones (GPUs that are not here) nothing is known."""
+    """How long launches will take, s, without the ``unknown`` ones (on GPUs that are not here)."""
 
     seconds: float
     launches: int
@@ -60,7 +60,7 @@ def earlier_launches(folders: Iterable[Path]) -> dict[str, float]:
                 continue
             try:
                 launches = read_run(path.parent).launches
-            except StoreError:  # damaged, or another version's: it only makes the estimate coarser
+            except StoreError:  # damaged, or another version's: the estimate is only coarser
                 continue
             for launch in launches:
                 if launch.state == "ok":
@@ -73,25 +73,26 @@ def recorded_folders() -> list[Path]:
     return sorted(path for path in (resources.root() / "profiles" / "recorded").glob("*") if path.is_dir())
 
 
-def _estimated_s(case: CaseSpec, *, gpus: bool) -> float | None:
-    """None of a case on GPUs, whose rate is not known here."""
-    if case.fidelity == "dryrun":
+def _estimated_s(case: Case, *, gpus: bool) -> float | None:
+    """None for a case on GPUs, whose rate is unknown here."""
+    job = case.job
+    if case.protocol.fidelity == "dryrun":
         return _DRY_RUN_S
-    if case.device == "cuda" or (gpus and case.device == "auto"):
+    if case.protocol.device == "cuda" or (gpus and case.protocol.device == "auto"):
         return None
     try:
-        model = load_model(case.model)
+        model = load_model(job.model)
     except SpecError:
         return None
-    steps = case.warmup_steps + case.measured_steps + case.traced_steps
-    tokens = case.global_batch * case.seq_len * case.processes // case.world_size
-    flops = flops_per_token(model, case.seq_len, "A", workload=case.workload) * tokens * steps
+    steps = case.protocol.warmup_steps + case.protocol.measured_steps + case.protocol.traced_steps
+    tokens = job.global_batch * job.seq_len * case.processes // job.gpus
+    flops = flops_per_token(model, job.seq_len, "A", workload=job.workload) * tokens * steps
     return _START_S + flops / (_PART_OF_GEMM * _gemm_flops_per_s())
 
 
 @cache
 def _gemm_flops_per_s() -> float:
-    """What all cores reach together in fp32 matrix products: the fastest of a few, since others may be at work."""
+    """The rate of all cores together in fp32 matrix products: the fastest of a few, since other work may disturb."""
     n = 1024
     a = np.ones((n, n), np.float32)
     seconds = []

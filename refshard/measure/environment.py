@@ -1,4 +1,4 @@
-"""What machine and software a run is measured on; one rank of each host describes it where ranks run elsewhere."""
+"""The machine and software that a run is measured on; if ranks run elsewhere, one rank of each host describes it."""
 
 import hashlib
 import os
@@ -6,9 +6,11 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -16,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 from refshard import resources
-from refshard.measure import gpus as of_gpus
 from refshard.measure.load import available_cores, cpu_name
-from refshard.records import Environment
+from refshard.measure.nvml import GpuSensors, gpu_sensors, visible_uuids
+from refshard.measure.worker import request_file
+from refshard.records import Environment, GpuSettings
 
 _PACKAGES = (
     "torch", "numpy", "msgspec", "transformers", "accelerate", "bitsandbytes", "deepspeed", "megatron-fsdp", "peft",
@@ -28,12 +31,22 @@ COMPARABLE = (
     "os", "cpu", "physical_cores", "logical_cores", "gpus", "python", "torch", "backends", "gemm_threads"
 )  # fmt: skip
 """Fields that must match between two runs before their times can be compared."""
+_PREFIXES = ("CUDA_", "NCCL_", "TORCH_NCCL_")
+_NAMES = (
+    "NVIDIA_TF32_OVERRIDE", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)  # fmt: skip
+_PLACES = ("CUDA_HOME", "CUDA_PATH", "CUDA_CACHE_PATH", "CUDA_ROOT")
+"""Variables that only say where files lie on somebody's machine."""
+_LOCAL = ("CUDA_VISIBLE_DEVICES", "NCCL_HOSTID")
+"""Variables that differ between hosts or jobs that are alike."""
+GPU_COMPARABLE = ("gpu_memory_bytes", "gpu_driver", "cuda", "nccl", "tf32", "gpu_settings")
+"""Fields that must match between the hosts of a run, and between runs, if there are GPUs."""
 _SAME_MEMORY = 0.01
 """What the kernel keeps to itself differs a little from boot to boot."""
 
 
 def capture_environment(threads_per_rank: int, network: str = "") -> Environment:
-    """Describe this machine, and in ``network`` what joins its hosts if it plays several.
+    """Describe this machine; ``network`` says what joins its hosts if it plays several.
 
     Takes about a second, most of it to measure matrix multiplication.
     """
@@ -58,33 +71,79 @@ def capture_environment(threads_per_rank: int, network: str = "") -> Environment
         code_sha256=code_sha256(),
         argv=("refshard", *sys.argv[1:]),
         network=network,
-        **of_gpus.describe_gpus(),
+        **describe_gpus(),
     )
     return msgspec.structs.replace(environment, id=id_of(environment))
+
+
+def describe_gpus() -> dict[str, Any]:
+    """Fields of :class:`Environment` about the GPUs that torch sees; none of them without GPUs."""
+    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    if not properties:
+        return {}
+    found: dict[str, Any] = {
+        "gpu_memory_bytes": tuple(each.total_memory for each in properties),
+        "cuda": f"ROCm {torch.version.hip}" if torch.version.hip else torch.version.cuda or "",
+        "nccl": "",
+        "tf32": tf32_allowed(os.environ),
+        "variables": variables(os.environ),
+    }
+    with suppress(AttributeError, RuntimeError):  # a build without NCCL, or the fake device
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    with gpu_sensors(visible_uuids()) as sensors:
+        return found if sensors is None else found | describe_sensors(sensors)
+
+
+def describe_sensors(sensors: GpuSensors) -> dict[str, Any]:
+    """Fields of :class:`Environment` from NVML."""
+    return {
+        "gpu_driver": sensors.driver(),
+        "gpu_settings": tuple(sensors.settings(gpu) for gpu in range(sensors.count)),
+        "gpu_throttled": tuple(sensors.reading(gpu).throttled for gpu in range(sensors.count)),
+    }
+
+
+def variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that configure CUDA, NCCL and torch's allocator, by name."""
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        if (name.startswith(_PREFIXES) or name in _NAMES) and name not in _PLACES
+    }
+
+
+def tf32_allowed(environment: Mapping[str, str]) -> bool:
+    """Whether fp32 matrix products on GPUs may be TF32: torch allows it, and NVIDIA's variable does not forbid it."""
+    return torch.get_float32_matmul_precision() != "highest" and environment.get("NVIDIA_TF32_OVERRIDE") != "0"
+
+
+def _shared(environment: Environment) -> dict[str, str]:
+    """Its variables that must match."""
+    return {name: value for name, value in environment.variables.items() if name not in _LOCAL}
 
 
 def id_of(environment: Environment) -> str:
     """The hash of everything that must match between two comparable runs.
 
-    A machine without GPUs, or a single host, keeps the id that it had before there were GPUs and networks here.
+    A machine without GPUs, or a single host, keeps the id that it had before ids covered GPUs and networks.
     """
     comparable = {field: getattr(environment, field) for field in COMPARABLE}
     if environment.network:
         comparable["network"] = environment.network
     if environment.gpus:
-        comparable |= {field: getattr(environment, field) for field in of_gpus.COMPARABLE}
-        comparable["variables"] = of_gpus.shared_variables(environment)
+        comparable |= {field: getattr(environment, field) for field in GPU_COMPARABLE}
+        comparable["variables"] = _shared(environment)
     return hashlib.sha256(msgspec.json.encode(comparable, order="sorted")).hexdigest()[:12]
 
 
 def changes(before: Environment, now: Environment) -> list[str]:
-    """In words, what differs between two environments that must not within one run: machine, software and code.
+    """What differs between two environments and must not within one run: machine, software and code.
 
-    Code counts, not commits: of two commits that differ in a page of documentation, one resumes what the other began;
-    and an edit that is not committed is a change. Only a record from before code was recorded has but its commit.
+    Code counts, not commits: after a commit that only changes documentation, a run can be resumed, and an edit that is
+    not committed is a change. Only records from before code was recorded are compared by commit.
     """
     found = [*differences(before, now), *_changed(before, now, ("network",))]
-    was, is_ = of_gpus.shared_variables(before), of_gpus.shared_variables(now)
+    was, is_ = _shared(before), _shared(now)
     found += [
         f"{name} was {was.get(name, 'not set')} and is {is_.get(name, 'not set')}"
         for name in sorted(was.keys() | is_.keys())
@@ -96,23 +155,28 @@ def changes(before: Environment, now: Environment) -> list[str]:
 
 
 def differences(one: Environment, other: Environment) -> list[str]:
-    """In words, what differs between two hosts of one run that must not. Their memory does, by what firmware keeps."""
+    """What differs between two hosts of one run and must not. Their memory may: firmware keeps some of it."""
     code = "code_sha256" if one.code_sha256 else "git_commit"
-    of_each = [field for field in of_gpus.COMPARABLE if field != "gpu_settings"]
-    settings = of_gpus.setting_changes(one.gpu_settings, other.gpu_settings)
-    return [*_changed(one, other, (*COMPARABLE, "packages", code, *of_each)), *settings]
+    fields = [field for field in GPU_COMPARABLE if field != "gpu_settings"]
+    found = _changed(one, other, (*COMPARABLE, "packages", code, *fields))
+    before, now = one.gpu_settings, other.gpu_settings
+    if len(before) != len(now):
+        return [*found, f"gpu_settings were known of {len(before)} GPUs and are of {len(now)}"]
+    for gpu, (was, is_) in enumerate(zip(before, now)):
+        found += _changed(was, is_, GpuSettings.__struct_fields__, f" of GPU {gpu}")
+    return found
 
 
-def _changed(before: Environment, now: Environment, fields: Iterable[str]) -> list[str]:
+def _changed(before: msgspec.Struct, now: msgspec.Struct, fields: Iterable[str], of: str = "") -> list[str]:
     return [
-        f"{field} was {was!r} and is {is_!r}"
+        f"{field}{of} was {was!r} and is {is_!r}"
         for field in fields
         if (was := getattr(before, field)) != (is_ := getattr(now, field))
     ]
 
 
 def code_sha256(package: Path = Path(resources.__file__).parent) -> str:
-    """SHA-256 over what decides what a rank does: the package's sources, and the profiles that are read here."""
+    """SHA-256 of the package's sources and of the profiles: they decide what a rank does."""
     profiles = (resources.model_profiles(), resources.cluster_profiles(), resources.hardware_profiles())
     digest = hashlib.sha256()
     for path in [*sorted(package.rglob("*.py")), *(path for found in profiles for path in found.values())]:
@@ -123,7 +187,7 @@ def code_sha256(package: Path = Path(resources.__file__).parent) -> str:
 def measure_gemm(threads: int, size: int = 1024, seconds: float = 0.5) -> float:
     """Best rate in FLOP/s of an fp32 ``size`` x ``size`` matrix product with ``threads`` threads, over ``seconds``.
 
-    It serves as the peak that a CPU's MFU is held against; the best, since a peak is what the machine can do.
+    It is the peak of a CPU's MFU, so the best counts.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -147,26 +211,20 @@ def _version(package: str) -> str | None:
 
 
 def git_state(checkout: Path | None) -> tuple[str | None, bool | None]:
-    """Commit and whether files differ from it; (None, None) where this is no checkout."""
-    if checkout is None:
-        return None, None
+    """Commit and whether files differ from it; (None, None) if this is no checkout."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(checkout), *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
     try:
-        commit = _git(checkout, "rev-parse", "HEAD")
-        return commit, bool(_git(checkout, "status", "--porcelain"))
+        return (None, None) if checkout is None else (git("rev-parse", "HEAD"), bool(git("status", "--porcelain")))
     except (OSError, subprocess.CalledProcessError):
         return None, None
 
 
-def _git(checkout: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", "-C", checkout, *arguments], check=True, capture_output=True, text=True)
-    return done.stdout.strip()
-
-
-DESCRIBE_FILE = "environment.json"
-
-
 class DescribeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """With how many threads to measure the rate of a matrix product; and in words what joins the hosts."""
+    """How many threads multiply matrices in the measurement of their rate, and what joins the hosts."""
 
     threads: int
     network: str = ""
@@ -180,7 +238,7 @@ def described_file(folder: Path, rank: int) -> Path:
 def describe_rank(folder: Path) -> int:
     """Run this rank and return the process's exit status."""
     if int(os.environ["LOCAL_RANK"]) == 0:
-        options = msgspec.json.decode((folder / DESCRIBE_FILE).read_bytes(), type=DescribeOptions)
+        options = msgspec.json.decode(request_file(folder, "environment").read_bytes(), type=DescribeOptions)
         described = msgspec.json.encode(capture_environment(options.threads, options.network))
         described_file(folder, int(os.environ["RANK"])).write_bytes(described)
     return 0

@@ -1,7 +1,7 @@
-"""Which collective a launch that hangs waits for: what torch's flight recorder holds on each rank when it is asked.
+"""Which collective a hanging launch waits for, from torch's flight recorder on each rank.
 
-NCCL's and gloo's process groups keep their latest collectives by themselves. A rank leaves them in a file when it is
-asked where it stands, also while its main thread waits for the device.
+NCCL's and gloo's process groups record their latest collectives by themselves. A rank writes them to a file when it is
+asked for its stack, even while its main thread waits for the device.
 """
 
 import json
@@ -15,21 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-
-_GROUP = tuple[str, str]
-"""A process group's name and description."""
+from torch._C import _distributed_c10d
 
 
 def flight_file(folder: Path, rank: int) -> Path:
-    """Where a rank leaves its latest collectives; there and empty as long as it could."""
+    """Where a rank leaves its latest collectives; empty while it can be asked."""
     return folder / f"flight{rank}.json"
 
 
 @contextmanager
 def answering(folder: Path, group: dist.ProcessGroup, number: signal.Signals) -> Iterator[None]:
-    """Within this, the signal has this rank leave its latest collectives. The signal must have a handler of Python's.
+    """Let the signal, which must have a Python handler, make this rank leave its latest collectives.
 
-    Its wake-up reaches a thread that only waits, so that nothing runs beside what is measured.
+    Its wake-up reaches a thread that only waits, so that nothing disturbs the measurement.
     """
     file = flight_file(folder, group.rank())
     reader, writer = os.pipe()
@@ -51,19 +49,12 @@ def answering(folder: Path, group: dist.ProcessGroup, number: signal.Signals) ->
 def _answer(reader: int, number: signal.Signals, file: Path, backend: str) -> None:
     while received := os.read(reader, 1):
         if received[0] == number:
-            unfinished = file.with_suffix(".tmp")
+            dump: Any = getattr(_distributed_c10d, f"_dump_{'nccl' if backend == 'nccl' else 'fr'}_trace_json", None)
             with suppress(OSError):  # a full disk
-                unfinished.write_bytes(_recorded(backend))
-                unfinished.replace(file)
+                recorded = b"{}" if dump is None else bytes(dump(includeCollectives=True, onlyActive=False))
+                file.with_suffix(".tmp").write_bytes(recorded)
+                file.with_suffix(".tmp").replace(file)
             return
-
-
-def _recorded(backend: str) -> bytes:
-    """The flight recorder's content as JSON."""
-    from torch._C import _distributed_c10d
-
-    dump: Any = getattr(_distributed_c10d, f"_dump_{'nccl' if backend == 'nccl' else 'fr'}_trace_json", None)
-    return b"{}" if dump is None else bytes(dump(includeCollectives=True, onlyActive=False))
 
 
 def read_flights(folder: Path) -> dict[int, Any]:
@@ -76,17 +67,16 @@ def read_flights(folder: Path) -> dict[int, Any]:
 
 
 def waited_for(flights: Mapping[int, Any]) -> str:
-    """Which collective some ranks wait in, and which ranks are missing there, in words; empty where nothing tells.
+    """Which collective some ranks wait in, and which ranks are missing there; empty if unknown.
 
-    The first collective of a process group that one of its ranks has called and another has not is what the others wait
-    for; if all have called the same, it is the first that is not complete.
+    It is the first collective of a process group that one of its ranks has called and another has not; if all have
+    called the same, the first that is not complete.
     """
-    groups: dict[_GROUP, dict[int, dict[int, Any]]] = defaultdict(dict)
+    groups: dict[tuple[str, str], dict[int, dict[int, Any]]] = defaultdict(dict)  # by name and description
     for rank, flight in flights.items():
         for entry in flight.get("entries", []):
             if not entry["is_p2p"]:
-                name, description = entry["process_group"]
-                groups[name, description].setdefault(rank, {})[entry["collective_seq_id"]] = entry
+                groups[tuple(entry["process_group"])].setdefault(rank, {})[entry["collective_seq_id"]] = entry
     found = (_waiting(description or name, ranks) for (name, description), ranks in groups.items())
     return "; ".join(filter(None, found))
 
@@ -114,5 +104,4 @@ def _named(entry: Any) -> str:
 
 
 def _listed(ranks: list[int]) -> str:
-    words = ", ".join([*map(str, ranks[:8]), *(["..."] if len(ranks) > 8 else [])])
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {words}"
+    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join([*map(str, ranks[:8]), *['...'][: len(ranks) > 8]])}"

@@ -1,4 +1,4 @@
-"""What becomes of a signal that asks this process to end: noted where nothing may be cut short, raised elsewhere."""
+"""Signals that ask this process to end: noted where nothing may be cut short, raised elsewhere."""
 
 import signal
 import threading
@@ -11,12 +11,12 @@ _Handler = Callable[[int, FrameType | None], object] | int | None
 
 
 class Interruption:
-    """Notes signals that ask this process to end, for as long as it lasts, and passes the first on at its end: to who
-    handled it before, or as KeyboardInterrupt where that was nobody.
+    """Notes signals that ask this process to end, and passes the first on at its end: to the previous handler, or as
+    KeyboardInterrupt without one.
 
-    Nothing is raised in between, so what was made meanwhile (processes, a network, a line of a file) is completed or
-    removed, undisturbed, whenever a signal comes and however many. Signals that are ignored (``nohup``) stay so. In any
-    thread but the main one it does nothing, since Python handles no signal there.
+    Nothing is raised in between, so that processes, a network or a line of a file are completed or removed undisturbed,
+    whenever and however often a signal comes. Signals that are ignored (``nohup``) stay so. Outside the main thread it
+    does nothing, since Python handles no signal there.
     """
 
     def __init__(self) -> None:
@@ -52,15 +52,15 @@ def interruptible() -> Iterator[None]:
 
 @contextmanager
 def mortal() -> Iterator[None]:
-    """Let every such signal end this process at once, where there is nothing yet to put in order: while modules are
-    imported, which may take an exception for a missing library, or swallow it.
+    """Let every such signal end this process at once while there is nothing to clean up: while modules are imported,
+    which may take an exception for a missing library, or swallow it.
     """
     with _handled(signal.SIG_DFL):
         yield
 
 
 def ignore_more() -> None:
-    """Nothing more can be asked of a process that is about to end."""
+    """Ignore further signals: this process is about to end."""
     _handle(signal.SIG_IGN)
 
 

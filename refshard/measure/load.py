@@ -1,8 +1,9 @@
-"""How busy the machine is while a launch is timed: a probe of its compute, and what other processes take of it.
+"""How busy the machine is while a launch is timed: its cores, a probe of its compute, and how its GPUs ran.
 
-Strategies that ran one after the other are compared as if the machine had been the same. On a shared one it is not, so
-each launch measures it: every rank times one fixed matrix product right before and right after the timed steps, when no
-step is watched, traced or timed; and the processors' busy time that the ranks did not use is that of others.
+Strategies that run one after the other are compared as if the machine had been the same. On a shared one it is not, so
+each launch measures it: every rank times a fixed matrix product right before and right after the timed steps, when no
+step is watched, traced or timed, and busy time of the cores that the ranks did not use is that of other processes.
+Throttling slows any strategy that runs while the GPU is hot, so the first rank of each host samples its GPUs.
 """
 
 import os
@@ -11,12 +12,22 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
+from threading import Event, Thread
 
 import msgspec
 import torch
 
 from refshard.fakecuda.activate import is_active
-from refshard.records import Load
+from refshard.measure.nvml import GpuReading, GpuSensors, gpu_sensors, visible_uuids
+from refshard.records import GpuUse, Load
+
+_PRODUCTS = {"cpu": (512, 24), "cuda": (2048, 64)}
+"""Size and number of the probe's fp32 products: some 50 ms of a core or a GPU, in little memory."""
+_BUSY = (0, 1, 2, 5, 6, 7)
+"""User, nice, system, irq, softirq and stolen time in ``/proc/stat`` (proc(5)): what keeps a core from being idle."""
+_INTERVAL_S = 0.25
+"""Between two samples of GPUs: one takes about 1 ms a GPU, in a thread that does not hold Python's lock."""
 
 
 def available_cores() -> int:
@@ -33,15 +44,9 @@ def cpu_name() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-_PRODUCTS = {"cpu": (512, 24), "cuda": (2048, 64)}
-"""Size and number of the probe's fp32 products: some 50 ms of a core or a GPU, in little memory."""
-_BUSY = (0, 1, 2, 5, 6, 7)
-"""User, nice, system, irq, softirq and stolen time in ``/proc/stat`` (proc(5)): what keeps a core from being idle."""
-
-
 class RankLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank saw of the machine: its probes, s; over ``wall_s`` of timed steps the CPU time that it used itself,
-    and that all processes of its host used (None where the system does not tell), s.
+    """What one rank saw of the machine, s: its probes; over ``wall_s`` of timed steps the CPU time of its own process,
+    and that of all processes of its host (None if the system does not tell).
     """
 
     host: str
@@ -93,13 +98,30 @@ def probe(device: torch.device) -> float:
     return time.perf_counter() - started
 
 
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _host_cpu_s(stat: Path = Path("/proc/stat")) -> float | None:
+    """CPU time that all processes of this host have used since it booted, s. A rank has no psutil."""
+    try:
+        fields = stat.read_text().partition("\n")[0].split()[1:]
+        return sum(int(fields[place]) for place in _BUSY) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return None
+
+
 def load_of(ranks: Sequence[RankLoad | None]) -> Load | None:
     """What all ranks of a launch saw; None if one of them did not look."""
     known = [rank for rank in ranks if rank is not None]
     if not known or len(known) < len(ranks):
         return None
-    hosts = [[rank for rank in known if rank.host == host] for host in dict.fromkeys(rank.host for rank in known)]
-    others = [busy for host in hosts if (busy := _other_cores(host)) is not None]
+    others = []
+    for host in dict.fromkeys(rank.host for rank in known):
+        own = [rank for rank in known if rank.host == host]
+        if own[0].host_cpu_s is not None:
+            others.append(max(0.0, (own[0].host_cpu_s - sum(rank.own_cpu_s for rank in own)) / own[0].wall_s))
     return Load(
         probe_before_s=max(rank.probe_before_s for rank in known),
         probe_after_s=max(rank.probe_after_s for rank in known),
@@ -108,23 +130,63 @@ def load_of(ranks: Sequence[RankLoad | None]) -> Load | None:
     )
 
 
-def _other_cores(ranks: Sequence[RankLoad]) -> float | None:
-    """Cores of one host that its ranks did not keep busy."""
-    first = ranks[0]
-    if first.host_cpu_s is None:
-        return None
-    return max(0.0, (first.host_cpu_s - sum(rank.own_cpu_s for rank in ranks)) / first.wall_s)
+@contextmanager
+def watched_gpus(device: torch.device) -> Iterator[list[GpuUse]]:
+    """Put this context around the timed steps; when they end, the list holds what each GPU of this host did.
+
+    The host's first rank watches all GPUs that its ranks use. It stays empty on other ranks, and without NVML.
+    """
+    if device.type != "cuda" or is_active() or os.environ.get("LOCAL_RANK", "0") != "0":
+        yield []
+        return
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    with gpu_sensors(visible_uuids()[:ranks]) as sensors, sampled(sensors) as found:
+        yield found
 
 
-def _host_cpu_s(stat: Path = Path("/proc/stat")) -> float | None:
-    """CPU time that all processes of this host have used since it booted, s."""
+@contextmanager
+def sampled(sensors: GpuSensors | None, interval_s: float = _INTERVAL_S) -> Iterator[list[GpuUse]]:
+    """Sample ``sensors`` every ``interval_s`` until the context ends, then put the results into the list.
+
+    There is at least one sample, from the end. After an error in the context the list stays empty.
+    """
+    found: list[GpuUse] = []
+    if sensors is None:
+        yield found
+        return
+    samples: list[list[GpuReading]] = []
+    ended = Event()
+
+    def take() -> None:
+        samples.append([sensors.reading(gpu) for gpu in range(sensors.count)])
+
+    def sample() -> None:
+        while not ended.wait(interval_s):
+            take()
+
+    thread = Thread(target=sample, daemon=True)
+    thread.start()
     try:
-        fields = stat.read_text().partition("\n")[0].split()[1:]
-        return sum(int(fields[place]) for place in _BUSY) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
-        return None
+        yield found
+        if not samples:
+            take()
+    finally:
+        ended.set()
+        thread.join()
+    found.extend(use_of(gpu, own) for gpu, own in enumerate(zip(*samples)))
 
 
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def use_of(gpu: int, readings: Sequence[GpuReading]) -> GpuUse:
+    """Means and extremes of the samples of one GPU."""
+    powers = [one.power_w for one in readings if one.power_w is not None]
+    clocks = [one.sm_clock_mhz for one in readings if one.sm_clock_mhz is not None]
+    reasons = [reason for one in readings for reason in one.throttled]
+    return GpuUse(
+        gpu=gpu,
+        samples=len(readings),
+        power_w=fmean(powers) if powers else None,
+        max_power_w=max(powers, default=None),
+        sm_clock_mhz=fmean(clocks) if clocks else None,
+        min_sm_clock_mhz=min(clocks, default=None),
+        throttled={reason: reasons.count(reason) for reason in dict.fromkeys(reasons)},
+    )

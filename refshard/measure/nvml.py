@@ -1,15 +1,16 @@
-"""What NVML tells of NVIDIA GPUs: settings, clocks, power, throttling, links, errors.
+"""NVIDIA GPUs through NVML: settings, clocks, power, throttling, links, errors.
 
-It comes with the optional package nvidia-ml-py. Without it, without a GPU or on the fake device there are no sensors,
-and nothing is known.
+It comes with the optional package nvidia-ml-py. Without it, without a GPU or on the fake device there are no sensors.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import msgspec
+import torch
 
 from refshard.fakecuda.activate import is_active
 from refshard.records import GpuSettings
@@ -30,7 +31,7 @@ _NO_SUCH_LINK = "GPU elsewhere"
 
 
 class GpuReading(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU at one moment; None where NVML does not tell. ``capped`` says that somebody set or locked its clocks."""
+    """One GPU at one moment; None if unknown. ``capped``: somebody set or locked its clocks."""
 
     power_w: float | None = None
     sm_clock_mhz: int | None = None
@@ -39,10 +40,10 @@ class GpuReading(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuCondition(msgspec.Struct, frozen=True, kw_only=True):
-    """What else may make one GPU slow or unreliable; None where NVML does not tell.
+    """What else may make one GPU slow or unreliable; None if unknown.
 
-    ``pcie_generation`` is the highest that GPU and slot reach together, ``own_pcie_generation`` the GPU's own: what is
-    negotiated now falls when the GPU is idle. ECC errors count since the last boot.
+    ``pcie_generation`` is the highest of GPU and slot together (the current one falls when the GPU is idle),
+    ``own_pcie_generation`` the GPU's. ECC errors count since the last boot.
     """
 
     name: str = ""
@@ -59,7 +60,7 @@ class GpuCondition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuSensors(ABC):
-    """Tells of the GPUs 0 to ``count - 1``, in torch's order where torch sees them."""
+    """Reads the GPUs 0 to ``count - 1``, in torch's order if torch sees them."""
 
     @property
     @abstractmethod
@@ -87,47 +88,42 @@ class GpuSensors(ABC):
         """Memory in use, links to the host and errors."""
 
 
+def visible_uuids() -> list[str]:
+    """UUIDs of the GPUs that torch sees, in its order."""
+    count = torch.cuda.device_count()
+    return [str(getattr(torch.cuda.get_device_properties(index), "uuid", "")) for index in range(count)]
+
+
 @contextmanager
 def gpu_sensors(uuids: Sequence[str] | None = None) -> Iterator[GpuSensors | None]:
-    """The GPUs with these UUIDs, as torch writes them, or all of the machine; None where NVML tells nothing."""
-    library = None if is_active() else _library()
-    if library is None:
+    """The GPUs with these UUIDs, as torch writes them, or all of the machine; None without NVML, or if it fails."""
+    if is_active() or find_spec("pynvml") is None:
+        yield None
+        return
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:  # no driver
         yield None
         return
     try:
-        yield _opened(library, uuids)
-    finally:
-        library.nvmlShutdown()
-
-
-def _library() -> Any | None:
-    """nvidia-ml-py, initialised; None without it, or without a driver."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    return pynvml
-
-
-def _opened(library: Any, uuids: Sequence[str] | None) -> GpuSensors | None:
-    try:
         if uuids is None:
-            handles = [library.nvmlDeviceGetHandleByIndex(index) for index in range(library.nvmlDeviceGetCount())]
+            handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         else:
-            handles = [library.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}") for uuid in uuids]
-    except library.NVMLError:
-        return None
-    return Nvml(library, handles) if handles else None
+            handles = [pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}") for uuid in uuids]
+    except pynvml.NVMLError:
+        handles = []
+    try:
+        yield Nvml(pynvml, handles) if handles else None
+    finally:
+        pynvml.nvmlShutdown()
 
 
 class Nvml(GpuSensors):
-    """The GPUs of ``handles``, asked through ``library``, which is the module ``pynvml``.
+    """The GPUs of ``handles``, asked through ``library``, the module ``pynvml``.
 
-    Each question is asked on its own: many GPUs answer only some of them.
+    Each question is asked on its own: many GPUs answer only some.
     """
 
     def __init__(self, library: Any, handles: Sequence[Any]) -> None:
@@ -156,8 +152,8 @@ class Nvml(GpuSensors):
             application = [None, None]  # nobody set them
         ecc, mig = (self._ask(ask, handle) for ask in (nvml.nvmlDeviceGetEccMode, nvml.nvmlDeviceGetMigMode))
         return GpuSettings(
-            power_limit_w=_watts(self._ask(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)),
-            default_power_limit_w=_watts(self._ask(nvml.nvmlDeviceGetPowerManagementDefaultLimit, handle)),
+            power_limit_w=self._watts(nvml.nvmlDeviceGetEnforcedPowerLimit, handle),
+            default_power_limit_w=self._watts(nvml.nvmlDeviceGetPowerManagementDefaultLimit, handle),
             max_sm_clock_mhz=max_sm,
             max_memory_clock_mhz=max_memory,
             application_sm_clock_mhz=application[0],
@@ -171,7 +167,7 @@ class Nvml(GpuSensors):
         nvml, handle = self._library, self._handles[gpu]
         bits = self._ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
         return GpuReading(
-            power_w=_watts(self._ask(nvml.nvmlDeviceGetPowerUsage, handle)),
+            power_w=self._watts(nvml.nvmlDeviceGetPowerUsage, handle),
             sm_clock_mhz=self._ask(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
             throttled=tuple(reason for bit, reason in THROTTLING.items() if bits & bit),
             capped=bool(bits & _CAPPED),
@@ -220,13 +216,13 @@ class Nvml(GpuSensors):
         info = self._ask(self._library.nvmlDeviceGetPciInfo, handle)
         return info.busId if info else handle
 
+    def _watts(self, question: Callable[..., Any], handle: Any) -> float | None:
+        milliwatts = self._ask(question, handle)
+        return None if milliwatts is None else milliwatts / 1000
+
     def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any | None:
         """The answer; None if this GPU or this driver has none."""
         try:
             return question(*arguments)
         except self._library.NVMLError:
             return None
-
-
-def _watts(milliwatts: int | None) -> float | None:
-    return None if milliwatts is None else milliwatts / 1000

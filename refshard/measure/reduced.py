@@ -1,10 +1,11 @@
-"""Loss parity where one unsharded rank cannot be the reference: the same case with a reduced model, on the same ranks.
+"""Loss parity if one unsharded rank cannot be the reference: the same case with a reduced model, on the same ranks.
 
-After what is measured, and before the ranks part, they train the reduced model in fp32, sharded as the case says, and
-rank 0 trains it once more, unsharded. Their losses must be the same.
+After the measurement the ranks train the reduced model in fp32, sharded as in the case, and rank 0 trains it once more,
+unsharded. The losses must be the same.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -14,85 +15,87 @@ import torch.distributed as dist
 from refshard.measure.trainer import Trainer, compiling_anew
 from refshard.quantities import format_bytes
 from refshard.records import Environment
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.model import ModelSpec, is_factory, load_model, makes_scores
 from refshard.strategies import strategy_for
 
-REDUCED_FILE = "reduced.json"
-"""Where a launch's folder says that losses are to be held by a reduced case."""
 USABLE = 0.9
 """The share of a device's memory that the reference may need."""
 _LAYERS = 2
 _SEQ_LEN = 128
 
 
-class Reduced(msgspec.Struct, frozen=True, kw_only=True):
-    """The case by which another case's losses are held, its model, and why that is needed."""
+def reduced_file(folder: Path) -> Path:
+    """The file in a launch's folder that holds the :class:`Reduced` to train too."""
+    return folder / "reduced.json"
 
-    case: CaseSpec
+
+class Reduced(msgspec.Struct, frozen=True, kw_only=True):
+    """The case that stands in for another in the comparison of losses, its model, and why it is needed."""
+
+    case: Case
     model: ModelSpec
     why: str
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """What is reduced to what."""
         model = self.model
         return (
             f"the same case reduced to {model.n_layers} layers of width {model.dim}, a vocabulary of {model.vocab:,}, "
-            f"{self.case.seq_len} tokens a sequence and fp32"
+            f"{self.case.job.seq_len} tokens a sequence and fp32"
         )
 
 
 class ReducedLosses(msgspec.Struct, frozen=True, kw_only=True):
-    """This rank's losses of the reduced case, one per step; and on rank 0 those of one unsharded rank, or why there are
-    none.
-    """
+    """This rank's losses of the reduced case, one per step; on rank 0 also those without sharding, or its error."""
 
     losses: tuple[float, ...]
     reference: tuple[float, ...] = ()
     error: str = ""
 
 
-def reduced_for(case: CaseSpec, environment: Environment) -> Reduced | None:
-    """How the losses of a measured case are held if its unsharded reference is too large; None if that fits, or if the
-    case's model is a factory's, of which nobody can make a reduced one.
+def reduced_for(case: Case, environment: Environment) -> Reduced | None:
+    """The reduced case of a measured case with a too large reference; None if the reference fits, or if a factory makes
+    the model, since that cannot be reduced.
     """
-    if is_factory(case.model):
+    job = case.job
+    if is_factory(job.model):
         return None
-    kind: Literal["cuda", "cpu"] = "cuda" if environment.gpus and case.device != "cpu" else "cpu"
+    kind: Literal["cuda", "cpu"] = "cuda" if environment.gpus and case.protocol.device != "cpu" else "cpu"
     memory = min(environment.gpu_memory_bytes, default=0) if kind == "cuda" else environment.memory_bytes
     needed = _reference_bytes(case, kind)
     if not memory or needed <= USABLE * memory:
         return None
-    whole = load_model(case.model)
-    reduced = msgspec.structs.replace(
-        case,
-        checkpointing="full" if isinstance(case.checkpointing, tuple) else case.checkpointing,
+    whole = load_model(job.model)
+    reduced = case.changed(
+        checkpointing="full" if isinstance(job.checkpointing, tuple) else job.checkpointing,
         precision="fp32",
-        seq_len=min(case.seq_len, _SEQ_LEN),
+        seq_len=min(job.seq_len, _SEQ_LEN),
         data="synthetic",
     )
     return Reduced(
         case=reduced,
-        model=whole.reduced(max(_LAYERS, case.pipeline_ranks * case.interleave)),
+        model=whole.reduced(max(_LAYERS, job.pp_ranks * job.interleave)),
         why=f"one unsharded rank would need about {format_bytes(needed)}, and has {format_bytes(memory)}",
     )
 
 
-def _reference_bytes(case: CaseSpec, device: Literal["cuda", "cpu"]) -> int:
-    """About what the unsharded fp32 reference of a case needs, rather too much than too little: a reference that does
-    not fit costs the run a launch and its proof, one that is reduced for nothing proves nearly as much.
+def _reference_bytes(case: Case, device: Literal["cuda", "cpu"]) -> int:
+    """An upper estimate of the memory of a case's unsharded fp32 reference.
 
-    All of AdamW is counted, also for adapters and other optimizers, which need less.
+    A reference that does not fit costs a launch and its proof; a reduced one proves nearly as much. All of AdamW is
+    counted, although adapters and other optimizers need less.
     """
-    model, tokens = load_model(case.model), case.global_batch * case.seq_len
+    job = case.job
+    model, tokens = load_model(job.model), job.global_batch * job.seq_len
     logits = 4 * tokens * model.vocab
     unfused = makes_scores(model, fp32=True, device=device)
-    scores = 4 * tokens * case.seq_len * model.n_heads if unfused else 0
-    if case.workload == "inference":
+    scores = 4 * tokens * job.seq_len * model.n_heads if unfused else 0
+    if job.workload == "inference":
         return 4 * model.params + max(2 * logits, 4 * scores)
-    # Beside AdamW's state: the embedding's gradient twice, what each layer's backward reads, and the logits or one
-    # layer's scores with what their backward makes of them.
+    # Besides AdamW's state: the embedding's gradient twice, what each layer's backward reads, and the logits or one
+    # layer's scores with their gradients.
     widths = 8 * model.dim + 4 * model.n_heads * model.head_dim + 4 * model.ffn_dim
     kept = model.n_layers * (4 * tokens * widths + scores)
     return 16 * model.params + 8 * model.vocab * model.dim + kept + 3 * max(logits, scores)
@@ -108,20 +111,20 @@ def losses_of(
             return ReducedLosses(losses=losses)
         try:
             reference = _train(reduced.case.reference(), reduced.model, group, device, progress)
-        except Exception as error:  # the case is not to blame
+        except Exception as error:  # not the case's fault
             return ReducedLosses(losses=losses, error=f"{type(error).__name__}: {error}".partition("\n")[0])
         return ReducedLosses(losses=losses, reference=reference)
 
 
 def _train(
-    case: CaseSpec,
+    case: Case,
     model: ModelSpec,
     group: dist.ProcessGroup,
     device: torch.device,
     progress: Callable[[str, int, int], None],
 ) -> tuple[float, ...]:
     trainer = Trainer(case, model, strategy_for(case, cuda=device.type == "cuda"), group, device)
-    for step in range(case.warmup_steps):
-        progress("parity", step, case.warmup_steps)
+    for step in range(case.protocol.warmup_steps):
+        progress("parity", step, case.protocol.warmup_steps)
         trainer.timed_step(aligned=False)
     return tuple(trainer.losses)

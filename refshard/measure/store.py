@@ -1,9 +1,9 @@
 """A run's folder: ``records.jsonl``, one record a line, appended and synced as each case ends.
 
-One writer at a time appends, under a lock of the kernel's that ends with its process. A line is complete or, after a
-crash, the torn last one, which readers leave out and the next writer cuts off. Each line ends in a check of its own
-bytes, so that no flipped one is taken for a result, and the closing record holds the SHA-256 of all lines before it, so
-that a closed run misses none. In a run that is not closed, a lost line is a launch to be made.
+One writer at a time appends, under a kernel lock that ends with its process. After a crash the last line may be torn:
+readers skip it, and the next writer cuts it off. Each line ends in a checksum of itself, and
+the closing record holds the SHA-256 of all lines before it, so that a closed run misses none. In a run that is not
+closed, a lost line is a launch to be repeated.
 """
 
 import fcntl
@@ -20,18 +20,35 @@ import msgspec
 
 from refshard.errors import StoreError
 from refshard.measure.interruption import Interruption
-from refshard.records import SCHEMA, EndRecord, LaunchRecord, Record, Run, RunRecord, State, timestamp
+from refshard.records import (
+    SCHEMA,
+    EndRecord,
+    LaunchRecord,
+    Record,
+    Run,
+    RunRecord,
+    State,
+    from_schema_1,
+    timestamp,
+)
 
 RECORDS = "records.jsonl"
 _CHECK = re.compile(rb',"check":"([0-9a-f]{16})"}$')
+
+
+class _Version(msgspec.Struct):
+    schema: int = SCHEMA
+
+
+_versions = msgspec.json.Decoder(_Version)
 _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
 
 
 def check_unused(folder: Path) -> None:
-    """Refuse a folder that holds something; one that does not exist holds nothing.
+    """Refuse a folder that is not empty; it need not exist.
 
     Raises:
-        StoreError: it does, or is no folder.
+        StoreError: it is not empty, or is no folder.
     """
     try:
         used = folder.exists() and any(folder.iterdir())
@@ -50,7 +67,7 @@ class RunWriter:
     """Appends records to a run's folder. Use it as a context: the file is closed on every path."""
 
     def __init__(self, folder: Path, *, reopen: bool = False) -> None:
-        """Create ``folder``; or ``reopen`` the run that is in it, to append to what is whole there.
+        """Create ``folder``; or ``reopen`` the run in it, to append to its whole lines.
 
         Raises:
             StoreError: it exists and is not empty; or holds no run, is damaged, or is being written.
@@ -85,10 +102,10 @@ class RunWriter:
             ) from None
 
     def append(self, record: RunRecord | LaunchRecord) -> None:
-        """Write one record so that it outlives a crash of this process or machine.
+        """Write one record durably.
 
         Raises:
-            StoreError: the disk does not take it.
+            StoreError: the disk is full, or fails.
         """
         with Interruption():  # the line is written and counted, or neither
             self._write(record)
@@ -96,10 +113,10 @@ class RunWriter:
                 self._states[record.spec_hash, record.round] = record.state
 
     def close(self, run_id: str, *, interrupted: bool) -> None:
-        """Write the closing record, which counts the launches that are in the file.
+        """Write the closing record, which counts the launches in the file.
 
         Raises:
-            StoreError: the disk does not take it.
+            StoreError: the disk is full, or fails.
         """
         states = Counter[str](self._states.values())
         end = EndRecord(
@@ -139,9 +156,7 @@ class RunWriter:
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run back; a torn last line is left out, and of a launch that was repeated, all but the last record.
-
-    A newer refshard's fields that this one does not know do not disturb it.
+    """Read a run back, without a torn last line; of a repeated launch, the last record. Unknown fields are ignored.
 
     Raises:
         StoreError: there is no run in ``folder``, a line is damaged, or a refshard with a newer schema wrote it.
@@ -180,7 +195,7 @@ def _check_digests(path: Path, lines: list[bytes], records: list[Record]) -> Non
 
 
 def _checked(encoded: bytes) -> bytes:
-    """The JSON object with one more field: the first 16 hexadecimal digits of the SHA-256 of what it was without."""
+    """The JSON object with one more field: the first 16 hexadecimal digits of its SHA-256."""
     return encoded[:-1] + b',"check":"%s"}' % hashlib.sha256(encoded).hexdigest()[:16].encode()
 
 
@@ -188,7 +203,8 @@ def _decode(path: Path, number: int, line: bytes) -> Record:
     if (check := _CHECK.search(line)) and line != _checked(line[: check.start()] + b"}"):
         raise StoreError(f"{path}:{number}: damaged record (its check does not match); the lines before it are good")
     try:
-        record = _decoder.decode(line)
+        first = _versions.decode(line).schema == 1
+        record = from_schema_1(msgspec.json.decode(line)) if first else _decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise StoreError(f"{path}:{number}: damaged record ({error}); the lines before it are good") from None
     if record.schema > SCHEMA:

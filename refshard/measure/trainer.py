@@ -7,11 +7,11 @@ import sys
 import tempfile
 import time
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast, final
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from refshard.models.activation import checkpoint_layers, recompute
 from refshard.models.data import Batch, Tokens, open_source, rank_batch
 from refshard.models.llama import Llama, initialise
 from refshard.models.own import Blocks, build_own
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.model import ModelSpec, is_factory
 from refshard.strategies.base import Strategy
 from refshard.strategies.table import ROWS
@@ -37,11 +37,10 @@ _FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 
 @contextmanager
 def compiling_anew() -> Iterator[Callable[[], float]]:
-    """Have torch keep what it compiles in a folder that goes at the end: nothing is taken from an earlier launch.
+    """Let torch cache what it compiles in a temporary folder, so that nothing from an earlier launch is used.
 
     The folder lies in torch's own if the environment names one (``TORCHINDUCTOR_CACHE_DIR``), else among the system's
-    temporary files. Yields a function that tells the seconds that this process has spent compiling since; 0.0 if it has
-    compiled nothing.
+    temporary files. Yields a function that returns the seconds that this process has spent compiling since.
     """
     given, before = os.environ.get(_FOLDER), _spent_s()
     if given is not None:
@@ -63,35 +62,32 @@ def _spent_s() -> float:
     return 0.0 if dynamo is None else float(dynamo.calculate_time_spent().get("total_wall_time", 0.0))
 
 
-Units = tuple[tuple[str, tuple[nn.Module, ...]], ...]
-"""Names of units, and the modules whose calls are their forward."""
-
-
 def mark_units(units: Iterable[tuple[str, tuple[nn.Module, ...]]]) -> None:
-    """From now on, have a trace say where forward and backward of each unit begin, and where forward ends.
+    """From now on, have a trace mark where forward and backward of each unit begin, and where forward ends.
 
-    A backward ends where the next begins. What activation checkpointing recomputes belongs to the backward around it.
+    ``units`` are names, and the modules that are called in their forward. A backward ends where the next begins. What
+    activation checkpointing recomputes belongs to the backward around it.
     """
+
+    def hook(name: str, module: nn.Module) -> None:
+        def before(*_: Any) -> None:
+            if not _in_backward():
+                _mark("forward", name)
+
+        def after(_: nn.Module, __: Any, output: Any) -> None:
+            if _in_backward():
+                return
+            _mark("leave", name)
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    leaf.register_hook(lambda _: _mark("backward", name))
+
+        module.register_forward_pre_hook(before, prepend=True)
+        module.register_forward_hook(after)
+
     for name, modules in units:
         for module in modules:
-            _hook(name, module)
-
-
-def _hook(name: str, module: nn.Module) -> None:
-    def before(*_: Any) -> None:
-        if not _in_backward():
-            _mark("forward", name)
-
-    def after(_: nn.Module, __: Any, output: Any) -> None:
-        if _in_backward():
-            return
-        _mark("leave", name)
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(lambda _: _mark("backward", name))
-
-    module.register_forward_pre_hook(before, prepend=True)
-    module.register_forward_hook(after)
+            hook(name, module)
 
 
 def _in_backward() -> bool:
@@ -107,131 +103,117 @@ CONVENTION: Convention = "A"
 """By which a Llama's FLOPs are counted."""
 
 
-class Subject(ABC):
-    """``model`` is bare, with its dropout off; ``blocks`` name its blocks as :func:`refshard.shard` takes them.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What a case trains. ``model`` is bare, with its dropout off; ``drops`` says whether ``begin_dropout`` turns any
+    on.
 
-    ``drops`` says whether it has dropout to turn on, ``flops_per_token`` how many model FLOPs a token takes.
+    ``blocks`` name its blocks as :func:`refshard.shard` takes them. ``flops_per_token`` is None if unknown. ``batch``
+    takes a step and a data rank: that rank's share of the batch, on its device; the shares in order are the whole.
     """
 
     model: nn.Module
     blocks: Blocks | None = None
     drops: bool
     flops_per_token: float | None
-
-    @abstractmethod
-    def batch(self, step: int, data_rank: int) -> Batch:
-        """A rank's share of a step's batch, on its device; the ranks' shares in order are the global batch."""
-
-    @abstractmethod
-    def begin_dropout(self) -> None:
-        """Turn dropout on, as the model's own recipe has it."""
+    batch: Callable[[int, int], Batch]
+    begin_dropout: Callable[[], None]
 
 
-@final
-class LlamaSubject(Subject):
+def llama_subject(case: Case, spec: ModelSpec, device: torch.device) -> Subject:
     """A Llama of these dimensions and the case's tokens. Only adapters have dropout."""
+    source, model = open_source(case.protocol.data, spec.vocab, case.protocol.seed), build_model(case, spec, device)
 
-    def __init__(self, case: CaseSpec, spec: ModelSpec, device: torch.device) -> None:
-        self._case, self._device = case, device
-        self._source = open_source(case.data, spec.vocab, case.seed)
-        self.model: Llama = build_model(case, spec, device)
-        self.drops = case.tuning != "full"
-        self.flops_per_token = float(flops_per_token(spec, case.seq_len, CONVENTION, case.workload, case.tuning))
-
-    def batch(self, step: int, data_rank: int) -> Batch:
-        """See :meth:`Subject.batch`."""
-        case = self._case
+    def batch(step: int, data_rank: int) -> Batch:
         inputs, targets = rank_batch(
-            self._source, step=step, rank=data_rank, world_size=case.data_ranks, global_batch=case.global_batch,
-            seq_len=case.seq_len,
+            source, step=step, rank=data_rank, world_size=case.job.data_ranks, global_batch=case.job.global_batch,
+            seq_len=case.job.seq_len,
         )  # fmt: skip
-        return Tokens(inputs.to(self._device), targets.to(self._device))
+        return Tokens(inputs.to(device), targets.to(device))
 
-    def begin_dropout(self) -> None:
-        """See :meth:`Subject.begin_dropout`."""
+    def begin_dropout() -> None:
         from refshard.models.adapters import switch_dropout
 
-        switch_dropout(self.model, on=True)
+        switch_dropout(model, on=True)
+
+    flops = float(flops_per_token(spec, case.job.seq_len, CONVENTION, case.job.workload, case.job.tuning))
+    return Subject(
+        model=model, drops=case.job.tuning != "full", flops_per_token=flops, batch=batch, begin_dropout=begin_dropout
+    )
 
 
-@final
-class OwnSubject(Subject):
-    """What the case's factory makes. Until dropout begins, the whole module is in evaluation mode."""
+def own_subject(case: Case, device: torch.device) -> Subject:
+    """The module of the case's factory. Until dropout begins, all of it is in evaluation mode."""
+    from refshard.models.counted import count_flops  # torch's counter warns on import without Triton
 
-    def __init__(self, case: CaseSpec, device: torch.device) -> None:
-        self._case, self._device = case, device
-        where = torch.device("meta") if is_deferred(case) else device
-        self._own = build_own(case.model, case.seed, where)
-        self.model, self.blocks = self._own.module, self._own.blocks
-        self._training = [module for module in self.model.modules() if module.training]
-        self.drops = bool(self._training)
-        self.model.eval()
-        self.flops_per_token = self._count()
-        recompute(list(find_blocks(self.model, self.blocks).values()), case.checkpointing, random=True)
+    own = build_own(case.job.model, case.protocol.seed, torch.device("meta") if is_deferred(case) else device)
+    training = [module for module in own.module.modules() if module.training]
+    own.module.eval()
+    try:
+        flops = count_flops(own, case.job.seq_len, backward=case.job.workload == "training") or None
+    except Exception as error:  # a module need not run on the meta device
+        flops, why = None, f"{type(error).__name__}: {error}".partition("\n")[0]
+        warnings.warn(
+            f"refshard: no TFLOPS and no MFU, since FLOPs are counted on the meta device, where '{own.factory}' raises "
+            f"{why}",
+            stacklevel=1,
+        )
+    blocks = list(find_blocks(own.module, own.blocks).values())
+    recompute(blocks, case.job.checkpointed(len(blocks)), random=True)
 
-    def _count(self) -> float | None:
-        from refshard.models.counted import count_flops  # torch's counter warns on import where there is no Triton
-
-        try:
-            found = count_flops(self._own, self._case.seq_len, backward=self._case.workload == "training")
-        except Exception as error:  # a module need not run on the meta device
-            why = f"{type(error).__name__}: {error}".partition("\n")[0]
-            warnings.warn(
-                f"refshard: no TFLOPS and no MFU, since FLOPs are counted on the meta device, where "
-                f"'{self._own.factory}' raises {why}",
-                stacklevel=1,
-            )
-            return None
-        return found or None
-
-    def batch(self, step: int, data_rank: int) -> Batch:
-        """See :meth:`Subject.batch`."""
-        case, share = self._case, self._case.global_batch // self._case.data_ranks
-        seed = int.from_bytes(hashlib.sha256(f"{case.seed}/{step}".encode()).digest()[:8], "little") >> 1
+    def batch(step: int, data_rank: int) -> Batch:
+        share = case.job.global_batch // case.job.data_ranks
+        seed = int.from_bytes(hashlib.sha256(f"{case.protocol.seed}/{step}".encode()).digest()[:8], "little") >> 1
         rows = range(data_rank * share, (data_rank + 1) * share)
-        return self._own.batch(seed, case.global_batch, case.seq_len, rows, self._device)
+        return own.batch(seed, case.job.global_batch, case.job.seq_len, rows, device)
 
-    def begin_dropout(self) -> None:
-        """See :meth:`Subject.begin_dropout`: back to the modes that the factory left."""
-        for module in self._training:
+    def begin_dropout() -> None:
+        for module in training:
             module.training = True
 
+    return Subject(
+        model=own.module, blocks=own.blocks, drops=bool(training), flops_per_token=flops, batch=batch,
+        begin_dropout=begin_dropout,
+    )  # fmt: skip
 
-def build_model(case: CaseSpec, spec: ModelSpec, device: torch.device) -> Llama:
-    """The bare model that a strategy is given: initialised on ``device``, adapted if the case says so, its layers
-    checkpointed. Where :func:`is_deferred`, it is on the meta device, for the strategy to shard and then to fill.
 
-    What is tuned by adapters is in the dtype that is computed with; else masters are fp32, whatever the precision.
+def build_model(case: Case, spec: ModelSpec, device: torch.device) -> Llama:
+    """The bare model that a strategy gets: initialised on ``device``, with the case's adapters and checkpointing. If
+    :func:`is_deferred`, it is on the meta device, for the strategy to shard and then to fill.
+
+    With adapters, weights have the dtype of the computation; else masters are fp32, whatever the precision.
     """
+    job = case.job
     with torch.device("meta"):
         model = Llama(spec)
     if not is_deferred(case):
         model.to_empty(device=device)
-        initialise(model, case.seed)
-    if case.tuning != "full":
-        # Here, since these packages come with an extra, and take seconds to import.
+        initialise(model, case.protocol.seed)
+    if case.job.tuning != "full":
+        # Imported here because these packages come with an extra, and take seconds to import.
         from refshard.models.adapters import adapt, switch_dropout
 
-        if case.precision == "bf16":
+        if job.precision == "bf16":
             model.to(torch.bfloat16)
-        if case.tuning == "qlora":
+        if job.tuning == "qlora":
             from refshard.models.nf4 import quantise
 
             quantise(model)
-        adapt(model, case.seed)
+        adapt(model, case.protocol.seed)
         switch_dropout(model, on=False)
-    checkpoint_layers(model, case.checkpointing)
+    checkpoint_layers(model, job.checkpointed(len(model.model.layers)))
     return model
 
 
-def is_deferred(case: CaseSpec) -> bool:
-    """Whether the strategy of a case is given its model on the meta device, so that no rank ever holds all of it.
+def is_deferred(case: Case) -> bool:
+    """Whether the strategy of a case gets its model on the meta device, so that no rank ever holds all of it.
 
-    An own module is there only in a dry run, which computes no values: nothing else knows how to initialise it.
+    A factory's module is deferred only in a dry run, which computes no values: only the factory can initialise it.
     """
-    if is_factory(case.model) and case.fidelity != "dryrun":
+    job = case.job
+    if is_factory(job.model) and case.protocol.fidelity != "dryrun":
         return False
-    return case.tuning == "full" and ROWS[case.strategy].deferred
+    return job.tuning == "full" and ROWS[job.strategy].deferred
 
 
 class Trainer:
@@ -242,11 +224,11 @@ class Trainer:
     """
 
     def __init__(
-        self, case: CaseSpec, spec: ModelSpec | None, strategy: Strategy, group: dist.ProcessGroup, device: torch.device
+        self, case: Case, spec: ModelSpec | None, strategy: Strategy, group: dist.ProcessGroup, device: torch.device
     ) -> None:
         self._case, self._device = case, device
         self.losses: list[float] = []
-        self._subject: Subject = OwnSubject(case, device) if spec is None else LlamaSubject(case, spec, device)
+        self._subject = own_subject(case, device) if spec is None else llama_subject(case, spec, device)
         model, named = self._subject.model, self._subject.blocks
         self.flops_per_token = self._subject.flops_per_token
         self.trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -254,7 +236,7 @@ class Trainer:
         self._units = tuple((group.name, group.modules) for group in group_units(model, named))
         self._world = World.of(case, group, device, self.blocks)
         self._loop = strategy.wrap(cast(Any, model), self._world)  # rows without the axis "own model" get a Llama
-        torch.manual_seed((case.seed << 16) + self._world.data_rank)  # ranks that share tokens drop the same
+        torch.manual_seed((case.protocol.seed << 16) + self._world.data_rank)  # ranks that share tokens drop the same
 
     @property
     def held(self) -> int:
@@ -265,12 +247,10 @@ class Trainer:
     @property
     def drops(self) -> bool:
         """Whether training drops anything, once :meth:`begin_dropout` is called."""
-        return self._subject.drops and self._case.workload == "training"
+        return self._subject.drops and self._case.job.workload == "training"
 
     def begin_dropout(self) -> None:
-        """Turn dropout on. Until now it was off: which elements are dropped depends on the rank, so that the losses of
-        the proof could equal nobody's.
-        """
+        """Turn dropout on. It was off for the proof, since what is dropped, and so the loss, depends on the rank."""
         self._subject.begin_dropout()
 
     def mark_units(self) -> None:
@@ -282,13 +262,13 @@ class Trainer:
         return self._subject.batch(step, self._world.data_rank)
 
     def step(self, batch: Batch) -> torch.Tensor:
-        """Compute one step and return its loss, scalar fp32, for which nothing has waited."""
-        return self._loop.train(batch) if self._case.workload == "training" else self._loop.infer(batch)
+        """Compute one step and return its loss, scalar fp32, without waiting for it."""
+        return self._loop.train(batch) if self._case.job.workload == "training" else self._loop.infer(batch)
 
     def timed_step(self, *, aligned: bool) -> float:
         """Compute one step and return its synchronised wall time in seconds.
 
-        ``aligned`` lets all ranks start together, outside of the time taken.
+        If ``aligned``, ranks first wait for each other, which is not timed.
         """
         batch = self.batch(len(self.losses))
         if aligned:
@@ -304,9 +284,10 @@ class Trainer:
         return elapsed
 
     def free_step_s(self, steps: int) -> float:
-        """Compute ``steps`` steps as training does that rarely reads its loss, and return the mean wall time, s.
+        """Compute ``steps`` free-running steps, as in training that rarely reads its loss; return the mean wall time,
+        s.
 
-        Ranks start together, batches are there before, and nothing waits for the device until all steps are issued.
+        Ranks start together, batches are ready, and the host waits for the device only after all steps are issued.
         """
         batches = [self.batch(len(self.losses) + step) for step in range(steps)]
         dist.barrier(self._world.group)

@@ -1,6 +1,6 @@
 """Activation checkpointing by layer: a layer keeps its input, and perhaps more; backward computes the rest again."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from refshard.models.llama import Llama
-from refshard.specs.layers import checkpointing_of
+from refshard.specs.layers import Checkpointing
 
 _ATTENTION = frozenset(
     getattr(torch.ops.aten, f"_scaled_dot_product_{kind}").default
@@ -17,25 +17,21 @@ _ATTENTION = frozenset(
 )
 
 
-def checkpoint_layers(model: Llama, policy: str | Sequence[int]) -> None:
+def checkpoint_layers(model: Llama, chosen: Checkpointing) -> None:
     """As :func:`recompute`, for the layers of a Llama; the generator's state is kept if there is dropout."""
     random = any(isinstance(module, nn.Dropout) and module.p for module in model.modules())
-    recompute(model.model.layers, policy, random=random)
+    recompute(model.model.layers, chosen, random=random)
 
 
-def recompute(layers: Iterable[nn.Module], policy: str | Sequence[int], *, random: bool) -> None:
-    """Let the ``layers`` that ``policy`` names recompute their activations, in place.
+def recompute(layers: Iterable[nn.Module], chosen: Checkpointing, *, random: bool) -> None:
+    """Let the ``chosen`` layers recompute their activations, in place.
 
     Call it before the model is sharded. Only the instance's ``forward`` is wrapped: modules and parameters keep their
     names, and the hooks of a strategy run outside of the recomputation, once in forward and never in backward. A unit
     is gathered for backward before its recomputation, which starts when autograd asks for the first saved tensor, after
     the hooks on the layer's output. If the layers are ``random``, recomputation draws the same numbers again.
-
-    Raises:
-        SpecError: see :func:`checkpointing_of`.
     """
     layers = list(layers)
-    chosen = checkpointing_of(policy, len(layers))
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": random}
     if chosen.by_op:
         options["context_fn"] = _keeping_by_op

@@ -30,7 +30,7 @@ from refshard.plan.layers import (
 )
 from refshard.plan.space import Candidates, Floats, Integers, Mask, by_distinct
 from refshard.specs.cluster import ClusterSpec, CollectiveOp
-from refshard.specs.configuration import Configuration
+from refshard.specs.job import Job
 from refshard.specs.layers import layers_of_stages, stages_of_rank
 from refshard.specs.model import ModelSpec
 
@@ -59,7 +59,7 @@ class Groups:
 
     def __init__(self, cluster: ClusterSpec, candidates: Candidates) -> None:
         self._cluster = cluster
-        inner, shards, replicas = candidates["tensor"], candidates.shards, candidates["replicate"]
+        inner, shards, replicas = candidates["tp"], candidates.shards, candidates.replicas
         self._axes: dict[Axis, tuple[Integers, Integers]] = {
             "shards": (shards, inner), "replicas": (replicas, inner * shards), "all": (replicas * shards, inner),
         }  # fmt: skip
@@ -105,7 +105,7 @@ class Exchanges:
         self._groups = Groups(cluster, candidates)
         self._element = np.where(candidates.where("precision", "fp32"), MASTER_BYTES, 2)
         # A pipeline's stage keeps its parameters gathered.
-        self._by_unit = self._is("shards_parameters") & (candidates["pipeline"] == 1)
+        self._by_unit = self._is("shards_parameters") & (candidates["pp"] == 1)
         self._reshards = candidates.flag("reshard") & ~self._is("keeps")
         self._several = candidates["microbatches"] > 1
         self._reduces_each = candidates.flag("reduce_each") | ~self._several
@@ -165,7 +165,7 @@ class Exchanges:
         """
         gather, candidates = self._gather(unit), self._candidates
         exposed = gather + hidden(self._cluster, layers * forward_s, np.maximum(0, layers - 1) * gather)
-        late = self._is("shards_parameters") & (candidates["pipeline"] > 1) & candidates.where("schedule", "1f1b")
+        late = self._is("shards_parameters") & (candidates["pp"] > 1) & candidates.where("schedule", "1f1b")
         return np.where(late, exposed, 0)
 
     def adding(self, numel: Floats) -> Floats:
@@ -202,20 +202,18 @@ class Exchanges:
         return hardware.kernel_s + nbytes / hardware.memory_bytes_per_s
 
 
-def issued_by_rank(model: ModelSpec, one: Configuration, seq_len: int, rank: int = 0) -> dict[str, tuple[float, float]]:
+def issued_by_rank(model: ModelSpec, one: Job, rank: int = 0) -> dict[str, tuple[float, float]]:
     """How many of each kind the pipeline's ``rank`` issues in a step, and their bytes together.
 
     DDP counts as reducing once a step, in one bucket. The mean loss, which a pipeline's last rank sends to the others,
     is left out.
     """
-    share = Share(
-        sequences=one.microbatch, seq_len=seq_len, tensor=one.tensor, context=one.context, precision=one.precision
-    )
-    stages = layers_of_stages(model.n_layers, one.pipeline * one.interleave)
+    share = Share(sequences=one.microbatch, seq_len=one.seq_len, tp=one.tp, cp=one.cp, precision=one.precision)
+    stages = layers_of_stages(model.n_layers, one.pp * one.interleave)
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     hidden_size = hidden_bytes(model, share, casts=find_cost_model(one.strategy).casts)
-    for stage in stages_of_rank(rank, one.pipeline, one.interleave):
+    for stage in stages_of_rank(rank, one.pp, one.interleave):
         first, last = stage == 0, stage == len(stages) - 1
         # Hidden states go on and their gradients back, so that a stage gets as many as it sends.
         neighbours = one.microbatches * ((not first) + (not last))
@@ -228,9 +226,7 @@ def issued_by_rank(model: ModelSpec, one: Configuration, seq_len: int, rank: int
     return {op: (count, sizes[op]) for op, count in counts.items() if count}
 
 
-def _of_stage(
-    model: ModelSpec, one: Configuration, share: Share, layers: int, *, first: bool, last: bool
-) -> Iterator[Issued]:
+def _of_stage(model: ModelSpec, one: Job, share: Share, layers: int, *, first: bool, last: bool) -> Iterator[Issued]:
     inside: list[Issued] = []
     for which in ("forward", "backward", "again"):
         computed = layers if which != "again" or one.checkpointing == "full" else 0
@@ -241,25 +237,25 @@ def _of_stage(
             inside += around_embedding(model, share, which) if first else ()
             inside += around_head(model, share, which) if last else ()
     norms = 2 * layers + last
-    if one.pipeline == 1:
+    if one.pp == 1:
         inside += norm_gradients(model, share, share.element, norms)
     else:
         yield from norm_gradients(model, share, MASTER_BYTES, norms)
     yield from (found.times(one.microbatches) for found in inside)
     # Gathers and reductions of units: each layer, and what lies around them.
-    costs, shards, sizes = find_cost_model(one.strategy), one.shard * one.context, sizes_of(model, one.tensor, 1)
+    costs, shards, sizes = find_cost_model(one.strategy), one.dp_shard * one.cp, sizes_of(model, one.tp, 1)
     around = (sizes.embedding if first else 0.0) + (sizes.head if last else 0.0)
     if not costs.shards_optimizer:
-        if one.replicate * shards > 1:
+        if one.data_ranks * one.cp > 1:
             yield Issued("all_reduce", MASTER_BYTES * (layers * sizes.dense + around))
         return
-    staged = one.pipeline > 1
-    passes = 1 if staged or costs.keeps or not one.reshard else 2
+    staged = one.pp > 1
+    passes = 1 if staged or costs.keeps or not one.implementation.reshard else 2
     times = 1 if staged or not costs.shards_parameters else one.microbatches
-    reduction = MASTER_BYTES if one.reduction == "fp32" else 2
+    reduction = MASTER_BYTES if one.implementation.reduction == "fp32" else 2
     for numel, units, gathers in ((sizes.dense, layers, passes), (around, int(around > 0), 1)):
         if shards > 1:
             yield Issued("all_gather", share.element * numel, units * gathers * times)
             yield Issued("reduce_scatter", reduction * numel, units * times)
-        if one.replicate > 1:
+        if one.dp_replicate > 1:
             yield Issued("all_reduce", reduction * numel / shards, units * times)

@@ -16,6 +16,7 @@ from refshard.plan.space import Candidates, Floats, Integers, by_distinct
 from refshard.plan.stages import deal, delayed_weights, held_by_first_backward, in_flight, step_seconds
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.hardware import ELEMENT_BYTES
+from refshard.specs.job import Policy
 from refshard.specs.layers import checkpointing_of
 from refshard.specs.model import ModelSpec, makes_scores
 
@@ -24,7 +25,7 @@ CLIPPED_BYTES = 12
 _TIMES = tuple(field.name for field in fields(LayerTimes))
 _MEMORY = tuple(field.name for field in fields(LayerMemory))
 _SHARE = (
-    "microbatch", "tensor", "context", "expert", "precision", "compiled", "fused_norms", "attention", "overlap_tensor",
+    "microbatch", "tp", "cp", "ep", "precision", "compiled", "fused_norms", "attention", "overlap_tensor",
     "context_by",
 )  # fmt: skip
 """Fields on which a layer's time and memory depend."""
@@ -69,7 +70,7 @@ class _Estimate:
         self._reduction = candidates.mapped("reduction", lambda word: float(ELEMENT_BYTES[word]))  # type: ignore[index]
         self._element = np.where(candidates.where("precision", "fp32"), 4.0, 2.0)
         self._megatron = candidates.where("strategy", "megatron")
-        self._alone = candidates["pipeline"] == 1
+        self._alone = candidates["pp"] == 1
         # A model may have some dense layers and mixtures of experts in the others: figures are of the average layer.
         self._routed = routed_layers(model) / model.n_layers
         self._sizes()
@@ -84,14 +85,14 @@ class _Estimate:
             return layer, unit, found.feed_forward, found.embedding, found.head
 
         layer, self._unit, self._feed_forward, self._embedding, self._head = by_distinct(
-            [rows["tensor"], rows["expert"]], sizes
+            [rows["tp"], rows["ep"]], sizes
         )
         self._layer = layer
-        self._looked_up = self._embedding * np.where(self._megatron, 1, rows["tensor"])
+        self._looked_up = self._embedding * np.where(self._megatron, 1, rows["tp"])
         slowest = np.maximum(stages.middle, np.maximum(stages.first, stages.last))
         self._layers = np.where(self._alone, model.n_layers, slowest)
         most = np.maximum(stages.first * layer + self._embedding, stages.last * layer + self._head)
-        most = np.where(rows["pipeline"] > 2, np.maximum(most, stages.middle * layer), most)
+        most = np.where(rows["pp"] > 2, np.maximum(most, stages.middle * layer), most)
         self._parameters = np.where(self._alone, model.n_layers * layer + self._embedding + self._head, most)
         # Elements that the rank's optimizer updates.
         self._own = self._parameters / np.where(rows.cost("shards_optimizer") > 0, rows.shards, 1)
@@ -117,7 +118,7 @@ class _Estimate:
         slowest = slowest + self._messages(exposed=True)
         weight = layer_s["weight_s"] * self._layers
         pipelined, waiting = step_seconds(rows, slowest, np.maximum(everyone, slowest), weight)
-        filling = (rows["pipeline"] - 1) * exchanges.first_gathers(self._unit, layer_forward_s, self._layers)
+        filling = (rows["pp"] - 1) * exchanges.first_gathers(self._unit, layer_forward_s, self._layers)
         messages = self._messages(exposed=False)
         kernels: Floats = np.where(
             self._alone, model.n_layers * (layer_forward_s + layer_backward_s) + ends,
@@ -132,7 +133,7 @@ class _Estimate:
         host = self._host_copies(compute)
         steady = pipelined + filling + exchange.step_s + optimizer + messages + host
         skew = rows["microbatches"] * self._layers * exchange.layer_skew_s
-        nodes = np.maximum(1, rows.world_size / self._cluster.ranks_per_node)
+        nodes = np.maximum(1, rows["gpus"] / self._cluster.ranks_per_node)
         straggling = skew + (steady + skew) * self._cluster.straggling * np.log2(nodes)
         return Estimates(
             candidates=rows, step_s=steady + straggling, compute_s=compute, waiting_s=waiting + filling + messages,
@@ -147,9 +148,9 @@ class _Estimate:
         def times(megatron: int, *key: int) -> tuple[float, ...]:
             share, overlaps, by = self._share(*key), bool(key[-2]), rows.labels["context_by"][key[-1]]
             within = Within(
-                tensor_shape=group_of(cluster, share.tensor, 1),
-                context_shape=group_of(cluster, share.context, share.tensor),
-                expert_shape=group_of(cluster, share.expert, share.tensor),
+                tensor_shape=group_of(cluster, share.tp, 1),
+                context_shape=group_of(cluster, share.cp, share.tp),
+                expert_shape=group_of(cluster, share.ep, share.tp),
                 overlaps=overlaps, exchanges=by == "exchange", dtensors=not megatron,
             )  # fmt: skip
             costs = LayerCosts(model, cluster, share, within)
@@ -162,11 +163,11 @@ class _Estimate:
         *layer, embedding, head = by_distinct([self._megatron.astype(np.int64), *(rows[f] for f in _SHARE)], times)
         return dict(zip(_TIMES, layer)), embedding, head
 
-    def _share(self, microbatch: int, tensor: int, context: int, expert: int, precision: int, compiled: int,
+    def _share(self, microbatch: int, tp: int, cp: int, ep: int, precision: int, compiled: int,
                fused_norms: int, attention: int, *_: int) -> Share:  # fmt: skip
         device, name = self._cluster.accelerator.device, self._rows.labels["precision"][precision]
         return Share(
-            sequences=microbatch, seq_len=self._seq_len, tensor=tensor, context=context, expert=expert,
+            sequences=microbatch, seq_len=self._seq_len, tp=tp, cp=cp, ep=ep,
             precision=name,  # type: ignore[arg-type]
             fused=bool(compiled), fused_norms=bool(fused_norms) and device == "cuda",
             fused_attention=not makes_scores(self._model, fp32=name == "fp32", device=device),
@@ -177,7 +178,7 @@ class _Estimate:
         """The part of a rank's layers that recompute everything, and the part that recompute by operator."""
         rows = self._rows
         some = rows.where("checkpointing", "selective").astype(np.float64)
-        numbers = rows.mapped("checkpointing", lambda policy: float(policy) if policy.isdecimal() else 0.0)
+        numbers = rows.mapped("checkpointing", lambda policy: float(policy[6:]) if policy.startswith("first-") else 0.0)
         every = rows.mapped("checkpointing", lambda p: 1 / float(p[6:]) if p.startswith("every-") else 0.0)
         full = np.where(rows.where("checkpointing", "full"), 1.0, every)
         return np.minimum(1.0, np.maximum(full, numbers / self._layers)), some
@@ -185,9 +186,9 @@ class _Estimate:
     def _messages(self, *, exposed: bool) -> Floats:
         """Seconds of a pipeline's messages: of a microbatch if it waits for them, else of filling and draining."""
         rows, cluster = self._rows, self._cluster
-        ranks, tensor = rows["pipeline"], rows["tensor"]
-        nbytes = rows["microbatch"] * self._seq_len / rows["context"] / tensor * self._model.dim * self._element
-        apart = rows.world_size // ranks >= cluster.ranks_per_node
+        ranks, tensor = rows["pp"], rows["tp"]
+        nbytes = rows["microbatch"] * self._seq_len / rows["cp"] / tensor * self._model.dim * self._element
+        apart = rows["gpus"] // ranks >= cluster.ranks_per_node
         outer = cluster.between.bytes_per_s / cluster.ranks_per_node if cluster.between else cluster.within.bytes_per_s
         hop = cluster.launch_s + nbytes / np.where(apart, outer, cluster.within.bytes_per_s)
         waits = ~rows.flag("overlap_pipeline")
@@ -216,7 +217,7 @@ class _Estimate:
 
     def memory(self) -> Memory:
         """The memory of the rank that needs most: a pipeline's first, its second (unless that is the last) or last."""
-        ranks, kept = self._rows["pipeline"], self._kept()
+        ranks, kept = self._rows["pp"], self._kept()
         held = [self._held(np.minimum(place, ranks - 1), kept) for place in (0, 1)] if ranks.max(initial=1) > 1 else []
         return memory_of(self._rows, [*held, self._held(ranks - 1, kept)], self._element, self._reduction)
 
@@ -231,8 +232,8 @@ class _Estimate:
             dense = layer_memory(model, share, dense=True, **how)
             mixed = layer_memory(model, share, dense=False, **how) if routed else dense
             layer = [getattr(dense, n) * (1 - routed) + getattr(mixed, n) * routed for n in _MEMORY]
-            loss = loss_bytes(model, share, splits_loss=share.tensor > 1 and not megatron)
-            logits = share.element * share.tokens * model.vocab / share.tensor
+            loss = loss_bytes(model, share, splits_loss=share.tp > 1 and not megatron)
+            logits = share.element * share.tokens * model.vocab / share.tp
             scattering = MASTER_BYTES * share.tokens * model.dim
             return (*layer, loss, logits, scattering, hidden_bytes(model, share, casts=bool(casts)))
 
@@ -241,7 +242,7 @@ class _Estimate:
 
     def _held(self, rank: Integers, kept: dict[str, Floats]) -> Held:
         """What the pipeline's ``rank`` holds."""
-        rows, stages, ranks = self._rows, self._stages, self._rows["pipeline"]
+        rows, stages, ranks = self._rows, self._stages, self._rows["pp"]
         first, last = rank == 0, rank == ranks - 1
         staged = (ranks > 1) & ~self._megatron
         layers = np.where(first, stages.first, np.where(last, stages.last, stages.middle))
@@ -282,7 +283,6 @@ def routed_layers(model: ModelSpec) -> int:
     return model.n_layers - model.experts.dense_layers if model.experts else 0
 
 
-def checkpointed_layers(policy: str, n_layers: int) -> int:
+def checkpointed_layers(policy: Policy, n_layers: int) -> int:
     """How many of ``n_layers`` layers a policy checkpoints."""
-    chosen = int(policy) if policy.isdecimal() else policy
-    return len(checkpointing_of(chosen, n_layers).layers)
+    return len(checkpointing_of(policy, n_layers).layers)

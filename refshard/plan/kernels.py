@@ -11,8 +11,8 @@ from functools import cached_property
 from typing import Literal
 
 from refshard.plan.cost_models import MASTER_BYTES
-from refshard.specs.configuration import Precision
 from refshard.specs.hardware import AttentionKernel, Dtype
+from refshard.specs.job import Precision
 from refshard.specs.model import ModelSpec
 
 Split = Literal["columns", "rows", "whole"]
@@ -70,18 +70,18 @@ class Move:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """One rank's share of a microbatch: ``sequences`` of ``seq_len`` tokens, divided by ``context`` ranks, and each
-    matrix divided by ``tensor`` ranks.
+    """One rank's share of a microbatch: ``sequences`` of ``seq_len`` tokens, divided by ``cp`` ranks, and each
+    matrix divided by ``tp`` ranks.
 
-    ``expert`` ranks divide a mixture's experts. ``fused``: elementwise kernels are a compiler's. ``fused_norms``: each
+    ``ep`` ranks divide a mixture's experts. ``fused``: elementwise kernels are a compiler's. ``fused_norms``: each
     norm is one kernel. Without ``fused_attention``, torch multiplies and stores every score.
     """
 
     sequences: int
     seq_len: int
-    tensor: int = 1
-    context: int = 1
-    expert: int = 1
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
     precision: Precision = "bf16"
     fused: bool = False
     fused_norms: bool = True
@@ -91,7 +91,7 @@ class Share:
     @cached_property
     def tokens(self) -> float:
         """Tokens of the rank's part of the sequences, which tensor-parallel ranks have in common."""
-        return self.sequences * self.seq_len / self.context
+        return self.sequences * self.seq_len / self.cp
 
     @property
     def element(self) -> int:
@@ -152,12 +152,12 @@ def feed_forward_linears(model: ModelSpec, *, dense: bool = True) -> tuple[Linea
 
 def product_of(model: ModelSpec, linear: Linear, share: Share) -> Product:
     """A rank's part of a linear layer's forward product. Tokens are taken to be dealt to the experts evenly."""
-    k = linear.k / share.tensor if linear.split == "rows" else linear.k
-    n = linear.n / share.tensor if linear.split == "columns" else linear.n
+    k = linear.k / share.tp if linear.split == "rows" else linear.k
+    n = linear.n / share.tp if linear.split == "columns" else linear.n
     if linear.count == 1:
         return Product(share.tokens, k, n)
     assert model.experts is not None
-    count = max(1, linear.count // share.expert)
+    count = max(1, linear.count // share.ep)
     return Product(share.tokens * model.experts.active / count, k, n, count)
 
 
@@ -180,14 +180,14 @@ def inner_tokens_width(model: ModelSpec, share: Share, *, dense: bool) -> float:
     """Elements between the two products of a feed-forward, on one rank: tokens times width, of all experts' tokens."""
     experts = model.experts
     if dense or experts is None:
-        return share.tokens * model.ffn_dim / share.tensor
-    return share.tokens * (experts.active * experts.ffn_dim + experts.shared_ffn_dim) / share.tensor
+        return share.tokens * model.ffn_dim / share.tp
+    return share.tokens * (experts.active * experts.ffn_dim + experts.shared_ffn_dim) / share.tp
 
 
 def forward_moves(model: ModelSpec, share: Share, *, dense: bool) -> Iterator[Move]:
     """Elementwise kernels of one layer's forward."""
-    e, hidden = share.element, share.tokens / share.tensor * model.dim
-    rotated = share.tokens * _rotated_width(model) / share.tensor
+    e, hidden = share.element, share.tokens / share.tp * model.dim
+    rotated = share.tokens * _rotated_width(model) / share.tp
     inner = inner_tokens_width(model, share, dense=dense)
     norms = 4 if model.extra_norms else 2
     if share.fused:  # each norm with the residual addition before it
@@ -209,8 +209,8 @@ def forward_moves(model: ModelSpec, share: Share, *, dense: bool) -> Iterator[Mo
 
 def backward_moves(model: ModelSpec, share: Share, *, dense: bool) -> Iterator[Move]:
     """Elementwise kernels of one layer's backward."""
-    e, hidden = share.element, share.tokens / share.tensor * model.dim
-    rotated = share.tokens * _rotated_width(model) / share.tensor
+    e, hidden = share.element, share.tokens / share.tp * model.dim
+    rotated = share.tokens * _rotated_width(model) / share.tp
     inner = inner_tokens_width(model, share, dense=dense)
     norms = 4 if model.extra_norms else 2
     if share.fused:
@@ -248,7 +248,7 @@ def _rotated_width(model: ModelSpec) -> float:
 def _dispatch_moves(model: ModelSpec, share: Share) -> Iterator[Move]:
     """A mixture's tokens are put in the experts' order, and back, weighted."""
     assert model.experts is not None
-    sent = share.tokens * model.experts.active * model.dim / share.tensor
+    sent = share.tokens * model.experts.active * model.dim / share.tp
     yield Move(2 * share.element * sent)
     yield Move(3 * share.element * sent)
 
@@ -275,7 +275,7 @@ def _casts(share: Share, elements: float) -> list[Move]:
 
 def hidden_bytes(model: ModelSpec, share: Share, *, casts: bool = False) -> float:
     """Bytes of the residual stream on one rank, which a pipeline's messages are, too."""
-    return (MASTER_BYTES if casts else share.element) * share.tokens / share.tensor * model.dim
+    return (MASTER_BYTES if casts else share.element) * share.tokens / share.tp * model.dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,7 +75,7 @@ def around_products(model: ModelSpec, share: Share, which: Pass) -> tuple[Issued
     """Within one layer over tensor-parallel ranks: a sublayer's input is gathered and its sum scattered, twice; the
     last sum is not computed again.
     """
-    if share.tensor == 1:
+    if share.tp == 1:
         return ()
     nbytes = _stream(model, share)
     return Issued("all_gather", nbytes, 2), Issued("reduce_scatter", nbytes, 1 if which == "again" else 2)
@@ -83,14 +83,14 @@ def around_products(model: ModelSpec, share: Share, which: Pass) -> tuple[Issued
 
 def around_embedding(model: ModelSpec, share: Share, which: Pass) -> tuple[Issued, ...]:
     """Each tensor-parallel rank looks up its part of the vocabulary; the parts are summed."""
-    if share.tensor == 1:
+    if share.tp == 1:
         return ()
     return (Issued("reduce_scatter" if which == "forward" else "all_gather", _stream(model, share)),)
 
 
 def around_head(model: ModelSpec, share: Share, which: Pass) -> tuple[Issued, ...]:
     """The head's input, and of each token the largest logit, the sum of the exponentials and the target's logit."""
-    if share.tensor == 1:
+    if share.tp == 1:
         return ()
     if which == "backward":
         return (Issued("reduce_scatter", _stream(model, share)),)
@@ -99,17 +99,17 @@ def around_head(model: ModelSpec, share: Share, which: Pass) -> tuple[Issued, ..
 
 def norm_gradients(model: ModelSpec, share: Share, element: int, norms: int = 2) -> tuple[Issued, ...]:
     """The gradients of a layer's norms, each of which has seen its rank's part of the sequence."""
-    return (Issued("all_reduce", model.dim * element, norms),) if share.tensor > 1 else ()
+    return (Issued("all_reduce", model.dim * element, norms),) if share.tp > 1 else ()
 
 
 def around_attention(model: ModelSpec, share: Share, which: Pass) -> tuple[Issued, ...]:
     """Torch's context parallelism: keys and values are gathered, their gradients go from rank to rank in fp32."""
-    if share.context == 1:
+    if share.cp == 1:
         return ()
-    gathered = Issued("all_gather", share.context * share.element * _key_value(model, share))
+    gathered = Issued("all_gather", share.cp * share.element * _key_value(model, share))
     if which != "backward":
         return (gathered,)
-    return gathered, Issued("all_to_all", MASTER_BYTES * _key_value(model, share), share.context)
+    return gathered, Issued("all_to_all", MASTER_BYTES * _key_value(model, share), share.cp)
 
 
 def _stream(model: ModelSpec, share: Share) -> float:
@@ -118,7 +118,7 @@ def _stream(model: ModelSpec, share: Share) -> float:
 
 def _key_value(model: ModelSpec, share: Share) -> float:
     """Elements of a rank's keys and values."""
-    return share.tokens * (projected_width(model) - model.n_heads * model.head_dim) / share.tensor
+    return share.tokens * (projected_width(model) - model.n_heads * model.head_dim) / share.tp
 
 
 CHUNKS = 4
@@ -211,7 +211,7 @@ class LayerCosts:
         """Looking up the tokens. Its gradient is dense."""
         share, model = self._share, self._model
         width = share.tokens * model.dim * share.element
-        parts = 1 if self._within.dtensors else share.tensor
+        parts = 1 if self._within.dtensors else share.tp
         cleared = share.element * model.vocab * model.dim / parts
         return LayerTimes(
             forward_s=self._moves([Move(2 * width)]) + self._over_tensor(around_embedding(model, share, "forward")),
@@ -223,8 +223,8 @@ class LayerCosts:
     def head(self) -> LayerTimes:
         """Final norm, head and loss, the vocabulary divided by tensor-parallel ranks."""
         share, model = self._share, self._model
-        logits = share.tokens * model.vocab / share.tensor
-        product = self._product(Product(share.tokens, model.dim, model.vocab / share.tensor), plain=True)
+        logits = share.tokens * model.vocab / share.tp
+        product = self._product(Product(share.tokens, model.dim, model.vocab / share.tp), plain=True)
         e = share.element
         if share.fused:
             loss, gradient = [Move(e * logits, logits)], [Move(2 * e * logits, logits)]
@@ -241,38 +241,38 @@ class LayerCosts:
         """Seconds of attention, averaged over layers with a window and layers without."""
         share, model = self._share, self._model
         length = share.seq_len
-        heads = share.sequences * model.n_heads / share.tensor / share.context
+        heads = share.sequences * model.n_heads / share.tp / share.cp
         seconds = attention_seconds(
             self._hardware, share.dtype, heads=heads, seq_len=length, head_dim=round(attention_width(model)),
             backward=backward, kernel=share.attention,
         )  # fmt: skip
-        if share.context > 1 and not self._within.exchanges:
+        if share.cp > 1 and not self._within.exchanges:
             seconds /= RING_PART
         return seconds * seen_part(model, length)
 
     def _context(self, attention_s: float, *, backward: bool = False) -> float:
         """Exposed seconds of context parallelism."""
         share, shape = self._share, self._within.context_shape
-        if share.context == 1:
+        if share.cp == 1:
             return 0.0
-        width = projected_width(self._model) / share.tensor
-        values = self._model.n_heads * attention_width(self._model) / share.tensor
+        width = projected_width(self._model) / share.tp
+        values = self._model.n_heads * attention_width(self._model) / share.tp
         if self._within.exchanges:
-            moved = share.tokens * (width + values) * share.element * share.context
+            moved = share.tokens * (width + values) * share.element * share.cp
             return collective_cost(self._cluster, "all_to_all", round(moved), shape).seconds
-        corrected = self._moves([Move(10 * share.tokens * values * share.context)])
+        corrected = self._moves([Move(10 * share.tokens * values * share.cp)])
         if self._within.dtensors:
             return corrected + self._gathered_ring(attention_s, "backward" if backward else "forward")
         hop = (2 if backward else 1) * share.tokens * (width - values) * share.element
         hop_s = self._message(hop, shape)
-        exposed = max(0.0, hop_s - attention_s / share.context) * (share.context - 1)
+        exposed = max(0.0, hop_s - attention_s / share.cp) * (share.cp - 1)
         return exposed + corrected
 
     def _gathered_ring(self, attention_s: float, which: Pass) -> float:
         """Torch's ring: keys and values are gathered during the first piece of attention, and the gradients of each
         piece are sent during the next one; those of the last piece overlap nothing.
         """
-        share, piece_s, exposed = self._share, attention_s / self._share.context, 0.0
+        share, piece_s, exposed = self._share, attention_s / self._share.cp, 0.0
         for one in around_attention(self._model, share, which):
             each = collective_cost(self._cluster, one.op, round(one.nbytes), self._within.context_shape).seconds
             exposed += one.count * max(0.0, each - piece_s) + (min(each, piece_s) if one.op == "all_to_all" else 0.0)
@@ -304,9 +304,9 @@ class LayerCosts:
     def _experts(self) -> float:
         """Tokens to their experts, and back."""
         share, model = self._share, self._model
-        if share.expert == 1 or model.experts is None:
+        if share.ep == 1 or model.experts is None:
             return 0.0
-        sent = share.tokens / share.tensor * model.experts.active * model.dim * share.element * share.expert
+        sent = share.tokens / share.tp * model.experts.active * model.dim * share.element * share.ep
         return 2 * collective_cost(self._cluster, "all_to_all", round(sent), self._within.expert_shape).seconds
 
     def _product(self, product: Product, *, plain: bool = False) -> float:

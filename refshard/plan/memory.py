@@ -73,7 +73,7 @@ def layer_memory(
     again, as in Megatron. If autocast ``casts``, the residual stream is fp32, and each product has its own copy of its
     input.
     """
-    e, n, t = share.element, share.tokens, share.tensor
+    e, n, t = share.element, share.tokens, share.tp
     stream = hidden_bytes(model, share, casts=casts)
     hidden = e * n / t * model.dim
     given = hidden if gathers_again else e * n * model.dim
@@ -107,7 +107,7 @@ def loss_bytes(model: ModelSpec, share: Share, *, splits_loss: bool = False) -> 
     """Bytes at the loss: the logits, their softmax and its gradient, in fp32 unless they are fused. If torch's
     ``loss_parallel()`` splits it by vocabulary, the gradient takes two more steps in memory of their own.
     """
-    logits = share.tokens * model.vocab / share.tensor
+    logits = share.tokens * model.vocab / share.tp
     if share.fused:
         return logits * (share.element * 2 + 4)
     return logits * (16 if splits_loss else 12)
@@ -215,7 +215,7 @@ class _Rank:
         self._own = held.parameters / np.where(self._is("shards_optimizer"), candidates.shards, 1)
         self._by_unit, self._around = self._is("shards_parameters"), self._is("around")
         self._casts = self._is("casts") & (element < MASTER_BYTES)
-        self._pipelined, self._offload = candidates["pipeline"] > 1, candidates.flag("offload")
+        self._pipelined, self._offload = candidates["pp"] > 1, candidates.flag("offload")
         self._several = candidates["microbatches"] > 1
         self._stays = self._by_unit & (self._pipelined | ~candidates.flag("reshard") | self._is("keeps"))
         self._activations = held.layers * held.kept * held.in_flight + held.outputs
@@ -270,7 +270,7 @@ class _Rank:
         earlier microbatches until the third round.
         """
         held, alone = self._held, self._parts == 1
-        early = ~alone & (self._candidates["microbatches"] < 3 * self._candidates["pipeline"])
+        early = ~alone & (self._candidates["microbatches"] < 3 * self._candidates["pp"])
         stage = held.layers / self._parts * held.unit
         waiting = self._element * (stage + np.where(alone, held.head, 0)) - np.where(early, MASTER_BYTES * stage, 0)
         found: Floats = np.where((held.delays > 0) & self._by_unit, waiting, 0)

@@ -18,7 +18,7 @@ from refshard.plan.memory import PARTS
 from refshard.plan.search import Found
 from refshard.plan.space import Candidates
 from refshard.specs.cluster import ClusterSpec
-from refshard.specs.configuration import Configuration
+from refshard.specs.job import Job
 from refshard.specs.model import ModelSpec
 from refshard.specs.reading import convert, read_toml
 
@@ -49,15 +49,15 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return min(found.low, 1.0), max(found.high, 1.0)
 
 
-def kind_of(configuration: Configuration) -> str:
-    """The kind of a configuration, by the axes it uses and its precision: one kind is predicted about equally well."""
-    if configuration.pipeline > 1:
+def kind_of(job: Job) -> str:
+    """The kind of a job, by the axes it uses and its precision: one kind is predicted about equally well."""
+    if job.pp > 1:
         divided = "pipeline"
-    elif configuration.tensor > 1 or configuration.context > 1:
+    elif job.tp > 1 or job.cp > 1:
         divided = "tensor or context"
     else:
         divided = "data"
-    return f"{divided}, {configuration.precision}"
+    return f"{divided}, {job.precision}"
 
 
 def load_spread() -> Spread:
@@ -76,7 +76,7 @@ TIME_PARTS = ("compute", "exchange", "waiting", "optimizer", "straggling")
 SLOW, LESS = 1.5, 0.9
 """The Pareto front ends at this many times the shortest step; each point needs at most this part of the last one's
 memory."""
-_FAMILY = ("strategy", "tensor", "context", "pipeline", "schedule", "precision", "compiled")
+_FAMILY = ("strategy", "tp", "cp", "pp", "schedule", "precision", "compiled")
 """Configurations that differ in none of these are variants; a plan lists the best of them."""
 
 VARIANTS = ("precision", "compiled")
@@ -117,7 +117,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     reserved, and speed and cost follow from these; ``not_dry`` says why it was not.
     """
 
-    configuration: Configuration
+    job: Job
     fits: bool
     kind: str
     step_s: float
@@ -138,6 +138,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     dry_step_s: float | None = None
     reserved_bytes: int | None = None
     not_dry: str = ""
+
+    @property
+    def variants(self) -> dict[str, object]:
+        """The values of :data:`VARIANTS`."""
+        return {"precision": self.job.precision, "compiled": self.job.implementation.compiled}
 
     @property
     def time_s(self) -> float:
@@ -168,7 +173,7 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
     the best rows, the Pareto front of step time and memory, and the rows that come closest to fitting.
     """
 
-    world_size: int
+    gpus: int
     considered: int
     fitting: int
     rows: tuple[Row, ...]
@@ -217,7 +222,7 @@ class Reader:
         closest = _firsts(candidates, ("strategy",), smallest)
         front = _front(found)
         return Size(
-            world_size=int(candidates.world_size[0]),
+            gpus=int(candidates["gpus"][0]),
             considered=len(candidates), fitting=int(found.fits.sum()),
             rows=tuple(self.row(found, place) for place in best[:most]),
             front=tuple(self.row(found, place) for place in front),
@@ -227,22 +232,22 @@ class Reader:
     def row(self, found: Found, place: int) -> Row:
         """One configuration's row."""
         estimates = found.estimates
-        configuration, step_s = estimates.candidates.configuration(place), float(estimates.step_s[place])
+        job, step_s = estimates.candidates.job(place), float(estimates.step_s[place])
         speed = float(found.tokens_per_s_gpu[place])
         flops = speed * flops_per_token(self.model, self.seq_len, CONVENTION)
-        low, high = self.spread.bounds(kind_of(configuration))
-        goodput = self.failures.goodput(configuration.world_size)
+        low, high = self.spread.bounds(kind_of(job))
+        goodput = self.failures.goodput(job.gpus)
         hours = TRILLION / speed / HOUR / goodput if goodput else float("inf")
-        precision = configuration.precision if configuration.precision in self.cluster.accelerator.matmul else "bf16"
-        layers = -(-self.model.n_layers // configuration.pipeline)
+        precision = job.precision if job.precision in self.cluster.accelerator.matmul else "bf16"
+        layers = -(-self.model.n_layers // job.pp)
         return Row(
-            configuration=configuration, fits=bool(found.fits[place]), kind=kind_of(configuration), step_s=step_s,
+            job=job, fits=bool(found.fits[place]), kind=kind_of(job), step_s=step_s,
             low_s=step_s * low, high_s=step_s * high, tokens_per_s_gpu=speed, tflops=flops / 1e12,
             mfu=flops / self.cluster.accelerator.matmul[precision].peak,
             parts={part: float(getattr(estimates, f"{part}_s")[place]) for part in TIME_PARTS},
             peak_bytes=int(estimates.memory.peak[place]),
             memory={part: int(getattr(estimates.memory, part)[place]) for part in PARTS},
-            checkpointed=checkpointed_layers(configuration.checkpointing, layers), layers=layers, goodput=goodput,
+            checkpointed=checkpointed_layers(job.checkpointing, layers), layers=layers, goodput=goodput,
             gpu_hours=hours, cost_usd=hours * self.price_usd,
         )  # fmt: skip
 
@@ -304,7 +309,7 @@ def listed(rows: Sequence[Row], most: int, varied: Sequence[str], spread: Spread
     _, after = ranked(rows, spread)
     firsts: dict[object, int] = {"after": rows.index(after)} if after is not None else {}
     for place, row in enumerate(rows):
-        firsts.setdefault(tuple(getattr(row.configuration, field) for field in varied), place)
+        firsts.setdefault(tuple(row.variants[field] for field in varied), place)
     return sorted({*range(min(most, len(rows))), *firsts.values()})
 
 

@@ -31,13 +31,12 @@ class Found:
 
 def search(model: ModelSpec, cluster: ClusterSpec, seq_len: int, candidates: Candidates, usable_bytes: int) -> Found:
     """Estimate and rank all. Where checkpointing is :data:`AUTO` it is replaced by the fewest layers that fit."""
-    divided = candidates["tensor"] * candidates["context"] * candidates["pipeline"] > 1
+    divided = candidates["tp"] * candidates["cp"] * candidates["pp"] > 1
     limits = np.where(divided, MODEL_PARALLEL_PART * usable_bytes, float(usable_bytes))
     resolved = _fewest(model, cluster, seq_len, candidates, limits)
     found = estimate(model, cluster, seq_len, resolved)
     fits = found.memory.peak <= limits
-    batch = resolved.data_ranks * resolved["microbatch"] * resolved["microbatches"]
-    speed = batch * seq_len / found.step_s / resolved.world_size
+    speed = resolved["global_batch"] * seq_len / found.step_s / resolved["gpus"]
     rows = np.flatnonzero(fits)
     # The order of enumeration decides between equals: less splitting comes first.
     order = rows[np.argsort(-speed[rows], kind="stable")]
@@ -54,10 +53,10 @@ def _fewest(model: ModelSpec, cluster: ClusterSpec, seq_len: int, rows: Candidat
     if not automatic.any():
         return rows
     old = rows.labels["checkpointing"]
-    labels = tuple(dict.fromkeys(("none", *map(str, range(1, model.n_layers + 2)), *old)))
+    labels = tuple(dict.fromkeys(("none", *(f"first-{count}" for count in range(1, model.n_layers + 2)), *old)))
     codes = np.array([labels.index(label) for label in old], np.int64)[rows["checkpointing"]]
     chosen, limit = rows.take(automatic), limits[automatic]
-    most = -(-model.n_layers // chosen["pipeline"])
+    most = -(-model.n_layers // chosen["pp"])
 
     def peak(some: Integers, count: Integers) -> Floats:
         of = chosen.take(some)

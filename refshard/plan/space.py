@@ -1,7 +1,6 @@
-"""Configurations as columns, and those among which a search looks: every way to divide the ranks and the batch that can
-run.
+"""Jobs as columns, and those among which a search looks: every way to divide the ranks and the batch that can run.
 
-Rules that keep a configuration out: an axis does not divide what it splits; a group that talks within a layer would
+Rules that keep a job out: an axis does not divide what it splits; a group that talks within a layer would
 span nodes (tensor parallelism); a stage has no layer; an interleaved schedule's microbatches do not divide among its
 ranks; a strategy has no code for an axis.
 """
@@ -9,7 +8,7 @@ ranks; a strategy has no code for an axis.
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 import numpy as np
@@ -17,14 +16,19 @@ import numpy.typing as npt
 
 from refshard.plan.cost_models import COST_MODELS, find_cost_model
 from refshard.specs.cluster import ClusterSpec
-from refshard.specs.configuration import Configuration, Precision, Schedule
-from refshard.specs.hardware import AttentionKernel
+from refshard.specs.job import Implementation, Job, Precision, Schedule
 from refshard.specs.model import ModelSpec
 
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
-FIELDS = tuple(field.name for field in msgspec.structs.fields(Configuration))
+FIELDS = {
+    field.name: field.type
+    for kind in (Job, Implementation)
+    for field in msgspec.structs.fields(kind)
+    if field.name != "implementation"
+}
+"""Columns of candidates, and the types of their values."""
 LEAST_TOKENS = 1024
 """Tokens that context parallelism leaves each rank of a sequence at least."""
 MOST_CONTEXT, MOST_STRETCHES, MOST_MICROBATCH = 64, 12, 32
@@ -44,19 +48,20 @@ ALL = (0,)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidates:
-    """Configurations, one a row, so that thousands are estimated at once.
+    """Jobs, one a row, so that thousands are estimated at once.
 
-    Columns are int64. Numbers and flags are stored as they are, strings as their index in ``labels``.
+    Columns are int64: all fields of a job, and ``microbatch``. Numbers and flags are stored as they are, strings as
+    their index in ``labels``.
     """
 
     columns: Mapping[str, Integers]
     labels: Mapping[str, tuple[str, ...]]
 
     @classmethod
-    def of(cls, configurations: Sequence[Configuration]) -> Self:
-        """These configurations, in their order."""
-        given = {name: [getattr(one, name) for one in configurations] for name in FIELDS}
-        return cls.of_columns(given, len(configurations))
+    def of(cls, jobs: Sequence[Job]) -> Self:
+        """These jobs, in their order."""
+        rows = [{**msgspec.structs.asdict(one), **msgspec.structs.asdict(one.implementation)} for one in jobs]
+        return cls.of_columns({name: [row[name] for row in rows] for name in FIELDS}, len(jobs))
 
     @classmethod
     def of_columns(cls, given: Mapping[str, Sequence[object]], count: int) -> Self:
@@ -69,10 +74,12 @@ class Candidates:
                 places = {label: place for place, label in enumerate(labels[name])}
                 values = [places[str(value)] for value in values]
             columns[name] = np.broadcast_to(np.array(values, np.int64), count)
+        parts = columns["tp"] * columns["cp"] * columns["pp"]
+        columns["microbatch"] = columns["global_batch"] * parts // (columns["gpus"] * columns["microbatches"])
         return cls(columns, labels)
 
     def __len__(self) -> int:
-        return len(self.columns["shard"])
+        return len(self.columns["gpus"])
 
     def __getitem__(self, field: str) -> Integers:
         return self.columns[field]
@@ -97,27 +104,29 @@ class Candidates:
         """Some of the rows."""
         return Candidates({name: column[rows] for name, column in self.columns.items()}, self.labels)
 
-    def configuration(self, row: int) -> Configuration:
+    def job(self, row: int) -> Job:
         """One row as a value."""
-        found = {name: int(column[row]) for name, column in self.columns.items()}
-        labels = {name: self.labels[name][found[name]] for name in self.labels}
-        flags = {f.name: bool(found[f.name]) for f in msgspec.structs.fields(Configuration) if f.type is bool}
-        return Configuration(**{**found, **labels, **flags})  # type: ignore[arg-type]
+        found: dict[str, Any] = {name: int(column[row]) for name, column in self.columns.items()}
+        found |= {name: self.labels[name][found[name]] for name in self.labels}
+        del found["microbatch"]
+        found |= {name: bool(found[name]) for name, kind in FIELDS.items() if kind is bool}
+        own = {name: found.pop(name) for name in Implementation.__struct_fields__}
+        return Job(**found, implementation=Implementation(**own))
 
     @property
     def data_ranks(self) -> Integers:
         """Ranks that divide the batch."""
-        return self["shard"] * self["replicate"]
+        return self["gpus"] // (self["tp"] * self["cp"] * self["pp"])
+
+    @property
+    def replicas(self) -> Integers:
+        """Data-parallel ranks that hold the same parameters: all, under a strategy that shards nothing."""
+        return np.where(self.cost("shards_optimizer") > 0, self["dp_replicate"], self.data_ranks)
 
     @property
     def shards(self) -> Integers:
         """Ranks that a strategy which shards divides parameters over."""
-        return self["shard"] * self["context"]
-
-    @property
-    def world_size(self) -> Integers:
-        """Ranks in all."""
-        return self.data_ranks * self["context"] * self["tensor"] * self["pipeline"]
+        return self.data_ranks // self.replicas * self["cp"]
 
 
 def by_distinct(columns: Sequence[npt.NDArray[np.generic]], value: Callable[..., tuple[float, ...]]) -> Floats:
@@ -134,49 +143,41 @@ def by_distinct(columns: Sequence[npt.NDArray[np.generic]], value: Callable[...,
 class Space:
     """What a search may choose, each a list of values; :data:`ALL` for every one that can run.
 
-    ``global_batch`` is in sequences. Fields below ``compiled`` hold for all configurations.
+    ``microbatch`` is in sequences. ``same`` holds for all jobs.
     """
 
     strategies: tuple[str, ...]
-    world_sizes: tuple[int, ...]
-    global_batch: int
-    tensor: tuple[int, ...] = (1,)
-    pipeline: tuple[int, ...] = (1,)
+    tp: tuple[int, ...] = (1,)
+    pp: tuple[int, ...] = (1,)
     interleave: tuple[int, ...] = (1,)
     schedules: tuple[Schedule, ...] = ("1f1b", "interleaved")
-    context: tuple[int, ...] = (1,)
-    expert: tuple[int, ...] = (1,)
-    replicas: tuple[int, ...] = (1,)
+    cp: tuple[int, ...] = (1,)
+    ep: tuple[int, ...] = (1,)
+    dp_replicate: tuple[int, ...] = (1,)
     microbatch: tuple[int, ...] = (1,)
     checkpointing: tuple[str, ...] = ("none",)
     precisions: tuple[Precision, ...] = ("bf16",)
     compiled: tuple[bool, ...] = (False,)
-    reduction: str = "fp32"
-    attention: AttentionKernel = "flash"
-    offload: bool = False
+    same: Job
 
 
 _VARYING = (
-    "strategy", "tensor", "context", "pipeline", "interleave", "schedule", "expert", "shard", "replicate", "microbatch",
-    "microbatches", "reduce_each", "precision", "compiled", "checkpointing",
+    "strategy", "tp", "cp", "pp", "interleave", "schedule", "ep", "dp_replicate", "microbatches", "reduce_each",
+    "precision", "compiled", "checkpointing",
 )  # fmt: skip
 
 
-def configurations(space: Space, model: ModelSpec, cluster: ClusterSpec, seq_len: int) -> Candidates:
-    """All configurations of the space that can run, as columns; checkpointing is the innermost axis."""
+def candidates(space: Space, model: ModelSpec, cluster: ClusterSpec) -> Candidates:
+    """All jobs of the space that can run on the cluster, as columns; checkpointing is the innermost axis."""
     rows: list[tuple[object, ...]] = []
     fixed, free = list(product(space.precisions, (True,))), list(product(space.precisions, space.compiled))
     kernels = {name: fixed if name in (*OWN_KERNELS, *_COMPILES) else free for name in space.strategies}
-    for world in space.world_sizes:
-        for meshed in _meshes(space, model, cluster, seq_len, world):
-            policies = space.checkpointing if meshed[_VARYING.index("schedule")] != "zero-bubble" else ("none",)
-            rows += [(*meshed, *chosen, policy) for chosen in kernels[str(meshed[0])] for policy in policies]
-    same = Configuration(
-        strategy=space.strategies[0], reduction=space.reduction,  # type: ignore[arg-type]
-        attention=space.attention, offload=space.offload,
-    )  # fmt: skip
+    for meshed in _meshes(space, model, cluster):
+        policies = space.checkpointing if meshed[_VARYING.index("schedule")] != "zero-bubble" else ("none",)
+        rows += [(*meshed, *chosen, policy) for chosen in kernels[str(meshed[0])] for policy in policies]
     varying = dict(zip(_VARYING, zip(*rows))) if rows else dict.fromkeys(_VARYING, ())
-    found = Candidates.of_columns({f: varying.get(f, (getattr(same, f),)) for f in FIELDS}, len(rows))
+    same = {**msgspec.structs.asdict(space.same), **msgspec.structs.asdict(space.same.implementation)}
+    found = Candidates.of_columns({name: varying.get(name, (same[name],)) for name in FIELDS}, len(rows))
     own = found.where("strategy", *OWN_KERNELS) if rows else np.zeros(0, np.bool_)
     if not own.any():
         return found
@@ -189,41 +190,39 @@ def configurations(space: Space, model: ModelSpec, cluster: ClusterSpec, seq_len
     return Candidates(columns, {**found.labels, "attention": attention})
 
 
-def _meshes(
-    space: Space, model: ModelSpec, cluster: ClusterSpec, seq_len: int, world: int
-) -> Iterator[tuple[object, ...]]:
+def _meshes(space: Space, model: ModelSpec, cluster: ClusterSpec) -> Iterator[tuple[object, ...]]:
+    world, seq_len = space.same.gpus, space.same.seq_len
     widths = (model.n_heads, model.n_kv_heads, model.ffn_dim, *([model.experts.ffn_dim] if model.experts else []))
-    for tensor in _sizes(space.tensor, min(world, cluster.ranks_per_node), widths):
-        for context in _sizes(space.context, min(world // tensor, MOST_CONTEXT), (seq_len,)):
-            if world % (tensor * context) or (context > 1 and seq_len // context < LEAST_TOKENS):
+    for tp in _sizes(space.tp, min(world, cluster.ranks_per_node), widths):
+        for cp in _sizes(space.cp, min(world // tp, MOST_CONTEXT), (seq_len,)):
+            if world % (tp * cp) or (cp > 1 and seq_len // cp < LEAST_TOKENS):
                 continue
-            for pipeline in _sizes(space.pipeline, min(model.n_layers, world), (world // tensor // context,)):
-                data = world // tensor // context // pipeline
-                if space.global_batch % data:
+            for pp in _sizes(space.pp, min(model.n_layers, world), (world // tp // cp,)):
+                data = world // tp // cp // pp
+                if space.same.global_batch % data:
                     continue
-                for interleave, schedule in _schedules(space, model.n_layers, pipeline):
-                    yield from _batches(space, model, data, tensor, context, pipeline, interleave, schedule)
+                for interleave, schedule in _schedules(space, model.n_layers, pp):
+                    yield from _batches(space, model, data, tp, cp, pp, interleave, schedule)
 
 
 def _batches(
-    space: Space, model: ModelSpec, data: int, tensor: int, context: int, pipeline: int, interleave: int, schedule: str
+    space: Space, model: ModelSpec, data: int, tp: int, cp: int, pp: int, interleave: int, schedule: str
 ) -> Iterator[tuple[object, ...]]:
-    local = space.global_batch // data
-    experts = (model.experts.count, data * context) if model.experts else (1,)
+    local = space.same.global_batch // data
+    experts = (model.experts.count, data * cp) if model.experts else (1,)
     for microbatch in _sizes(space.microbatch, min(local, MOST_MICROBATCH), (local,)):
         microbatches = local // microbatch
-        if pipeline > 1 and (microbatches < pipeline or (interleave > 1 and microbatches % pipeline)):
+        if pp > 1 and (microbatches < pp or (interleave > 1 and microbatches % pp)):
             continue
-        for expert in _sizes(space.expert, data * context, experts):
+        for ep in _sizes(space.ep, data * cp, experts):
             for strategy in space.strategies:
-                if not _composes(strategy, tensor, context, pipeline, schedule):
+                if not _composes(strategy, tp, cp, pp, schedule):
                     continue
-                for replicate in _replicas(space, strategy, data):
-                    shard = data // replicate
-                    head = (strategy, tensor, context, pipeline, interleave, schedule, expert, shard, replicate)
-                    yield (*head, microbatch, microbatches, True)
-                    if microbatches > 1 and pipeline == 1 and find_cost_model(strategy).by_unit:
-                        yield (*head, microbatch, microbatches, False)
+                for dp_replicate in _replicas(space, strategy, data):
+                    head = (strategy, tp, cp, pp, interleave, schedule, ep, dp_replicate)
+                    yield (*head, microbatches, True)
+                    if microbatches > 1 and pp == 1 and find_cost_model(strategy).by_unit:
+                        yield (*head, microbatches, False)
 
 
 def _sizes(given: tuple[int, ...], most: int, divides: Sequence[int]) -> list[int]:
@@ -232,15 +231,15 @@ def _sizes(given: tuple[int, ...], most: int, divides: Sequence[int]) -> list[in
     return [size for size in chosen if all(number % size == 0 for number in divides)]
 
 
-def _schedules(space: Space, n_layers: int, pipeline: int) -> Iterator[tuple[int, Schedule]]:
+def _schedules(space: Space, n_layers: int, pp: int) -> Iterator[tuple[int, Schedule]]:
     """Stretches of layers on each rank, and the schedule; stretches must be even, with the ends counted as layers or
     not.
     """
-    if pipeline == 1:
+    if pp == 1:
         yield 1, "1f1b"
         return
     given = space.interleave if space.interleave != ALL else tuple(range(1, MOST_STRETCHES + 1))
-    even = [n for n in given if n_layers % (pipeline * n) == 0 or (n_layers + 2) % (pipeline * n) == 0]
+    even = [n for n in given if n_layers % (pp * n) == 0 or (n_layers + 2) % (pp * n) == 0]
     for schedule in space.schedules:
         if schedule == "1f1b" and 1 in given:
             yield 1, schedule
@@ -250,21 +249,19 @@ def _schedules(space: Space, n_layers: int, pipeline: int) -> Iterator[tuple[int
             yield from ((stretches, schedule) for stretches in even if stretches > 1)
 
 
-def _composes(strategy: str, tensor: int, context: int, pipeline: int, schedule: str) -> bool:
+def _composes(strategy: str, tp: int, cp: int, pp: int, schedule: str) -> bool:
     if schedule == "zero-bubble" and strategy not in _ZERO_BUBBLE:
         return False
-    if tensor > 1 and strategy not in _TENSOR:
+    if tp > 1 and strategy not in _TENSOR:
         return False
-    return pipeline * context == 1 or strategy in _N_DIMENSIONAL
+    return pp * cp == 1 or strategy in _N_DIMENSIONAL
 
 
 def _replicas(space: Space, strategy: str, data: int) -> list[int]:
-    """Sizes of the replicate axis: all of it if nothing is sharded; more than 1 only if parameters are sharded."""
-    costs = find_cost_model(strategy)
-    if not costs.shards_optimizer:
-        return [data]
-    if not costs.by_unit:
+    """Sizes of the replicate axis: more than 1 only if parameters are sharded, unit by unit."""
+    if not find_cost_model(strategy).by_unit:
         return [1]
     powers = [size for size in (2**i for i in range(20)) if data % size == 0 and data // size > 1]
-    chosen = powers if space.replicas == ALL else [size for size in space.replicas if data % size == 0]
-    return chosen or [1]
+    if space.dp_replicate == ALL:
+        return powers or [1]
+    return [size for size in space.dp_replicate if data % size == 0 and (size == 1 or data // size > 1)] or [1]

@@ -29,7 +29,7 @@ def deal(n_layers: int, candidates: Candidates) -> Stages:
     """Divide the layers evenly. Where the embedding and the head, each counted as a layer, make the division even, they
     count as such (Megatron's and torchtitan's options for this).
     """
-    ranks, stretches = candidates["pipeline"], candidates["pipeline"] * candidates["interleave"]
+    ranks, stretches = candidates["pp"], candidates["pp"] * candidates["interleave"]
     ends_count = (n_layers % stretches != 0) & ((n_layers + 2) % stretches == 0)
     rounded = -(-n_layers // ranks)
     middle = np.where(ends_count, (n_layers + 2) // ranks, rounded)
@@ -76,7 +76,7 @@ def held_by_first_backward(candidates: Candidates) -> Floats:
 
 def delayed_weights(candidates: Candidates, rank: Integers | int) -> Floats:
     """Microbatches, in parts of the rank's layers, with delayed gradients of weights, and the one that computes."""
-    waiting = candidates.where("schedule", "zero-bubble") & (candidates["pipeline"] > 1)
+    waiting = candidates.where("schedule", "zero-bubble") & (candidates["pp"] > 1)
     return np.where(waiting, (rank + 1) / candidates["interleave"], 0.0)
 
 
@@ -86,7 +86,7 @@ def _warm_up(candidates: Candidates, rank: Integers | int) -> Integers:
     """
     parts = candidates["interleave"]
     times = np.where((parts > 1) & ~candidates.where("schedule", "zero-bubble"), 2, 1)
-    found: Integers = times * (candidates["pipeline"] - 1 - rank) + (parts - 1) * _round(candidates)
+    found: Integers = times * (candidates["pp"] - 1 - rank) + (parts - 1) * _round(candidates)
     return found
 
 
@@ -95,5 +95,5 @@ def _round(candidates: Candidates) -> Integers:
     or a few more if that does not divide them.
     """
     microbatches = candidates["microbatches"]
-    found: Integers = microbatches // np.maximum(1, microbatches // candidates["pipeline"])
+    found: Integers = microbatches // np.maximum(1, microbatches // candidates["pp"])
     return found

@@ -31,7 +31,7 @@ from refshard.report.blocks import (
     cell_text,
 )
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Of every command's JSON and CSV; it rises when a key changes its meaning or goes."""
 LIST_SEPARATOR = " | "
 """What stands between the parts of a list in CSV, which has no lists."""

@@ -143,7 +143,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         nodes, rest = divmod(world_size, self.ranks_per_node)
         if rest:
             raise SpecError(
-                f"world_size: must be at most {self.ranks_per_node}, or a multiple of it, on nodes of "
+                f"gpus: must be at most {self.ranks_per_node}, or a multiple of it, on nodes of "
                 f"{self.ranks_per_node} ranks, got {world_size}; change either"
             )
         return self.of_nodes(nodes)

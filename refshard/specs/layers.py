@@ -16,9 +16,9 @@ class Checkpointing:
     by_op: bool = False
 
 
-def checkpointing_of(policy: str | int | Sequence[int], n_layers: int) -> Checkpointing:
-    """What a policy means for a model of ``n_layers``: ``"none"``, ``"full"``, ``"selective"``, ``"every-K"``, how many
-    layers from the first, or their indices.
+def checkpointing_of(policy: str | Sequence[int], n_layers: int) -> Checkpointing:
+    """What a policy means for ``n_layers``: ``"none"``, ``"full"``, ``"selective"``, ``"every-K"``, ``"first-N"``, or
+    the layers' indices.
 
     ``"every-K"`` takes each K-th layer, counted from 1: layers K-1, 2K-1, ... (torchtitan's selective layer
     checkpointing counts so too).
@@ -26,37 +26,28 @@ def checkpointing_of(policy: str | int | Sequence[int], n_layers: int) -> Checkp
     Raises:
         SpecError: the policy is unknown, or names a layer that the model does not have.
     """
-    if isinstance(policy, int):
-        if not 0 <= policy <= n_layers:
-            raise SpecError(
-                f"checkpoint-layers must be from 0 to the model's {n_layers} layers, got {policy}; lower it"
-            )
-        return Checkpointing(frozenset(range(policy)))
     if policy == "none":
         return Checkpointing()
     if policy in ("full", "selective"):
         return Checkpointing(frozenset(range(n_layers)), by_op=policy == "selective")
     if isinstance(policy, str):
-        return Checkpointing(_every(policy, n_layers))
+        which, _, digits = policy.partition("-")
+        if which not in ("every", "first") or not digits.isdecimal() or int(digits) < 1:
+            raise SpecError(
+                "checkpointing must be 'none', 'full', 'selective', 'every-K', 'first-N' or a list of layers, got "
+                f"{policy!r}; correct it"
+            )
+        number = int(digits)
+        if number > n_layers:
+            raise SpecError(
+                f"checkpointing: its number must be at most the {n_layers} layers, got {policy!r}; lower it"
+            )
+        return Checkpointing(frozenset(range(number) if which == "first" else range(number - 1, n_layers, number)))
     if outside := [index for index in policy if not 0 <= index < n_layers]:
         raise SpecError(
             f"checkpointing: layers must lie in 0..{n_layers - 1}, got {outside[0]}; name layers that the model has"
         )
     return Checkpointing(frozenset(policy))
-
-
-def _every(policy: str, n_layers: int) -> frozenset[int]:
-    prefix, _, digits = policy.partition("-")
-    if prefix != "every" or not digits.isdecimal() or int(digits) < 1:
-        raise SpecError(
-            "checkpointing must be 'none', 'full', 'selective', 'every-K' or a list of layers, got "
-            f"{policy!r}; correct it"
-        )
-    if int(digits) > n_layers:
-        raise SpecError(
-            f"checkpointing: K must be at most the model's {n_layers} layers, got {policy!r}; write 'none' for none"
-        )
-    return frozenset(range(int(digits) - 1, n_layers, int(digits)))
 
 
 def layers_of_stages(n_layers: int, stages: int) -> tuple[range, ...]:

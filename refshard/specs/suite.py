@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,12 +10,15 @@ import msgspec
 
 from refshard import resources
 from refshard.errors import SpecError, nearest
-from refshard.specs.case import REFERENCE_STRATEGY, CaseSpec
+from refshard.specs.case import KEYS, Case, check_keys
 from refshard.specs.gate import GateSpec
+from refshard.specs.job import REFERENCE_STRATEGY
 from refshard.specs.reading import convert, is_count, parse_toml, read_toml, within
 
 LauncherName = Literal["local", "netlab"]
 MOST_ROUNDS = 1000
+BATCH_PER_RANK = "batch_per_rank"
+"""The key that gives the batch per rank, in place of ``global_batch``."""
 FEWEST_DIGITS = 4
 """Of a hash that names a case."""
 
@@ -55,7 +58,7 @@ class NetworkSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """
         if world_size > 1 and world_size % self.hosts:
             raise SpecError(
-                f"world_size must be 1 or a multiple of network.hosts = {self.hosts}, got {world_size}; change either"
+                f"gpus must be 1 or a multiple of network.hosts = {self.hosts}, got {world_size}; change either"
             )
         return max(world_size // self.hosts, 1)
 
@@ -65,13 +68,13 @@ class SuiteSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     ``matrix`` is a table, or a list of tables. In each, lists are crossed with one another and any other value holds
     for all its cases; ``case`` holds what the cases of every table share, and a table's own values go before it. The
-    keys are the fields of :class:`CaseSpec`, and ``batch_per_rank`` (sequences) in place of ``global_batch``; a table
-    may have ``rounds`` of its own. Each round launches every case afresh, in an order of its own, so that drift of the
-    machine does not favour one strategy. ``gate`` holds the limits of ``refshard gate``. ``only``, if given, names
-    the cases to keep, by their names or by the beginnings of their hashes; references stay with them. ``network`` says
-    what the launcher ``netlab`` joins the ranks with, and is for it alone. With ``dry_run_first``, measured cases are
-    dry-run before anything is launched on GPUs, and those that will not fit are skipped. Records leave out what is not
-    given, so that an older refshard reads every run that asks for nothing new.
+    keys are those of a case (:data:`~refshard.specs.case.KEYS`), and ``batch_per_rank`` (sequences) in place of
+    ``global_batch``; a table may have ``rounds`` of its own. Each round launches every case afresh, in an order of its
+    own, so that drift of the machine does not favour one strategy. ``gate`` holds the limits of ``refshard gate``.
+    ``only``, if given, names the cases to keep, by their names or by the beginnings of their hashes; references stay
+    with them. ``network`` says what the launcher ``netlab`` joins the ranks with, and is for it alone. With
+    ``dry_run_first``, measured cases are dry-run before anything is launched on GPUs, and those that will not fit are
+    skipped. Records leave out what is not given, so that an older refshard reads every run that asks for nothing new.
     """
 
     name: str
@@ -98,10 +101,9 @@ class SuiteSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 f"network needs launcher 'netlab', got launcher '{self.launcher}'; set launcher = \"netlab\", or drop "
                 "the table [network]"
             )
-        known = [*CaseSpec.__struct_fields__, "batch_per_rank"]
-        _check_keys("case", self.case, known)
+        check_keys("case", self.case, (*KEYS, BATCH_PER_RANK))
         for table in self.tables:
-            _check_keys("matrix", table, [*known, "rounds"])
+            check_keys("matrix", table, (*KEYS, BATCH_PER_RANK, "rounds"))
             if not is_count(rounds := table.get("rounds", 1)) or rounds > MOST_ROUNDS:
                 raise ValueError(f"matrix.rounds must be an integer from 1 to {MOST_ROUNDS}, got {rounds!r}")
             if empty := next((key for key, values in table.items() if values == []), None):
@@ -126,27 +128,27 @@ class SuiteSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def fixes_batch_per_rank(self) -> bool:
         """Whether all cases are given a batch per rank, so that world sizes compare at that."""
-        return all("batch_per_rank" in _with_shared(table, self.case) for table in self.tables)
+        return all(BATCH_PER_RANK in _with_shared(table, self.case) for table in self.tables)
 
-    def cases(self, round_: int = 0) -> tuple[CaseSpec, ...]:
+    def cases(self, round_: int = 0) -> tuple[Case, ...]:
         """The products of the tables that have a round of this number (from 0), without duplicates, each measured
         case's reference before it.
 
         Raises:
             SpecError: a combination is no valid case, or ``only`` names what is no case in any round.
         """
-        found: dict[CaseSpec, None] = {}
+        found: dict[Case, None] = {}
         self._check_only()
         for case in self._products(round_):
             kept = self._keeps(case)
-            if case.fidelity == "measured" and (kept or self._keeps(case.reference())):
+            if case.protocol.fidelity == "measured" and (kept or self._keeps(case.reference())):
                 found.setdefault(case.reference())
             if kept:
                 found.setdefault(case)
         return tuple(found)
 
     @property
-    def named_references(self) -> frozenset[CaseSpec]:
+    def named_references(self) -> frozenset[Case]:
         """References that a table names itself, in any of its rounds, whatever else they are the reference of."""
         return frozenset(case for case in self._products(0) if case == case.reference())
 
@@ -156,7 +158,7 @@ class SuiteSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         Raises:
             SpecError: no case is measured, or one cannot be a dry run.
         """
-        kept = [case for case in self._products(0) if case.fidelity == "measured" and self._keeps(case)]
+        kept = [case for case in self._products(0) if case.protocol.fidelity == "measured" and self._keeps(case)]
         if not kept:
             raise SpecError(f"suite '{self.name}': has no measured case to dry-run; add a table without a fidelity")
         as_dry_run = {"fidelity": "dryrun", "cluster": cluster}
@@ -171,20 +173,20 @@ class SuiteSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise SpecError(f"case: {error}") from None
         return SuiteSpec(name=self.name, about=self.about, matrix=tables, case=self.case, only=only)
 
-    def _keeps(self, case: CaseSpec) -> bool:
+    def _keeps(self, case: Case) -> bool:
         return not self.only or any(_is_named(case, name) for name in self.only)
 
     def _check_only(self) -> None:
         if not self.only:
             return
         every = list(self._products(0))
-        every += [case.reference() for case in every if case.fidelity == "measured"]
+        every += [case.reference() for case in every if case.protocol.fidelity == "measured"]
         for name in self.only:
             if not any(_is_named(case, name) for case in every):
                 known = sorted({case.name for case in every})
                 raise SpecError(f"only: suite '{self.name}' has no case '{name}'; {nearest(name, known)}")
 
-    def _products(self, round_: int) -> Iterator[CaseSpec]:
+    def _products(self, round_: int) -> Iterator[Case]:
         for table in self.tables:
             fields = _with_shared(table, self.case)
             if fields.pop("rounds", self.rounds) <= round_:
@@ -197,25 +199,19 @@ class SuiteSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 yield case
 
 
-def _is_named(case: CaseSpec, name: str) -> bool:
+def _is_named(case: Case, name: str) -> bool:
     return name == case.name or (len(name) >= FEWEST_DIGITS and case.hash.startswith(name))
 
 
-def _check_networked(case: CaseSpec, network: NetworkSpec) -> None:
+def _check_networked(case: Case, network: NetworkSpec) -> None:
     """Cases that are not measured may stand beside those that are: their wire is their cluster's, not this network."""
-    network.ranks_per_host(case.world_size)
+    network.ranks_per_host(case.job.gpus)
     network.ranks_per_host(case.processes)
-    if case.device != "cpu":
+    if case.protocol.device != "cpu":
         raise SpecError(
-            f"device must be 'cpu' with launcher 'netlab', got '{case.device}': NCCL would bypass "
+            f"device must be 'cpu' with launcher 'netlab', got '{case.protocol.device}': NCCL would bypass "
             'the network; set device = "cpu"'
         )
-
-
-def _check_keys(where: str, given: Mapping[str, Any], known: list[str]) -> None:
-    for key in given:
-        if key not in known:
-            raise ValueError(f"{where} has the unknown key '{key}'; {nearest(key, known)}")
 
 
 def _listed(value: object) -> list[Any]:
@@ -224,23 +220,23 @@ def _listed(value: object) -> list[Any]:
 
 def _with_shared(table: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
     """A table's keys, and those of ``shared`` that it does not replace; one batch size replaces the other."""
-    sizes = {"global_batch", "batch_per_rank"}
+    sizes = {"global_batch", BATCH_PER_RANK}
     kept = {key: value for key, value in shared.items() if not (key in sizes and sizes & table.keys())}
     return {**table, **{key: value for key, value in kept.items() if key not in table}}
 
 
-def _convert_case(given: dict[str, Any]) -> CaseSpec:
+def _convert_case(given: dict[str, Any]) -> Case:
     fields = dict(given)
-    per_rank = fields.pop("batch_per_rank", None)
+    per_rank = fields.pop(BATCH_PER_RANK, None)
     if (per_rank is None) == ("global_batch" not in fields):
         raise SpecError("case: exactly one of global_batch and batch_per_rank must be given")
     if per_rank is not None:
         if not is_count(per_rank):
             raise SpecError(f"case: batch_per_rank must be an integer >= 1, got {per_rank!r}")
-        fields["global_batch"] = per_rank * fields["world_size"] if is_count(fields.get("world_size")) else per_rank
-    if fields.get("strategy") == REFERENCE_STRATEGY and is_count(fields.get("world_size")):
-        fields["world_size"] = 1  # the reference is one rank, whatever the matrix crosses it with
-    return convert(fields, CaseSpec, where="case")
+        fields["global_batch"] = per_rank * fields["gpus"] if is_count(fields.get("gpus")) else per_rank
+    if fields.get("strategy") == REFERENCE_STRATEGY and is_count(fields.get("gpus")):
+        fields["gpus"] = 1  # the reference is one rank, whatever the matrix crosses it with
+    return Case.of(**fields)
 
 
 def find_suite(given: str) -> Path:

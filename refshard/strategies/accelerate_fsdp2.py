@@ -24,7 +24,7 @@ from refshard.models.data import Batch, Tokens
 from refshard.models.llama import Llama, next_token_loss
 from refshard.models.transformers_llama import BLOCK, bare_name, llama_for_causal_lm
 from refshard.records import CollectiveCount
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.strategies.base import Loop, Strategy, count_collectives
 from refshard.strategies.fully_sharded import ROOT, PaddedUnit, full_dtensors, sharded_units
 from refshard.strategies.optimizer import make_optimizer
@@ -40,25 +40,27 @@ class AccelerateFSDP2(Strategy):
     def wrap(self, model: Llama, world: World) -> Loop:
         """Accelerate shards model and optimizer together, over the default group."""
         case, on_cpu = world.case, world.device.type == "cpu"
-        if case.checkpointing not in ("none", "full"):
-            raise UnsupportedError(f"Accelerate's checkpointing must be 'none' or 'full', got {case.checkpointing!r}")
-        if case.checkpointing == "full" and case.tuning != "full":
+        if case.job.checkpointing not in ("none", "full"):
+            raise UnsupportedError(
+                f"Accelerate's checkpointing must be 'none' or 'full', got {case.job.checkpointing!r}"
+            )
+        if case.job.checkpointing == "full" and case.job.tuning != "full":
             raise UnsupportedError(
                 "Accelerate checkpoints with preserve_rng_state=False, so recomputation would draw a different dropout "
                 "mask for the adapters than forward"
             )
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, reshard_after_forward=True, cpu_ram_efficient_loading=False,
-            cpu_offload=CPUOffloadPolicy(pin_memory=not on_cpu) if case.offload else False,
+            cpu_offload=CPUOffloadPolicy(pin_memory=not on_cpu) if case.job.offload else False,
             auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=[BLOCK],
-            activation_checkpointing=case.checkpointing == "full",
+            activation_checkpointing=case.job.checkpointing == "full",
             # Accelerate's own for "bf16" would reduce in bf16 too.
             mixed_precision_policy=MixedPrecisionPolicy(world.computed, world.reduced) if world.mixed else None,
         )  # fmt: skip
         AcceleratorState._reset_state(True)  # another case in this process may have left its own
         accelerator = Accelerator(
             cpu=on_cpu, fsdp_plugin=plugin, mixed_precision="bf16" if world.mixed else "no",
-            gradient_accumulation_steps=case.microbatches,
+            gradient_accumulation_steps=case.job.microbatches,
         )  # fmt: skip
         if on_cpu:
             shard_on_cpu(accelerator, plugin)
@@ -83,9 +85,10 @@ class AccelerateFSDP2(Strategy):
 class _AccelerateLoop(Loop):
     """The loop of Accelerate's documentation: gradients stay whole until the last microbatch's are reduced."""
 
-    def __init__(self, accelerator: Accelerator, model: Any, optimizer: Any, case: CaseSpec) -> None:
-        self._accelerator, self._model, self._optimizer, self._parts = accelerator, model, optimizer, case.microbatches
-        if case.workload == "inference":
+    def __init__(self, accelerator: Accelerator, model: Any, optimizer: Any, case: Case) -> None:
+        job = case.job
+        self._accelerator, self._model, self._optimizer, self._parts = accelerator, model, optimizer, job.microbatches
+        if job.workload == "inference":
             model.eval()
 
     def train(self, batch: Batch) -> torch.Tensor:
@@ -158,9 +161,9 @@ def issued(units: Iterable[PaddedUnit], world: World) -> list[tuple[str, int]]:
     """
     gathers: list[tuple[str, int]] = []
     reduced: list[tuple[str, int]] = []
-    training = world.case.workload == "training"
+    training = world.case.job.workload == "training"
     for unit in units:
         kept = unit.name == ROOT or "model.norm" in unit.name.split("+")  # with the head, tied or not
         gathers += unit.gathers(world, training + (not kept))
         reduced += unit.reductions(world) if training else ()
-    return gathers * world.case.microbatches + reduced
+    return gathers * world.case.job.microbatches + reduced

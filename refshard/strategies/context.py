@@ -28,7 +28,7 @@ def splitting(model: nn.Module, world: World) -> StepContext:
     if world.context is not None:
         assert isinstance(model, Llama)
         _attention.custom_ops.update(_FOR_CPU)
-        positions.append(torch.arange(world.case.seq_len, device=world.device))
+        positions.append(torch.arange(world.case.job.seq_len, device=world.device))
         model.model.positions = positions[0]
 
     def context(batch: Batch) -> AbstractContextManager[object]:
@@ -37,7 +37,7 @@ def splitting(model: nn.Module, world: World) -> StepContext:
             assert isinstance(batch, Tokens)
             split = [batch.inputs, batch.targets, *positions]
             stack.enter_context(context_parallel(world.context, buffers=split, buffer_seq_dims=[1, 1, 0]))
-        if world.case.sequence_parallel:
+        if world.case.job.sequence_parallel:
             stack.enter_context(loss_parallel())
         return stack
 
@@ -49,14 +49,14 @@ def announce_rings(part: Llama | Stage, world: World) -> Iterator[tuple[str, int
     rank, in fp32.
     """
     case, layers = world.case, len(layers_of(part))
-    numel = world.microbatch * world.tokens * 2 * part.spec.n_kv_heads // case.tensor_parallel * part.spec.head_dim
+    numel = world.case.job.microbatch * world.tokens * 2 * part.spec.n_kv_heads // case.job.tp * part.spec.head_dim
     gathers = layers
-    if case.workload == "training":
-        gathers += layers + (0 if case.checkpointing == "selective" else recomputed(part, case))
-        messages = layers * case.context_parallel * case.microbatches
+    if case.job.workload == "training":
+        gathers += layers + (0 if case.job.checkpointing == "selective" else recomputed(part, case))
+        messages = layers * case.job.cp * case.job.microbatches
         yield from [("all_to_all", numel * torch.float32.itemsize)] * messages
-    size = numel * case.context_parallel * world.computed.itemsize
-    yield from [("all_gather", size)] * (gathers * case.microbatches)
+    size = numel * case.job.cp * world.computed.itemsize
+    yield from [("all_gather", size)] * (gathers * case.job.microbatches)
 
 
 def _forward_on_cpu(_: Any, args: Any, kwargs: Any) -> tuple[DTensor, DTensor]:

@@ -37,7 +37,7 @@ class DDP(Strategy):
             module = _replicate(model, world)
             self._modules = [module]
             return PlainLoop(module, world, unsynced=module.no_sync, computing=computing, stepping=stepping)
-        if world.case.schedule == "zero-bubble":
+        if world.case.job.schedule == "zero-bubble":
             raise UnsupportedError(
                 "schedule must be '1f1b' or 'interleaved' for ddp, got 'zero-bubble': torch computes the gradients of "
                 "weights apart from backward, where DDP does not reduce them; use fsdp2"
@@ -58,7 +58,7 @@ class DDP(Strategy):
         a step broadcasts the module's buffers, those of a dtype together.
         """
         issued: list[tuple[str, int]] = []
-        if self._world.case.workload == "training":
+        if self._world.case.job.workload == "training":
             for module in self._modules:
                 sizes, buffers = _bucket_bytes(module), Counter[torch.dtype]()
                 assert sum(sizes) == sum(p.nbytes for p in module.parameters() if p.requires_grad)

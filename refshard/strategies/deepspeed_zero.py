@@ -28,9 +28,9 @@ class DeepSpeedZero(Strategy):
 
     def wrap(self, model: Llama, world: World) -> Loop:
         case = world.case
-        if case.fidelity == "emulated":
+        if case.protocol.fidelity == "emulated":
             raise UnsupportedError("DeepSpeed trains over a copy of the process's default group, of real ranks only")
-        if self._stage == 3 and case.tuning == "lora" and case.checkpointing != "none":
+        if self._stage == 3 and case.job.tuning == "lora" and case.job.checkpointing != "none":
             raise UnsupportedError("ZeRO-3 with LoRA and checkpointing: what recomputation gathers has no closed form")
         if world.shards == 1:
             raise UnsupportedError("ZeRO over a single rank shards nothing")
@@ -51,7 +51,7 @@ class DeepSpeedZero(Strategy):
         # It would be compiled, for a minute or two, and no collective of a step uses it.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         config = {
-            "train_micro_batch_size_per_gpu": case.global_batch // case.world_size // case.microbatches,
+            "train_micro_batch_size_per_gpu": case.job.global_batch // case.job.gpus // case.job.microbatches,
             "managed_gradient_accumulation": False,  # a step ends when ``step`` is called
             "gradient_clipping": 0.0,  # 1.0 if not given
             "zero_optimization": {"stage": self._stage, **self._zero},
@@ -59,8 +59,8 @@ class DeepSpeedZero(Strategy):
         adam = make_optimizer(model, case)
         engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=config, dist_init_required=False)
         self._world, self._optimizer = world, engine.optimizer
-        self._model: Any = model.eval() if case.workload == "inference" else model
-        return _EngineLoop(engine, case.microbatches)
+        self._model: Any = model.eval() if case.job.workload == "inference" else model
+        return _EngineLoop(engine, case.job.microbatches)
 
     def wrapped_units(self) -> tuple[str, ...]:
         """The parameters that are sharded, or whose optimizer state is."""
@@ -76,19 +76,21 @@ class DeepSpeedZero(Strategy):
         """
         zero, case, issued = self._optimizer, self._world.case, list[tuple[str, int]]()
         trained = [p for p in self._model.parameters() if p.requires_grad][::-1]
-        training, element = case.workload == "training", trained[0].element_size()
+        training, element = case.job.workload == "training", trained[0].element_size()
         if self._stage == 3:
             cut = {p: p.ds_tensor.ds_numel * self._world.shards for p in self._model.parameters()}
             ahead, limit = [n for p, n in cut.items() if not p.ds_persist], zero.parameter_offload._prefetch_bucket_sz
-            issued += [("all_gather", n * element) for n in _buckets(ahead, at_least=limit)] * case.microbatches
+            issued += [("all_gather", n * element) for n in _buckets(ahead, at_least=limit)] * case.job.microbatches
             if training:
                 buckets = _buckets([cut[p] for p in trained], at_most=zero.reduce_bucket_size)
-                issued += [("reduce_scatter", n * element) for n in buckets] * case.microbatches
+                issued += [("reduce_scatter", n * element) for n in buckets] * case.job.microbatches
                 issued += [("all_gather", n * element) for p, n in cut.items() if p.ds_persist]
                 issued += [("all_reduce", 8)] * len(zero.fp16_groups)
         elif training:
             buckets = _buckets([p.numel() for p in trained], at_most=zero.reduce_bucket_size)
-            issued += [("all_reduce", n * element) for n in buckets] * (case.microbatches if self._stage == 2 else 1)
+            issued += [("all_reduce", n * element) for n in buckets] * (
+                case.job.microbatches if self._stage == 2 else 1
+            )
             flats = zero.bit16_groups_flat
             issued += [("all_reduce", 4)] * len(flats) + [("all_gather", flat.nbytes) for flat in flats]
         return count_collectives(issued)

@@ -16,14 +16,14 @@ from refshard.strategies.world import World
 def fill(model: nn.Module, world: World) -> None:
     """Give a model of DTensors storage, and each rank's part of the initial values."""
     if _on_meta(model):
-        model.to_empty(device="cpu" if world.case.offload else world.device)
+        model.to_empty(device="cpu" if world.case.job.offload else world.device)
         if isinstance(model, Llama):
-            initialise(model, world.case.seed, world.device)
+            initialise(model, world.case.protocol.seed, world.device)
 
 
 def fill_stages(stages: Iterable[nn.Module], model: Llama, world: World) -> None:
     """As :func:`fill`, for this rank's stages of ``model``, sharded or not."""
-    initial = Initialiser(model, world.case.seed, world.device)
+    initial = Initialiser(model, world.case.protocol.seed, world.device)
     for stage in stages:
         if _on_meta(stage):
             stage.to_empty(device=world.device)
@@ -40,7 +40,7 @@ def values(model: nn.Module, world: World) -> Callable[[nn.Module], None] | None
 
     if not _on_meta(model):
         return None
-    return Initialiser(model, world.case.seed) if isinstance(model, Llama) else write_buffers
+    return Initialiser(model, world.case.protocol.seed) if isinstance(model, Llama) else write_buffers
 
 
 def storage_and_values(model: nn.Module, world: World) -> Callable[[nn.Module], None] | None:

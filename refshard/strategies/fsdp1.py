@@ -46,7 +46,7 @@ class FSDP1(Strategy):
         self._world = world
         if world.shards == 1:
             raise UnsupportedError("FSDP1 on a single rank turns every sharding strategy into NO_SHARD")
-        if world.case.offload and world.device.type == "cpu":
+        if world.case.job.offload and world.device.type == "cpu":
             try:
                 torch.empty(1).pin_memory()  # as FSDP1 does on its first step
             except RuntimeError as error:
@@ -56,13 +56,13 @@ class FSDP1(Strategy):
             units.add(model.model.embed_tokens)
         strategy = fsdp.ShardingStrategy[self._sharding]
         options: dict[str, Any] = {"process_group": world.group, "sharding_strategy": strategy}
-        if world.case.replicas > 1:
+        if world.case.job.dp_replicate > 1:
             options = {"device_mesh": world.data, "sharding_strategy": _HYBRID[self._sharding]}
         if world.mixed:
             options["mixed_precision"] = fsdp.MixedPrecision(param_dtype=world.computed, reduce_dtype=world.reduced)
         self._module = fsdp.FullyShardedDataParallel(
             model, auto_wrap_policy=partial(lambda_auto_wrap_policy, lambda_fn=units.__contains__),
-            backward_prefetch=self._prefetch, cpu_offload=fsdp.CPUOffload(offload_params=world.case.offload),
+            backward_prefetch=self._prefetch, cpu_offload=fsdp.CPUOffload(offload_params=world.case.job.offload),
             device_id=world.device, param_init_fn=storage_and_values(model, world), use_orig_params=True, **options,
         )  # fmt: skip
         unsynced = self._module.no_sync if self._sharding == "NO_SHARD" else nullcontext
@@ -79,7 +79,7 @@ class FSDP1(Strategy):
         replicas. Only backward frees the root. Without sharding a unit's gradients are all-reduced once a step.
         """
         world, sharded = self._world, self._sharding != "NO_SHARD"
-        issued, training = list[tuple[str, int]](), world.case.workload == "training"
+        issued, training = list[tuple[str, int]](), world.case.job.workload == "training"
         names = self.wrapped_units()
         for index, handle in enumerate(_get_fsdp_handles(self._module)):
             flat = handle.flat_param
@@ -93,8 +93,10 @@ class FSDP1(Strategy):
             issued += [("all_gather", numel * handle._fwd_bwd_param_dtype.itemsize)] * gathers  # fp32 for a BatchNorm
             if reduced:
                 issued.append(("reduce_scatter", numel * world.reduced.itemsize))
-                issued += [("all_reduce", numel // world.shards * world.reduced.itemsize)] * (world.case.replicas > 1)
-        return count_collectives(issued, times=world.case.microbatches if sharded else 1)
+                issued += [("all_reduce", numel // world.shards * world.reduced.itemsize)] * (
+                    world.case.job.dp_replicate > 1
+                )
+        return count_collectives(issued, times=world.case.job.microbatches if sharded else 1)
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         with fsdp.FullyShardedDataParallel.summon_full_params(self._module, writeback=False):

@@ -55,14 +55,14 @@ class FSDP2(Strategy):
         """Make units of the blocks of a model, or of a stage of it."""
         world = self._world
         if world.tensor is not None:
-            split(cast(Llama, part), world.tensor, by_sequence=world.case.sequence_parallel)
+            split(cast(Llama, part), world.tensor, by_sequence=world.case.job.sequence_parallel)
         options, named = {**fully_sharded.options_of(world), **more}, dict(part.named_modules())
         blocks = [named[name] for name in world.blocks if name in named]
         for block in blocks:
             fully_shard(block, **options)
         fully_shard(part, **options)
         fully_sharded.turn(part, self._knobs, [part, *blocks], [part, *reversed(blocks)])
-        fully_sharded.communicate_through(world.case.comm_memory, part, world)
+        fully_sharded.communicate_through(world.case.job.comm_memory, part, world)
 
     def wrapped_units(self) -> tuple[str, ...]:
         return tuple(unit.name for part in self._parts() for unit in fully_sharded.sharded_units(part, self._world))
@@ -73,10 +73,10 @@ class FSDP2(Strategy):
         pipeline, see :func:`~refshard.strategies.pipeline.gathers_of`.
         """
         world, issued = self._world, list[tuple[str, int]]()
-        training = world.case.workload == "training"
+        training = world.case.job.workload == "training"
         for part in self._parts():
             for unit in fully_sharded.sharded_units(part, world):
-                gathers, times = training + (unit.name != fully_sharded.ROOT), world.case.microbatches
+                gathers, times = training + (unit.name != fully_sharded.ROOT), world.case.job.microbatches
                 if isinstance(part, Stage):
                     gathers, times = gathers_of(self._loop.schedule, part, world.stage_rank), 1
                 issued += unit.gathers(world, gathers) * times

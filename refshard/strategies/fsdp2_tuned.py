@@ -65,7 +65,7 @@ class FSDP2Tuned(Strategy):
         for layer in blocks:
             fully_shard(layer, **options)
         fully_shard(model, **options)
-        knobs, memory = self._knobs, world.case.comm_memory
+        knobs, memory = self._knobs, world.case.job.comm_memory
         if world.device.type == "cuda" and world.shards > 1:
             knobs = msgspec.structs.replace(knobs, reduce_group=True)
         fully_sharded.turn(model, knobs, forward, backward)
@@ -101,7 +101,7 @@ class FSDP2Tuned(Strategy):
         """
         issued: list[tuple[str, int]] = []
         for unit in fully_sharded.sharded_units(self._model, self._world):
-            if self._world.case.workload == "inference":
+            if self._world.case.job.workload == "inference":
                 gathers = 0 if unit.name.endswith(("lm_head", fully_sharded.ROOT)) else 1
             else:
                 gathers = 2 if ".layers." in unit.name else 1
@@ -112,7 +112,7 @@ class FSDP2Tuned(Strategy):
                     else:
                         issued.append((op, size))
             issued += unit.gathers(self._world, gathers)
-        issued *= self._world.case.microbatches
+        issued *= self._world.case.job.microbatches
         issued += announce_muon(self._model, self._world.case)
         return count_collectives(issued)
 

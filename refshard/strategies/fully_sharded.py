@@ -28,7 +28,7 @@ def options_of(world: World) -> dict[str, Any]:
     options: dict[str, Any] = {"mesh": world.data}
     if world.mixed:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=world.computed, reduce_dtype=world.reduced)
-    if world.case.offload:
+    if world.case.job.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     return options
 
@@ -58,7 +58,7 @@ class PaddedUnit:
         size = self.trained * world.reduced.itemsize
         if size and world.shards > 1:
             yield "reduce_scatter", size * world.shards
-        if size and world.case.replicas > 1:
+        if size and world.case.job.dp_replicate > 1:
             yield "all_reduce", size
 
 

@@ -51,9 +51,9 @@ class HFTrainer(Strategy):
             raise UnsupportedError(f"transformers always shards on the {accelerator.type} device, got {world.device}")
         if world.shards == 1:
             raise UnsupportedError("transformers' DistributedConfig shards nothing over one rank")
-        if world.case.checkpointing not in ("none", "full"):
+        if world.case.job.checkpointing not in ("none", "full"):
             raise UnsupportedError(
-                f"Trainer's checkpointing must be 'none' or 'full' here, got {world.case.checkpointing!r}"
+                f"Trainer's checkpointing must be 'none' or 'full' here, got {world.case.job.checkpointing!r}"
             )
         config, _, meshes = LlamaForCausalLM.prepare_distribute_model(
             DistributedConfig(fsdp_size=world.shards, fsdp_mixed_precision=world.mixed)
@@ -98,10 +98,11 @@ class _TrainerLoop(Loop):
         self._caller, case = getcurrent(), world.case
         with TemporaryDirectory() as folder:  # it wants one, and writes nothing
             arguments = TrainingArguments(
-                output_dir=folder, max_steps=10**9, use_cpu=world.device.type == "cpu", seed=case.seed,
-                per_device_train_batch_size=case.global_batch // case.data_ranks // case.microbatches,
-                gradient_accumulation_steps=case.microbatches, learning_rate=case.learning_rate,
-                activation_checkpointing=case.checkpointing == "full", lr_scheduler_type="constant", max_grad_norm=0,
+                output_dir=folder, max_steps=10**9, use_cpu=world.device.type == "cpu", seed=case.protocol.seed,
+                per_device_train_batch_size=case.job.microbatch,
+                gradient_accumulation_steps=case.job.microbatches, learning_rate=case.protocol.learning_rate,
+                activation_checkpointing=case.job.checkpointing == "full", lr_scheduler_type="constant",
+                max_grad_norm=0,
                 average_tokens_across_devices=False,  # ranks have equally many
                 report_to="none", logging_strategy="no", save_strategy="no", disable_tqdm=True,
                 remove_unused_columns=False,

@@ -31,14 +31,14 @@ class PlainLoop(Loop):
         stepping: StepContext = nullcontext, muon: MakeMuon = torch.optim.Muon,
         adapt: Callable[[torch.optim.Optimizer], torch.optim.Optimizer] = lambda made: made,
     ) -> None:  # fmt: skip
-        self._module, self._parts = module, world.case.microbatches
+        self._module, self._parts = module, world.case.job.microbatches
         self._unsynced, self._computing, self._stepping = unsynced, computing, stepping
         self._optimizer: torch.optim.Optimizer | None = None
         self._optimizing: Context = nullcontext
-        if world.case.optimizer == "adamw-8bit" and (world.device.type == "cpu" or world.case.offload):
+        if world.case.job.optimizer == "adamw-8bit" and (world.device.type == "cpu" or world.case.job.offload):
             # torchao compiles its step: for more than a minute on a CPU, and not at all under an operator mode.
             self._optimizing = partial(torch.compiler.set_stance, "force_eager")
-        if world.case.workload == "training":
+        if world.case.job.workload == "training":
             self._optimizer = adapt(make_optimizer(module, world.case, muon))
         else:
             module.eval()

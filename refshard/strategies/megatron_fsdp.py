@@ -33,7 +33,7 @@ class MegatronFSDP(Strategy):
         import megatron_fsdp
         from megatron_fsdp import param_and_grad_buffer
 
-        if world.case.fidelity == "dryrun":  # compares what the ranks hold, and a dry run has one
+        if world.case.protocol.fidelity == "dryrun":  # compares what the ranks hold, and a dry run has one
             param_and_grad_buffer.validate_uneven_dtensor = lambda _: None
         if world.mixed:
             model.to(world.computed)  # its own masters are fp32
@@ -64,7 +64,7 @@ class MegatronFSDP(Strategy):
             if group.requires_grad:
                 buffer = group.main_grad_buffer
                 issued.append(("reduce_scatter", buffer.data_size * shards * buffer.dtype.itemsize))
-        return count_collectives(issued, times=self._world.case.microbatches)
+        return count_collectives(issued, times=self._world.case.job.microbatches)
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         from megatron_fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from refshard.engine.local_part import LocalPart
 from refshard.engine.optim import local_parameters
 from refshard.errors import UnsupportedError
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 
 MakeMuon = Callable[..., torch.optim.Optimizer]
 """Makes Muon from a list of matrices and options: ``torch.optim.Muon``, or over DTensors, or the engine's shards."""
@@ -32,24 +32,24 @@ allows.
 """
 
 
-def make_optimizer(module: nn.Module, case: CaseSpec, muon: MakeMuon = torch.optim.Muon) -> torch.optim.Optimizer:
+def make_optimizer(module: nn.Module, case: Case, muon: MakeMuon = torch.optim.Muon) -> torch.optim.Optimizer:
     """The case's optimizer over the module's trained parameters. ``muon`` makes Muon, if the case asks for it.
 
     Raises:
         UnsupportedError: AdamW with 8-bit state cannot step these.
     """
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    if case.optimizer == "adamw-8bit":
+    if case.job.optimizer == "adamw-8bit":
         return _adamw_8bit(trained, case)
-    matrices = _block_matrices(module) if case.optimizer == "muon" else []
+    matrices = _block_matrices(module) if case.job.optimizer == "muon" else []
     parts = [muon(matrices, **_muon_options(case))] if matrices else []
     rest = [p for p in trained if not any(p is matrix for matrix in matrices)]
     if rest or not parts:
-        parts.append(torch.optim.AdamW(_groups(rest), lr=case.learning_rate, eps=EPSILON, fused=True))
+        parts.append(torch.optim.AdamW(_groups(rest), lr=case.protocol.learning_rate, eps=EPSILON, fused=True))
     return parts[0] if len(parts) == 1 else Together(*parts)
 
 
-def _adamw_8bit(trained: Sequence[nn.Parameter], case: CaseSpec) -> torch.optim.Optimizer:
+def _adamw_8bit(trained: Sequence[nn.Parameter], case: Case) -> torch.optim.Optimizer:
     numels = [(p.to_local() if isinstance(p, DTensor | LocalPart) else p).numel() for p in trained]
     quantised = [numel >= 4096 and numel % 256 == 0 for numel in numels]  # torchao's rule
     if any(q and isinstance(p, DTensor) and p.dtype == torch.bfloat16 for p, q in zip(trained, quantised)):
@@ -66,7 +66,7 @@ def _adamw_8bit(trained: Sequence[nn.Parameter], case: CaseSpec) -> torch.optim.
     given = [{"params": local_parameters(group["params"])} for group in _groups(trained)]
     from torchao.optim import AdamW8bit  # comes with an extra
 
-    optimizer: torch.optim.Optimizer = AdamW8bit(given, lr=case.learning_rate, eps=EPSILON)
+    optimizer: torch.optim.Optimizer = AdamW8bit(given, lr=case.protocol.learning_rate, eps=EPSILON)
     return optimizer
 
 
@@ -84,8 +84,8 @@ def _block_matrices(module: nn.Module) -> list[nn.Parameter]:
     return [p for name, p in named if p.ndim == 2 and (".self_attn." in name or ".mlp." in name) and p.requires_grad]
 
 
-def _muon_options(case: CaseSpec) -> dict[str, Any]:
-    return {"lr": case.learning_rate, "adjust_lr_fn": "match_rms_adamw"}
+def _muon_options(case: Case) -> dict[str, Any]:
+    return {"lr": case.protocol.learning_rate, "adjust_lr_fn": "match_rms_adamw"}
 
 
 @final
@@ -134,9 +134,9 @@ def muon_over_dtensors(matrices: Sequence[nn.Parameter], **options: Any) -> torc
     return torch.optim.Muon(matrices, **options)
 
 
-def announce_muon(model: nn.Module, case: CaseSpec) -> list[tuple[str, int]]:
+def announce_muon(model: nn.Module, case: Case) -> list[tuple[str, int]]:
     """``(op, bytes)`` of a step's collectives of Muon over the DTensors of ``model``; none if the case has no Muon."""
-    return _issued(_block_matrices(model), _muon_options(case)) if case.optimizer == "muon" else []
+    return _issued(_block_matrices(model), _muon_options(case)) if case.job.optimizer == "muon" else []
 
 
 def _issued(matrices: Sequence[nn.Parameter], options: dict[str, Any]) -> list[tuple[str, int]]:

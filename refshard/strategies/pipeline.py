@@ -74,9 +74,9 @@ class PipelineLoop(Loop):
         assert world.pipeline is not None
         self._group, self._stepping = world.pipeline.get_group(), stepping
         self._first, self._last = stages[0].first, stages[-1].last
-        self._source = world.case.pipeline_ranks - 1
+        self._source = world.case.job.pp_ranks - 1
         self._optimizer = None
-        if world.case.workload == "training":
+        if world.case.job.workload == "training":
             self._optimizer = make_optimizer(nn.ModuleList(wrapped), world.case, muon)
         made = [_staged(*each, world, residual) for each in zip(stages, wrapped)]
         self.schedule = _schedule(made, world)
@@ -112,21 +112,21 @@ def _staged(stage: Stage, wrapped: nn.Module, world: World, residual: torch.dtyp
     to find out, nor ask the neighbours.
     """
     assert world.pipeline is not None
-    case, training = world.case, world.case.workload == "training"
-    ids = torch.empty(world.microbatch, world.tokens, dtype=torch.int64, device="meta")
+    case, training = world.case, world.case.job.workload == "training"
+    ids = torch.empty(world.case.job.microbatch, world.tokens, dtype=torch.int64, device="meta")
     hidden = torch.empty(hidden_shape(stage, world), dtype=residual, device="meta", requires_grad=training)
     logits = torch.empty(*ids.shape, stage.spec.vocab, dtype=residual, device="meta", requires_grad=training)
-    kind = _AgreedStage if case.fidelity == "dryrun" else pipelining.PipelineStage
+    kind = _AgreedStage if case.protocol.fidelity == "dryrun" else pipelining.PipelineStage
     return kind(
-        wrapped, stage.index, case.pipeline_ranks * case.interleave, world.device, group=world.pipeline.get_group(),
+        wrapped, stage.index, case.job.pp_ranks * case.job.interleave, world.device, group=world.pipeline.get_group(),
         input_args=ids if stage.first else hidden, output_args=logits if stage.last else hidden,
     )  # fmt: skip
 
 
 def hidden_shape(stage: Stage, world: World) -> tuple[int, int, int]:
     """Shape of the hidden states that one stage passes to the next."""
-    tokens = world.tokens // (world.case.tensor_parallel if world.case.sequence_parallel else 1)
-    return world.microbatch, tokens, stage.spec.dim
+    tokens = world.tokens // (world.case.job.tp if world.case.job.sequence_parallel else 1)
+    return world.case.job.microbatch, tokens, stage.spec.dim
 
 
 def _schedule(stages: list[pipelining.PipelineStage], world: World) -> Schedule:
@@ -138,15 +138,15 @@ def _schedule(stages: list[pipelining.PipelineStage], world: World) -> Schedule:
         UnsupportedError: torch's schedule refuses the number of microbatches.
     """
     case = world.case
-    if case.schedule == "1f1b":
-        single = pipelining.Schedule1F1B if case.microbatches >= case.pipeline_ranks else pipelining.ScheduleGPipe
-        return single(stages[0], case.microbatches, loss_fn=next_token_loss)
-    if case.microbatches % max(1, case.microbatches // case.pipeline_ranks):
+    if case.job.schedule == "1f1b":
+        single = pipelining.Schedule1F1B if case.job.microbatches >= case.job.pp_ranks else pipelining.ScheduleGPipe
+        return single(stages[0], case.job.microbatches, loss_fn=next_token_loss)
+    if case.job.microbatches % max(1, case.job.microbatches // case.job.pp_ranks):
         raise UnsupportedError(
-            f"schedule '{case.schedule}' runs microbatches in rounds of one size, as many as fill a pipeline of "
-            f"{case.pipeline_ranks} ranks, got {case.microbatches}; use a multiple of {case.pipeline_ranks}"
+            f"schedule '{case.job.schedule}' runs microbatches in rounds of one size, as many as fill a pipeline of "
+            f"{case.job.pp_ranks} ranks, got {case.job.microbatches}; use a multiple of {case.job.pp_ranks}"
         )
-    return _MULTI[case.schedule](stages, case.microbatches, loss_fn=next_token_loss)
+    return _MULTI[case.job.schedule](stages, case.job.microbatches, loss_fn=next_token_loss)
 
 
 @final
@@ -167,11 +167,11 @@ def announce_messages(stages: Sequence[Stage], world: World, residual: torch.dty
     microbatch, and of the mean loss, which the last rank broadcasts. A single rank sends itself nothing.
     """
     case = world.case
-    training = case.workload == "training"
-    for stage in stages if case.pipeline_ranks > 1 else ():
+    training = case.job.workload == "training"
+    for stage in stages if case.job.pp_ranks > 1 else ():
         size = torch.Size(hidden_shape(stage, world)).numel() * residual.itemsize
         onward, back = not stage.last, not stage.first
-        for _ in range(case.microbatches):
+        for _ in range(case.job.microbatches):
             yield from [("send", size)] * (onward + (training and back))
             yield from [("recv", size)] * (back + (training and onward))
     yield "broadcast", 4

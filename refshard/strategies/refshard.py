@@ -20,7 +20,7 @@ from refshard.engine.whole_tensors import WholeTensors
 from refshard.errors import UnsupportedError
 from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.strategies.base import Loop, Strategy, count_collectives
 from refshard.strategies.deferred import values
 from refshard.strategies.loop import PlainLoop
@@ -43,20 +43,20 @@ class Refshard(Strategy):
         self._model, self._world = model, world
         self._gloo = library_of(world.group, world.device) == "gloo"
         if world.tensor is not None:
-            if world.case.optimizer == "muon":
+            if world.case.job.optimizer == "muon":
                 raise UnsupportedError("the engine does not support Muon on matrices split by tensor parallelism")
             split(cast(Llama, model), world.tensor)
         precision = Precision(parameters=world.computed) if world.mixed else None
         shard(
             model, world.data, mode=self._mode.name, blocks=world.blocks, precision=precision,
-            offload=world.case.offload, initialise=values(model, world), comm_memory=world.case.comm_memory,
+            offload=world.case.job.offload, initialise=values(model, world), comm_memory=world.case.job.comm_memory,
             keep_buffers=self._keep_buffers,
         )  # fmt: skip
         return PlainLoop(model, world, unsynced=partial(no_sync, model), muon=self._make_muon)
 
     def _make_muon(self, matrices: list[nn.Parameter], **options: Any) -> WholeTensors:
         self._muon = whole_tensors(torch.optim.Muon, self._model, matrices, **options)
-        if self._world.case.processes < self._world.case.world_size:
+        if self._world.case.processes < self._world.case.job.gpus:
             _warn_of_absent_owners(self._muon, engine_of(self._model).units)
         return self._muon
 
@@ -70,8 +70,8 @@ class Refshard(Strategy):
         markers = chain_markers(len(units), enclosing=_encloses(self._model, units))
         mode = engine_of(self._model).mode
         rings = assign_rings(markers, facts, mode)
-        kept, microbatches = self._mode.parameters == "replicate", self._world.case.microbatches
-        if self._world.case.workload == "training":
+        kept, microbatches = self._mode.parameters == "replicate", self._world.case.job.microbatches
+        if self._world.case.job.workload == "training":
             reduced_once = self._mode.gradients == "replicate"
             kinds = [
                 PassKind(gather=not (kept and i), reduce=not reduced_once or i == microbatches - 1)
@@ -90,7 +90,7 @@ class Refshard(Strategy):
 
     def _issued(self, kind: OpKind, unit: Unit) -> Iterator[tuple[str, int]]:
         """``(op, bytes)`` of an op's calls: over gloo, an exchange with each other rank, in pieces."""
-        shards, replicas = self._world.shards, self._world.case.replicas
+        shards, replicas = self._world.shards, self._world.case.job.dp_replicate
         if shards * replicas == 1:
             return
         for flat in unit.flats:
@@ -124,14 +124,14 @@ def _encloses(model: nn.Module, units: Sequence[Unit]) -> bool:
     return any(second in set(one.modules()) or place[one] > place[second] for one in units[0].modules)
 
 
-def _announce_owners(muon: WholeTensors, units: Sequence[Unit], case: CaseSpec) -> Iterator[tuple[str, int]]:
+def _announce_owners(muon: WholeTensors, units: Sequence[Unit], case: Case) -> Iterator[tuple[str, int]]:
     """``(op, bytes)`` of a step of Muon. First the ranks agree on what is stepped, by two int64. Then, for each flat
     parameter that has matrices, this rank sends its parts of their gradients and of the matrices to the owners, and
     the matrices that it owns to all.
     """
     matrices_by_flat = _owned_matrices(muon, units)
     if matrices_by_flat:
-        yield from [("all_reduce", 16)] * (2 if case.replicas > 1 else 1)
+        yield from [("all_reduce", 16)] * (2 if case.job.dp_replicate > 1 else 1)
     for owner_of in matrices_by_flat:
         yield from [("all_to_all", sum(local_of(m).nbytes for m in owner_of))] * 2
         yield "all_to_all", sum(m.nbytes for m, owner in owner_of.items() if owner == muon.collectives.rank)

@@ -84,14 +84,14 @@ class SimpleFSDP(Strategy):
         if self._world.shards == 1:
             return ()
         computed = self._world.computed
-        if self._world.case.workload == "inference":
+        if self._world.case.job.workload == "inference":
             issued = self._merged("all_gather", self._used, computed)
         else:
             uses = [name if name in self._shapes else _EMBEDDING for name in self._used]
             issued = self._merged("all_gather", list(dict.fromkeys(uses)), computed)
             issued += self._merged("all_gather", uses[:0:-1], computed)
             issued += self._merged("reduce_scatter", uses[::-1], torch.float32)
-        issued *= self._world.case.microbatches
+        issued *= self._world.case.job.microbatches
         return count_collectives([*issued, *announce_muon(self._model, self._world.case)])
 
     def _merged(self, op: str, names: list[str], dtype: torch.dtype) -> list[tuple[str, int]]:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from refshard.errors import UnsupportedError
 from refshard.models.llama import Llama, rotary_tables
-from refshard.specs.case import CaseSpec
-from refshard.specs.layers import checkpointing_of, layers_of_stages, stages_of_rank
+from refshard.specs.case import Case
+from refshard.specs.layers import layers_of_stages, stages_of_rank
 from refshard.strategies.loop import Context
 from refshard.strategies.world import World
 
@@ -59,10 +59,10 @@ def layers_of(part: Llama | Stage) -> tuple[nn.Module, ...]:
     return tuple(part.model.layers) if isinstance(part, Llama) else part.layers
 
 
-def recomputed(part: Llama | Stage, case: CaseSpec) -> int:
+def recomputed(part: Llama | Stage, case: Case) -> int:
     """How many of the part's layers recompute in backward."""
     held = range(part.spec.n_layers) if isinstance(part, Llama) else part.held
-    return len(checkpointing_of(case.checkpointing, part.spec.n_layers).layers & set(held))
+    return len(case.job.checkpointed(part.spec.n_layers).layers & set(held))
 
 
 def stages_of(model: Llama, world: World, computing: Context = nullcontext) -> list[Stage]:
@@ -71,7 +71,7 @@ def stages_of(model: Llama, world: World, computing: Context = nullcontext) -> l
     Raises:
         UnsupportedError: the model is tied, so that two stages need one weight, or has fewer layers than stages.
     """
-    stages = world.case.pipeline_ranks * world.case.interleave
+    stages = world.case.job.pp_ranks * world.case.job.interleave
     if model.spec.tied:
         raise UnsupportedError("a pipeline needs an untied model: its first stage embeds, its last has the head")
     if model.spec.n_layers < stages:
@@ -80,7 +80,7 @@ def stages_of(model: Llama, world: World, computing: Context = nullcontext) -> l
             "use fewer pipeline ranks, or a smaller interleave"
         )
     divided = layers_of_stages(model.spec.n_layers, stages)
-    own = stages_of_rank(world.stage_rank, world.case.pipeline_ranks, world.case.interleave)
+    own = stages_of_rank(world.stage_rank, world.case.job.pp_ranks, world.case.job.interleave)
     made = [Stage(model, index, divided[index], world.tokens, computing) for index in own]
     kept = {id(parameter) for stage in made for parameter in stage.parameters()}
     for module in model.modules():
@@ -96,8 +96,8 @@ def parameters_of_all(
     broadcasts to its pipeline.
     """
     assert world.pipeline is not None
-    ranks, group = world.case.pipeline_ranks, world.pipeline.get_group()
-    divided = layers_of_stages(model.spec.n_layers, ranks * world.case.interleave)
+    ranks, group = world.case.job.pp_ranks, world.pipeline.get_group()
+    divided = layers_of_stages(model.spec.n_layers, ranks * world.case.job.interleave)
     stage_of = {f"model.layers.{layer}.": stage for stage, layers in enumerate(divided) for layer in layers}
     for name, parameter in model.named_parameters():
         layer = ".".join([*name.split(".")[:3], ""])

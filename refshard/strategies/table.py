@@ -6,30 +6,27 @@ them without torch: the file of a strategy takes seconds to import, and needs th
 
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from refshard.resources import install_extra
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
+from refshard.specs.job import OPTIONS
 from refshard.specs.model import is_factory
 
-Axis = Literal[
-    "inference", "microbatches", "checkpointing", "bf16", "lora", "qlora", "adamw-8bit", "muon", "offload",
-    "replicas", "tensor parallel", "sequence parallel", "context parallel", "pipeline", "schedule", "comm memory",
-    "own model",
-]  # fmt: skip
-"""What a case may ask for besides plain training."""
-PLAIN: frozenset[Axis] = frozenset({"inference", "microbatches", "checkpointing", "bf16", "adamw-8bit", "muon"})
-ANY: frozenset[Axis] = PLAIN | {"lora", "qlora"}
-SHARDED: frozenset[Axis] = ANY | {"offload", "replicas"}
-TUNABLE: frozenset[Axis] = frozenset({"comm memory"})
-OWN: frozenset[Axis] = frozenset({"own model"})
-EVERY: frozenset[Axis] = SHARDED | TUNABLE | OWN | {"tensor parallel"}
-STAGED: frozenset[Axis] = frozenset({"pipeline", "schedule"})
-COMPOSING: frozenset[Axis] = EVERY | STAGED | {"sequence parallel", "context parallel"}
+OWN_MODEL = "own model"
+"""The axis of cases whose model is a factory's."""
+PLAIN: frozenset[str] = frozenset({"inference", "microbatches", "checkpointing", "bf16", "adamw-8bit", "muon"})
+ANY: frozenset[str] = PLAIN | {"lora", "qlora"}
+SHARDED: frozenset[str] = ANY | {"offload", "dp_replicate"}
+TUNABLE: frozenset[str] = frozenset({"comm_memory"})
+OWN: frozenset[str] = frozenset({OWN_MODEL})
+EVERY: frozenset[str] = SHARDED | TUNABLE | OWN | {"tp"}
+STAGED: frozenset[str] = frozenset({"pp", "schedule"})
+COMPOSING: frozenset[str] = EVERY | STAGED | {"sequence_parallel", "cp"}
 
-_TAKES: dict[Axis, tuple[str, ...]] = {
+_TAKES: dict[str, tuple[str, ...]] = {
     "lora": ("peft",), "qlora": ("peft", "bitsandbytes"), "adamw-8bit": ("torchao",),
 }  # fmt: skip
 """The packages of the extra ``peers`` that an axis needs under any strategy."""
@@ -49,7 +46,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     code: str
     about: str
-    axes: frozenset[Axis]
+    axes: frozenset[str]
     arguments: Mapping[str, Any] = {}
     packages: tuple[str, ...] = ()
     extra: str = ""
@@ -58,7 +55,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     labels: bool = False
     by_block: bool = True
     deferred: bool = False
-    why_not: dict[Axis, str] = {}
+    why_not: dict[str, str] = {}
 
     def missing(self) -> str:
         """Which packages are not installed, and how to install them; empty if all are."""
@@ -70,28 +67,29 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
             return f"needs a CUDA device; without one it says: {self.without_cuda}"
         return self.missing()
 
-    def lacks(self, case: CaseSpec) -> tuple[Axis, ...]:
+    def lacks(self, case: Case) -> tuple[str, ...]:
         """The axes that ``case`` asks for and this strategy does not support."""
         return tuple(sorted(axes_of(case) - self.axes))
 
-    def lacking(self, case: CaseSpec) -> str:
+    def lacking(self, case: Case) -> str:
         """:meth:`lacks` as text, with the known reasons; empty if nothing is lacking."""
         found = self.lacks(case)
         reasons = "".join(f"; {axis}: {self.why_not[axis]}" for axis in found if axis in self.why_not)
         return ", ".join(found) + reasons
 
 
-def not_dry_run(case: CaseSpec) -> str:
+def not_dry_run(case: Case) -> str:
     """Why a case that GPUs could run cannot be dry-run; empty if it can."""
-    if ROWS[case.strategy].compiles:
+    job = case.job
+    if ROWS[job.strategy].compiles:
         return "compiled cases are not dry-run: torch.compile's kernels need a real GPU"
-    if case.optimizer == "adamw-8bit":
+    if job.optimizer == "adamw-8bit":
         return "adamw-8bit is not dry-run: torchao compiles its step, which needs a real GPU"
-    if case.offload:
+    if job.offload:
         return "offload is not dry-run: the optimizer steps on the host, which a dry run does not time"
-    if case.comm_memory == "group":
+    if job.comm_memory == "group":
         return "comm_memory 'group' is not dry-run: NCCL allocates it, in a pool that is not simulated"
-    if case.comm_memory == "symmetric":
+    if job.comm_memory == "symmetric":
         return (
             "comm_memory 'symmetric' is not dry-run: its copy engines leave the GPU's multiprocessors to compute, and "
             "no hardware profile gives speeds for that"
@@ -99,41 +97,43 @@ def not_dry_run(case: CaseSpec) -> str:
     return ""
 
 
-def not_composed(case: CaseSpec) -> str:
+def not_composed(case: Case) -> str:
     """Why the options of a case cannot be combined; empty if they can."""
-    if case.pipeline_ranks > 1:
+    job = case.job
+    if job.pp_ranks > 1:
         alone = {"tuning": "full", "offload": False, "comm_memory": "default"}
         for field, only in alone.items():
-            if (given := getattr(case, field)) != only:
-                return f"{field} must be {only!r} under a pipeline, got {given!r}; set pipeline_parallel = 1"
-    if case.context_parallel > 1 and case.tuning != "full":
-        return f"tuning must be 'full' under context parallelism, got '{case.tuning}'; set context_parallel = 1"
-    if case.schedule == "zero-bubble" and case.checkpointing != "none":
+            if (given := getattr(case.job, field)) != only:
+                return f"{field} must be {only!r} under a pipeline, got {given!r}; set pp = 1"
+    if job.cp > 1 and job.tuning != "full":
+        return f"tuning must be 'full' under context parallelism, got '{job.tuning}'; set cp = 1"
+    if job.schedule == "zero-bubble" and job.checkpointing != "none":
         return (
             "checkpointing must be 'none' for schedule 'zero-bubble', which goes back through a layer twice and would "
-            f"recompute it twice, got {case.checkpointing!r}; use schedule 'interleaved'"
+            f"recompute it twice, got {job.checkpointing!r}; use schedule 'interleaved'"
         )
     return ""
 
 
-def not_with_own(case: CaseSpec) -> str:
+def not_with_own(case: Case) -> str:
     """Why a case cannot have an option because its model is a factory's; empty if it can."""
-    if not is_factory(case.model):
+    job = case.job
+    if not is_factory(job.model):
         return ""
     of_llama = {
-        "tuning": case.tuning != "full",
-        "optimizer": case.optimizer == "muon",
-        "tensor_parallel": case.tensor_parallel > 1,
-        "context_parallel": case.context_parallel > 1,
-        "pipeline_parallel": case.pipeline_parallel > 1,
-        "checkpointing": case.checkpointing == "selective",
+        "tuning": job.tuning != "full",
+        "optimizer": job.optimizer == "muon",
+        "tp": job.tp > 1,
+        "cp": job.cp > 1,
+        "pp": job.pp > 1,
+        "checkpointing": job.checkpointing == "selective",
     }
     if field := next((name for name, asked_for in of_llama.items() if asked_for), None):
-        return f"{field} = {getattr(case, field)!r} needs one of refshard's Llamas, got the factory '{case.model}'"
+        return f"{field} = {getattr(case.job, field)!r} needs one of refshard's Llamas, got the factory '{job.model}'"
     return ""
 
 
-def axes_unavailable(axes: Iterable[Axis]) -> tuple[str, ...]:
+def axes_unavailable(axes: Iterable[str]) -> tuple[str, ...]:
     """Those of these axes that no strategy can have here, each with the reason."""
     found = ((axis, _missing(_TAKES.get(axis, ()), "peers")) for axis in axes)
     return tuple(f"{axis} {reason}" for axis, reason in found if reason)
@@ -147,34 +147,18 @@ def _missing(packages: tuple[str, ...], extra: str) -> str:
     return f"needs {', '.join(absent)}, which is not installed; {remedy}"
 
 
-def axes_of(case: CaseSpec) -> frozenset[Axis]:
-    """The axes on which ``case`` is not plain training."""
-    departs: dict[Axis, bool] = {
-        "inference": case.workload == "inference",
-        "microbatches": case.microbatches > 1,
-        "checkpointing": case.checkpointing != "none",
-        "bf16": case.precision == "bf16",
-        "lora": case.tuning == "lora",
-        "qlora": case.tuning == "qlora",
-        "adamw-8bit": case.optimizer == "adamw-8bit",
-        "muon": case.optimizer == "muon",
-        "offload": case.offload,
-        "replicas": case.replicas > 1,
-        "tensor parallel": case.tensor_parallel > 1,
-        "sequence parallel": case.sequence_parallel,
-        "context parallel": case.context_parallel > 1,
-        "pipeline": case.pipeline_parallel > 1,
-        "schedule": case.schedule != "1f1b",
-        "comm memory": case.comm_memory != "default",
-        "own model": is_factory(case.model),
-    }
-    return frozenset(axis for axis, departing in departs.items() if departing)
+def axes_of(case: Case) -> frozenset[str]:
+    """The options by which ``case`` is not plain training: names of :data:`~refshard.specs.job.OPTIONS`, and
+    :data:`OWN_MODEL`.
+    """
+    own = {OWN_MODEL} if is_factory(case.job.model) else set[str]()
+    return frozenset(name for name, option in OPTIONS.items() if option.text(case.job)) | own
 
 
-FLAT: dict[Axis, str] = {"muon": "each rank steps a 1-D part of a flattened matrix, and Muon needs matrices"}
-UNEVEN: dict[Axis, str] = {"muon": "ranks have uneven parts of a matrix, and torch's DTensor operators need even ones"}
-ONE: dict[Axis, str] = {"muon": "it takes one optimizer, and torch's Muon takes matrices alone"}
-COMPILED: frozenset[Axis] = frozenset({"inference", "microbatches", "checkpointing", "bf16", "muon"})
+FLAT: dict[str, str] = {"muon": "each rank steps a 1-D part of a flattened matrix, and Muon needs matrices"}
+UNEVEN: dict[str, str] = {"muon": "ranks have uneven parts of a matrix, and torch's DTensor operators need even ones"}
+ONE: dict[str, str] = {"muon": "it takes one optimizer, and torch's Muon takes matrices alone"}
+COMPILED: frozenset[str] = frozenset({"inference", "microbatches", "checkpointing", "bf16", "muon"})
 
 
 def _variants(code: str, rows: Mapping[str, tuple[str, Mapping[str, Any]]], **same: Any) -> dict[str, Row]:
@@ -188,7 +172,7 @@ ROWS: dict[str, Row] = {
     ),
     "ddp": Row(
         code="ddp.DDP", about="torch's DistributedDataParallel", by_block=False, deferred=True,
-        axes=ANY | OWN | STAGED | {"context parallel"},
+        axes=ANY | OWN | STAGED | {"cp"},
     ),
     **_variants("fsdp1.FSDP1", {
         "fsdp1": ("torch's FullyShardedDataParallel, FULL_SHARD", {}),
@@ -254,7 +238,7 @@ ROWS: dict[str, Row] = {
     ),
     "tensor-parallel": Row(
         code="tensor_parallel.TensorParallel", about="torch's parallelize_module over all ranks", deferred=True,
-        axes=PLAIN | {"sequence parallel"},
+        axes=PLAIN | {"sequence_parallel"},
     ),
     "pipeline": Row(
         code="pipeline.Pipeline", about="torch's pipeline schedules, all ranks in one pipeline", by_block=False,
@@ -262,7 +246,7 @@ ROWS: dict[str, Row] = {
     ),
     "refshard-replicate": Row(
         code="refshard.Refshard", about="this project's engine, nothing sharded", arguments={"mode": "replicate"},
-        axes=EVERY - {"replicas"}, labels=True, deferred=True,
+        axes=EVERY - {"dp_replicate"}, labels=True, deferred=True,
     ),
     **_variants("refshard.Refshard", {
         "refshard-zero1": ("... optimizer state sharded", {"mode": "zero1"}),

@@ -30,7 +30,7 @@ class TensorParallel(Strategy):
 
     def wrap(self, model: Llama, world: World) -> Loop:
         self._model, self._world = model, world
-        split(model, world.data, by_sequence=world.case.sequence_parallel)
+        split(model, world.data, by_sequence=world.case.job.sequence_parallel)
         fill(model, world)
         return PlainLoop(
             model, world, computing=autocast(world), stepping=splitting(model, world), muon=muon_over_dtensors
@@ -103,12 +103,12 @@ def split(part: Llama | Stage, mesh: DeviceMesh, *, by_sequence: bool = False) -
 def announce_split(part: Llama | Stage, world: World, residual: torch.dtype) -> Iterator[tuple[str, int]]:
     """``(op, bytes)`` of the collectives of :func:`split` in a step, with a residual stream of dtype ``residual``."""
     first, last = (True, True) if isinstance(part, Llama) else (part.first, part.last)
-    announce = _of_sequences if world.case.sequence_parallel else _of_sums
-    for _ in range(world.case.microbatches):
+    announce = _of_sequences if world.case.job.sequence_parallel else _of_sums
+    for _ in range(world.case.job.microbatches):
         yield from announce(part, world, residual, first, last)
-    if world.case.sequence_parallel and world.case.workload == "training":
+    if world.case.job.sequence_parallel and world.case.job.workload == "training":
         # Gradients of norms. A pipeline adds them up before FSDP2 takes them, in what it reduces in.
-        times, dtype = (world.case.microbatches, residual) if world.pipeline is None else (1, world.reduced)
+        times, dtype = (world.case.job.microbatches, residual) if world.pipeline is None else (1, world.reduced)
         yield from [("all_reduce", part.spec.dim * dtype.itemsize)] * (2 * len(layers_of(part)) + last) * times
 
 
@@ -119,9 +119,9 @@ def _of_sums(
     before each product by columns; logits are gathered. Recomputation repeats a layer's sums, except the last, which
     its backward does not need.
     """
-    layers, tokens = len(layers_of(part)), world.microbatch * world.tokens
+    layers, tokens = len(layers_of(part)), world.case.job.microbatch * world.tokens
     products, residuals = 2 * layers, int(first)
-    if world.case.workload == "training":
+    if world.case.job.workload == "training":
         products += recomputed(part, world.case)
         residuals += 2 * layers + last
     yield from [("all_reduce", tokens * part.spec.dim * world.computed.itemsize)] * products
@@ -136,12 +136,12 @@ def _of_sequences(
     """As :func:`_of_sums`, but a sum leaves each rank its part of the sequence, which is gathered before each product
     by columns, and in backward the other way round. The loss reduces three numbers of each token.
     """
-    layers, tokens = len(layers_of(part)), world.microbatch * world.tokens
+    layers, tokens = len(layers_of(part)), world.case.job.microbatch * world.tokens
     computed, kept = (tokens * part.spec.dim * dtype.itemsize for dtype in (world.computed, residual))
     yield from [("all_gather", kept)] * (2 * layers + last) + [("reduce_scatter", kept)] * first
     yield from [("reduce_scatter", computed)] * 2 * layers
     yield from [("all_reduce", tokens * torch.float32.itemsize)] * 3 * last
-    if world.case.workload == "training":
+    if world.case.job.workload == "training":
         again = recomputed(part, world.case)
         yield from [("all_gather", computed)] * 2 * layers + [("all_gather", kept)] * (first + 2 * again)
         yield from [("reduce_scatter", kept)] * (2 * layers + last) + [("reduce_scatter", computed)] * again

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache, _clear_python_sharding_prop_cache
 
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,7 @@ class World:
     microbatches on. ``blocks`` are the names of the modules that become units.
     """
 
-    case: CaseSpec
+    case: Case
     group: dist.ProcessGroup
     device: torch.device
     data: DeviceMesh
@@ -31,15 +31,16 @@ class World:
     blocks: tuple[str, ...]
 
     @classmethod
-    def of(cls, case: CaseSpec, group: dist.ProcessGroup, device: torch.device, blocks: tuple[str, ...]) -> Self:
+    def of(cls, case: Case, group: dist.ProcessGroup, device: torch.device, blocks: tuple[str, ...]) -> Self:
         """Divide the ranks of ``group``, which holds all ranks; each of them must call this."""
+        job = case.job
         sizes = {
-            "pipeline": case.pipeline_ranks, "replicate": case.replicas, "shard": case.data_ranks // case.replicas,
-            "context": case.context_parallel, "tensor": case.tensor_parallel,
+            "pipeline": job.pp_ranks, "replicate": job.dp_replicate, "shard": job.data_ranks // job.dp_replicate,
+            "context": job.cp, "tensor": job.tp,
         }  # fmt: skip
-        if case.strategy == "tensor-parallel":
-            sizes["shard"] = case.world_size  # its only axis, which it splits over
-        kept = {"shard", case.strategy}  # a pipeline may be of one rank
+        if job.strategy == "tensor-parallel":
+            sizes["shard"] = job.gpus  # its only axis, which it splits over
+        kept = {"shard", job.strategy}  # a pipeline may be of one rank
         sizes = {name: size for name, size in sizes.items() if size > 1 or name in kept}
         if len(sizes) == 1:
             whole = DeviceMesh.from_group(group, device.type, mesh_dim_names=("shard",))
@@ -60,8 +61,8 @@ class World:
     @property
     def data_rank(self) -> int:
         """This rank's place among the ranks that divide the batch."""
-        within = self.case.tensor_ranks * self.case.context_parallel
-        return self.group.rank() // within % self.case.data_ranks
+        within = self.case.job.tp_ranks * self.case.job.cp
+        return self.group.rank() // within % self.case.job.data_ranks
 
     @property
     def stage_rank(self) -> int:
@@ -69,14 +70,9 @@ class World:
         return 0 if self.pipeline is None else self.pipeline.get_local_rank()
 
     @property
-    def microbatch(self) -> int:
-        """Sequences of a microbatch."""
-        return self.case.global_batch // self.case.data_ranks // self.case.microbatches
-
-    @property
     def tokens(self) -> int:
         """Tokens of each sequence that this rank computes on, with the ranks that split matrices with it."""
-        return self.case.seq_len // self.case.context_parallel
+        return self.case.job.seq_len // self.case.job.cp
 
     @property
     def shards(self) -> int:
@@ -88,7 +84,7 @@ class World:
         """Whether parameters are computed with in another dtype than they are kept in, fp32. A model that is tuned by
         adapters is kept in the dtype that it is computed in.
         """
-        return self.case.precision == "bf16" and self.case.tuning == "full"
+        return self.case.job.precision == "bf16" and self.case.job.tuning == "full"
 
     @property
     def reduced(self) -> torch.dtype:
@@ -98,4 +94,4 @@ class World:
     @property
     def computed(self) -> torch.dtype:
         """The dtype of parameters in forward and backward."""
-        return torch.bfloat16 if self.case.precision == "bf16" else torch.float32
+        return torch.bfloat16 if self.case.job.precision == "bf16" else torch.float32

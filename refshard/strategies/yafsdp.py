@@ -46,7 +46,7 @@ class YaFSDP(Strategy):
             self._ya_fsdp.fully_shard(unit, **options)
         self._model, self._world = model, world
         computing: Context = nullcontext
-        if world.case.workload == "inference":
+        if world.case.job.workload == "inference":
             computing = self._until_resharded
         elif world.device.type == "cpu":
             # gloo counts a gather as a write, so autograd would refuse a parameter that was gathered again into the
@@ -67,14 +67,14 @@ class YaFSDP(Strategy):
         frozen embedding. A unit is reduced whole if any of it is trained.
         """
         world, issued, units = self._world, list[tuple[str, int]](), self._units()
-        training = world.case.workload == "training"
+        training = world.case.job.workload == "training"
         for index, (name, numel) in enumerate(units.items()):
             parameters = [p for part in name.split("+") for p in self._model.get_submodule(part).parameters()]
             trained = training and any(p.requires_grad for p in parameters)
             again = training and index < len(units) - 2
             issued += [("all_gather", numel * world.computed.itemsize)] * (2 if again else 1)
             issued += [("reduce_scatter", numel * world.reduced.itemsize)] * trained
-        return count_collectives(issued, times=world.case.microbatches)
+        return count_collectives(issued, times=world.case.job.microbatches)
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         self._reshard()

@@ -23,14 +23,10 @@ NO_MEANING = Meaning(0)
 HOST = {"pid": 4242, "tid": 4242}
 REDUCE_WAIT = Meaning.REDUCE_WAIT | Meaning.WAIT
 PHASES = {
-    Meaning.ALL_GATHER: "all_gather",
-    Meaning.COPY_OUT: "all_gather_copy_out",
-    Meaning.REDUCE: "post_backward_reduce",
-    REDUCE_WAIT: "post_backward_rs_wait",
-    Meaning.FORWARD: "pre_forward",
-    Meaning.BACKWARD: "pre_backward",
+    Meaning.ALL_GATHER: "all_gather", Meaning.COPY_OUT: "all_gather_copy_out", Meaning.REDUCE: "post_backward_reduce",
+    REDUCE_WAIT: "post_backward_rs_wait", Meaning.FORWARD: "pre_forward", Meaning.BACKWARD: "pre_backward",
     Meaning.LEAVE: "post_forward",
-}
+}  # fmt: skip
 """What FSDP2 calls a phase of this meaning."""
 CALL_NS = 2
 """How long a launch takes."""
@@ -88,12 +84,9 @@ class Trace:
             steps=np.array([w.step for w in works], np.int32),
             units=np.array([units[w.unit] if w.unit else UNKNOWN for w in works], np.int32),
             under=np.array([w.under for w in works], np.int16),
-            signatures=np.array([signatures[f"{w.name} {w.blocks}"] for w in works], np.int32),
-            lane_names=tuple(lanes),
-            name_table=tuple(names),
-            unit_names=tuple(units),
-            signature_names=tuple(signatures),
-        )
+            signatures=np.array([signatures[f"{w.name} {w.blocks}"] for w in works], np.int32), lane_names=tuple(lanes),
+            name_table=tuple(names), unit_names=tuple(units), signature_names=tuple(signatures),
+        )  # fmt: skip
         return Timeline(
             rank=self.rank,
             windows=tuple(Window(step=w.step, start=BASE_NS + w.start, end=BASE_NS + w.end) for w in self.windows),

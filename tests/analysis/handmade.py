@@ -23,7 +23,7 @@ def event(
     }  # fmt: skip
 
 
-def write(path: Path, events: list[dict[str, Any]], *, rank: int = 0) -> Path:
+def write(path: Path, events: list[dict[str, Any]], *, rank: int = 0, **metadata: Any) -> Path:
     """Write a trace as Kineto does: decimal microseconds with three digits, gzipped where the name says so."""
     lines = []
     for e in events:
@@ -31,7 +31,8 @@ def write(path: Path, events: list[dict[str, Any]], *, rank: int = 0) -> Path:
         whole, nanoseconds = divmod(round(start * 1000), 1000)
         text = json.dumps({k: v for k, v in e.items() if k != "ts"})[:-1]
         lines.append(f'{text}, "ts": {BASE_US + whole}.{nanoseconds:03d}}}')
-    body = f'{{"schemaVersion": 1, "distributedInfo": {{"rank": {rank}}}, "traceEvents": [{", ".join(lines)}]}}'
+    head = json.dumps({**metadata, "schemaVersion": 1, "distributedInfo": {"rank": rank}})
+    body = f'{head[:-1]}, "traceEvents": [{", ".join(lines)}]}}'
     path.write_bytes(gzip.compress(body.encode()) if path.suffix == ".gz" else body.encode())
     return path
 
@@ -39,6 +40,11 @@ def write(path: Path, events: list[dict[str, Any]], *, rank: int = 0) -> Path:
 def step(number: int, start: float, duration: float) -> dict[str, Any]:
     """A ProfilerStep annotation on the main thread."""
     return event(f"ProfilerStep#{number}", start, duration, cat="user_annotation")
+
+
+def note(name: str, start: float, duration: float, **args: Any) -> dict[str, Any]:
+    """An annotation of the host."""
+    return event(name, start, duration, cat="user_annotation", **args)
 
 
 def shaped(dims: list[Any], types: list[str]) -> dict[str, Any]:

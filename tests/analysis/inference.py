@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from tests.analysis.handmade import event, write
+from tests.analysis.handmade import event, note, write
 
 
 def batch(name: str, start: float, end: float, *, tid: int = 1) -> dict[str, Any]:
-    return event(name, start, end - start, cat="user_annotation", tid=tid)
+    return note(name, start, end - start, tid=tid)
 
 
 def kernel(number: int, launch: float, start: float, end: float, name: str = "gemm", stream: int = 7) -> list[Any]:
@@ -26,13 +26,9 @@ def inference(path: Path) -> Path:
     100 (announced late) to 110, 5 of it compute.
     """
     events = [
-        batch("step[EXTEND bs=2 toks=900]", 10, 40),
-        *kernel(1, 12, 20, 50),
+        batch("step[EXTEND bs=2 toks=900]", 10, 40), *kernel(1, 12, 20, 50),
         *kernel(2, 14, 50, 60, name="ncclDevKernel_AllReduce_Sum_f16_RING_LL()", stream=20),
-        *kernel(3, 44, 62, 66, name="sample"),
-        batch("step[DECODE bs=8]", 50, 60),
-        *kernel(4, 52, 70, 76),
-        batch("step[DECODE bs=9]", 100, 112),
-        *kernel(5, 103, 105, 110),
-    ]
+        *kernel(3, 44, 62, 66, name="sample"), batch("step[DECODE bs=8]", 50, 60), *kernel(4, 52, 70, 76),
+        batch("step[DECODE bs=9]", 100, 112), *kernel(5, 103, 105, 110),
+    ]  # fmt: skip
     return write(path, events)

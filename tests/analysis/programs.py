@@ -142,22 +142,13 @@ def events(course: Course, *, recorded: bool = True) -> list[dict[str, Any]]:
 def _event(cat: str, name: str, start: int, end: int, *, tid: int, **args: Any) -> dict[str, Any]:
     ns = {"ts": f"+{start / 1000}", "dur": (end - start) / 1000}
     return {
-        "ph": "X",
-        "cat": cat,
-        "name": name,
-        "pid": 7 if cat == "cuda_runtime" else 0,
-        "tid": tid,
-        **ns,
-        "args": args,
-    }
+        "ph": "X", "cat": cat, "name": name, "pid": 7 if cat == "cuda_runtime" else 0, "tid": tid, **ns, "args": args,
+    }  # fmt: skip
 
 
 PRELUDE: Program = (
-    *(op for _ in range(6) for op in (Cpu(50_000), Launch(MAIN, 10_000))),
-    *(Launch(MAIN, 100_000) for _ in range(7)),
-    Sync(),
-    *(op for _ in range(6) for op in (Launch(MAIN, 200_000), Wait(MAIN, SIDE), Launch(SIDE, 10_000))),
-    Sync(),
+    *(op for _ in range(6) for op in (Cpu(50_000), Launch(MAIN, 10_000))), *(Launch(MAIN, 100_000) for _ in range(7)),
+    Sync(), *(op for _ in range(6) for op in (Launch(MAIN, 200_000), Wait(MAIN, SIDE), Launch(SIDE, 10_000))), Sync(),
     *(op for _ in range(6) for op in (Launch(MAIN, 100_000), Sync())),
-)
+)  # fmt: skip
 """Shows what each kind of dependency costs often enough to be told by the median."""

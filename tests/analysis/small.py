@@ -44,25 +44,15 @@ def timeline_of(rows: list[Row], *, windows: tuple[Window, ...] = ()) -> Timelin
     def column(values: list[int], dtype: type) -> npt.NDArray[Any]:
         return np.array(values, dtype)
 
-    spans = Spans(
-        starts=column([r.start for r in rows], np.int64),
-        ends=column([r.end for r in rows], np.int64),
-        kinds=column([KINDS.index(r.kind) for r in rows], np.int8),
-        lanes=column([r.lane for r in rows], np.int32),
-        names=column([r.name for r in rows], np.int32),
-        operators=column([r.operator for r in rows], np.int32),
-        launches=column([r.launch for r in rows], np.int64),
-        queued=column([r.launch for r in rows], np.int64),
-        steps=column([UNKNOWN for _ in rows], np.int32),
-        units=column([r.unit for r in rows], np.int32),
-        under=column([r.under for r in rows], np.int16),
-        signatures=column([r.name for r in rows], np.int32),
-        lane_names=LANES,
-        name_table=NAMES,
-        unit_names=("layers.0", "layers.1"),
-        signature_names=NAMES,
-    )
-    return Timeline(rank=0, windows=windows, spans=spans, on_device=True)
+    return Timeline(rank=0, windows=windows, spans=Spans(
+        starts=column([r.start for r in rows], np.int64), ends=column([r.end for r in rows], np.int64),
+        kinds=column([KINDS.index(r.kind) for r in rows], np.int8), lanes=column([r.lane for r in rows], np.int32),
+        names=column([r.name for r in rows], np.int32), operators=column([r.operator for r in rows], np.int32),
+        launches=column([r.launch for r in rows], np.int64), queued=column([r.launch for r in rows], np.int64),
+        steps=column([UNKNOWN for _ in rows], np.int32), units=column([r.unit for r in rows], np.int32),
+        under=column([r.under for r in rows], np.int16), signatures=column([r.name for r in rows], np.int32),
+        lane_names=LANES, name_table=NAMES, unit_names=("layers.0", "layers.1"), signature_names=NAMES,
+    ), on_device=True)  # fmt: skip
 
 
 def _row(
@@ -75,19 +65,10 @@ def _row(
 
 
 def _rows(kinds: tuple[Kind, ...], latest: int) -> st.SearchStrategy[list[Row]]:
-    one = st.builds(
-        _row,
-        st.sampled_from(kinds),
-        st.integers(0, 2),
-        st.integers(0, latest),
-        st.integers(0, 8),
-        st.integers(0, 14),
-        st.integers(0, 3),
-        st.integers(UNKNOWN, 1),
-        st.integers(UNKNOWN, 1),
-        st.integers(2, 3),
-    )
-    return st.lists(one, max_size=10).map(lambda found: sorted(found, key=lambda r: (r.start, r.end)))
+    return st.lists(st.builds(
+        _row, st.sampled_from(kinds), st.integers(0, 2), st.integers(0, latest), st.integers(0, 8), st.integers(0, 14),
+        st.integers(0, 3), st.integers(UNKNOWN, 1), st.integers(UNKNOWN, 1), st.integers(2, 3),
+    ), max_size=10).map(lambda found: sorted(found, key=lambda r: (r.start, r.end)))  # fmt: skip
 
 
 rows = _rows(tuple(Kind), END) | _rows((Kind.COMPUTE, Kind.COMM), END // 3)

@@ -8,8 +8,7 @@ from hypothesis import given
 
 from refshard.analysis.attribution import Work, attribute
 from refshard.analysis.figures import Cause
-from refshard.analysis.idle import knows_launches
-from refshard.analysis.overlap import step_breakdowns
+from refshard.analysis.overlap import knows_launches, step_breakdowns
 from refshard.events.timeline import UNKNOWN, Collective, Kind, Timeline, Window
 from tests.analysis.builder import Training
 from tests.analysis.small import NAMES, Row, idle_gaps, rows, steps, timeline_of
@@ -19,12 +18,11 @@ PRIORITY = [Kind.COMPUTE, Kind.PREP, Kind.COPY, Kind.UNCLASSIFIED, Kind.COMM]
 
 def with_collectives(found: list[Row], windows: tuple[Window, ...]) -> Timeline:
     """Some of the communication is of a collective, some of these of a unit."""
-    collectives = tuple(
+    return replace(timeline_of(found, windows=windows), collectives=tuple(
         Collective(op="all_gather", bytes=None, step=None, rows=(i,), unit="layers.0" if row.unit == 0 else None)
         for i, row in enumerate(found)
         if row.kind is Kind.COMM and row.operator == 1
-    )
-    return replace(timeline_of(found, windows=windows), collectives=collectives)
+    ))  # fmt: skip
 
 
 def work(row: Row) -> Work:

@@ -39,22 +39,11 @@ def test_the_collectives_of_a_training_run_are_as_laid_out() -> None:
         assert collective.bus_bandwidth == pytest.approx(4 * plan.numel / ns * 1e9 * 3 / 4)
 
 
-@pytest.mark.parametrize(
-    ("op", "size", "factor"),
-    [
-        ("all_gather", 8, 7 / 8),
-        ("reduce_scatter", 8, 7 / 8),
-        ("all_to_all", 8, 7 / 8),
-        ("all_reduce", 8, 7 / 4),
-        ("broadcast", 8, 1),
-        ("reduce", 8, 1),
-        ("send", None, 1),
-        ("recv", None, 1),
-        ("all_gather", None, None),
-        ("barrier", 8, None),
-        ("all_reduce", 1, 0),
-    ],
-)
+@pytest.mark.parametrize(("op", "size", "factor"), [
+    ("all_gather", 8, 7 / 8), ("reduce_scatter", 8, 7 / 8), ("all_to_all", 8, 7 / 8), ("all_reduce", 8, 7 / 4),
+    ("broadcast", 8, 1), ("reduce", 8, 1), ("send", None, 1), ("recv", None, 1), ("all_gather", None, None),
+    ("barrier", 8, None), ("all_reduce", 1, 0),
+])  # fmt: skip
 def test_bus_factors_are_those_of_nccl_tests(op: str, size: int | None, factor: float | None) -> None:
     assert bus_factor(op, size) == factor
 
@@ -119,15 +108,11 @@ def test_units_are_unions_of_their_own_spans(found: list[Row]) -> None:
     def counted(unit: int) -> UnitFigures:
         own = [r for r in found if r.unit == unit]
         return UnitFigures(
-            unit=f"layers.{unit}",
-            compute_ns=len(points(own, COMPUTE)),
-            comm_ns=len(points(own, COMM)),
-            prep_ns=len(points(own, Kind.PREP)),
-            copy_ns=len(points(own, Kind.COPY)),
-            exposed_ns=len(points(own, COMM) - compute),
-            exposed_any_ns=len(points(own, COMM) - others),
+            unit=f"layers.{unit}", compute_ns=len(points(own, COMPUTE)), comm_ns=len(points(own, COMM)),
+            prep_ns=len(points(own, Kind.PREP)), copy_ns=len(points(own, Kind.COPY)),
+            exposed_ns=len(points(own, COMM) - compute), exposed_any_ns=len(points(own, COMM) - others),
             collectives=sum(r.kind is COMM for r in own),
-        )
+        )  # fmt: skip
 
     units = dict.fromkeys(r.unit for r in found if r.unit >= 0)
     assert unit_figures(replace(timeline_of(found), collectives=issued)) == tuple(counted(unit) for unit in units)

@@ -92,10 +92,8 @@ def test_a_replays_kernels_belong_to_its_launch_and_its_capture(tmp_path: Path) 
     )
     (section,) = [opened(one) for one in sections_of(figures) if one.title == "Graphs"]
     assert [(row["graph"], row["replays"]) for row in section.rows] == [
-        ("capture 1", "2"),
-        ("capture 2", "1"),
-        ("capture not in the trace", "1"),
-    ]
+        ("capture 1", "2"), ("capture 2", "1"), ("capture not in the trace", "1"),
+    ]  # fmt: skip
 
 
 def test_a_trace_that_is_mostly_capture_gets_no_verdict(tmp_path: Path) -> None:

@@ -1,156 +1,162 @@
-"""Several runs joined into one body of evidence."""
+"""Cases of one run or of several, sorted into settings."""
 
 from typing import Any
 
 import msgspec
 import pytest
 
-from refshard.analysis.evidence import gather
-from refshard.records import Run
+from refshard.analysis.evidence import Evidence, gather
 from refshard.report.run.page import page
-from refshard.report.run.verdict import findings
-from tests.report.runs import CASES, over_network, run
+from tests.report.runs import (
+    CASES,
+    STRATEGIES,
+    both,
+    joined,
+    later,
+    over_network,
+    quicker,
+    run,
+    with_spec,
+    with_suite,
+)
+
+GLOBAL = "llama-mini, global batch of 8 sequences of 256 tokens"
+PER_RANK = {"case": {"model": "llama-mini", "batch_per_rank": 4}}
+ONE = run(rounds=1, failed=False)
 
 
-def later(made: Run, name: str, hour: int = 12, **environment: Any) -> Run:
-    """The run, had it another id and started later on a machine that differs in ``environment``."""
-    env = msgspec.structs.replace(made.header.environment, **environment)
-    started = f"2026-03-01T{hour}:00:00Z"
-    header = msgspec.structs.replace(made.header, run_id=name, started_at=started, environment=env)
-    return msgspec.structs.replace(made, header=header)
+def labels(evidence: Evidence) -> list[str]:
+    return [setting.label.removeprefix(GLOBAL) for setting in evidence.settings]
 
 
-def quicker(made: Run, factor: float) -> Run:
-    """The run, had every step taken ``factor`` of its time."""
-    records = []
-    for record in made.launches:
-        times = tuple(tuple(factor * t for t in steps) for steps in record.step_times_s)
-        records.append(msgspec.structs.replace(record, step_times_s=times))
-    return msgspec.structs.replace(made, launches=tuple(records))
-
-
-def test_of_a_case_that_several_runs_hold_the_latest_counts() -> None:
+def test_the_latest_of_several_runs_counts() -> None:
     old, new = run(failed=False), later(quicker(run(CASES[:2], failed=False), 0.5), "new")
-    for evidence in (gather(old, new), gather(new, old)):
+    for evidence in (gather(old, new), gather(new, old, old)):
         assert [made.header.run_id for made in evidence.runs] == ["made", "new"]
         assert evidence.latest is evidence.runs[-1]
-        runs = {case.strategy: case.header.run_id for case in evidence.cases}
-        times = {case.strategy: case.metrics["step_time_s"] for case in evidence.cases}
-        assert (runs["ddp"], runs["fsdp2"]) == ("new", "made")
-        assert (times["ddp"], times["fsdp2"]) == pytest.approx((0.025, 0.060), rel=1e-3)
-
-
-def test_cases_are_numbered_in_their_order() -> None:
-    assert [case.number for case in gather(run()).cases] == list(range(6))
+        by_name = {case.strategy: (case.header.run_id, case.metrics["step_time_s"]) for case in evidence.cases}
+        assert (by_name["ddp"][0], by_name["fsdp2"][0]) == ("new", "made")
+        assert (by_name["ddp"][1], by_name["fsdp2"][1]) == pytest.approx((0.025, 0.060), rel=1e-3)
+    with pytest.raises(ValueError, match="one run or more, got none"):
+        gather()
 
 
 def test_settings_keep_the_order_in_which_the_suite_gives_their_axes() -> None:
     """Not that of the alphabet, in which "bf16" comes first."""
+    axes: list[dict[str, Any]] = [{"microbatches": 2}, {"checkpointing": "full"}, {"precision": "bf16"}]
     made = run(CASES[:2], rounds=1, failed=False)
-    records = [
-        msgspec.structs.replace(record, case=msgspec.structs.replace(record.case, **axes))
-        for axes in ({"precision": "bf16"}, {"microbatches": 2}, {"checkpointing": "full"})
-        for record in made.launches
-    ]
-    shared = {"model": made.launches[0].case.model, "world_size": 2, "global_batch": 4, "strategy": ["ddp", "fsdp2"]}
-    matrix = [{**shared, "microbatches": 2}, {**shared, "checkpointing": "full"}, {**shared, "precision": "bf16"}]
-    suite = msgspec.structs.replace(made.header.suite, matrix=matrix)
-    header = msgspec.structs.replace(made.header, suite=suite)
-    settings = gather(msgspec.structs.replace(made, header=header, launches=tuple(reversed(records)))).settings
-    assert [setting.cases[0].spec.axes for setting in settings] == [
-        ("2 microbatches",),
-        ("checkpointing full",),
-        ("bf16",),
-    ]
+    shared = {"model": "llama-mini", "gpus": 2, "global_batch": 4, "strategy": ["ddp", "fsdp2"]}
+    found = joined(*(with_spec(made, **one) for one in reversed(axes)))
+    evidence = gather(with_suite(found, matrix=[{**shared, **one} for one in axes]))
+    assert labels(evidence) == [", 2 microbatches", ", checkpointing full", ", bf16"]
 
 
-def test_a_longer_time_limit_keeps_nobody_out_of_a_ranking() -> None:
-    made = run(failed=False)
-    patient = msgspec.structs.replace(made.launches[-1].case, time_limit_s=900.0)
-    cases = (*made.launches[:-1], msgspec.structs.replace(made.launches[-1], case=patient))
-    assert len(gather(msgspec.structs.replace(made, launches=cases)).settings) == len(gather(made).settings)
-
-
-def test_of_cases_that_differ_in_time_limit_only_the_most_patient_is_compared_and_all_are_kept() -> None:
+def test_the_longest_time_limit_is_compared_and_all_cases_are_kept() -> None:
     """Such as the references of a suite that gives one strategy more time."""
     made = run(failed=False)
-    patient = [
-        msgspec.structs.replace(record, case=msgspec.structs.replace(record.case, time_limit_s=900.0))
-        for record in made.launches
-    ]
-    both = gather(msgspec.structs.replace(made, launches=(*patient[:1], *made.launches, *patient[1:])))
-    alone = gather(made)
-    assert len(both.cases) == 2 * len(alone.cases)
-    for found, known in ((both.settings, alone.settings), (both.trainings, alone.trainings)):
+    evidence, alone = gather(joined(made, with_spec(made, time_limit_s=900.0))), gather(made)
+    assert len(evidence.cases) == 2 * len(alone.cases)
+    for found, known in ((evidence.settings, alone.settings), (evidence.trainings, alone.trainings)):
         assert [len(setting.cases) for setting in found] == [len(setting.cases) for setting in known]
-        assert {case.spec.time_limit_s for setting in found for case in setting.cases} == {900.0}
-    assert "".join(page(both))
-
-
-def test_machines_are_never_in_one_setting_and_are_named() -> None:
-    there = later(run(failed=False), "there", id="bbbbbbbbbbbb", hostname="loud-elm")
-    evidence = gather(run(failed=False), there)
-    assert len(evidence.cases) == 2 * len(CASES)
-    assert [setting.label.rpartition(", ")[2] for setting in evidence.settings] == ["on quiet-oak", "on loud-elm"]
-    assert len(evidence.trainings) == 2
-    assert {case.full_label for case in evidence.cases} >= {"ddp, 2 ranks, on quiet-oak", "ddp, 2 ranks, on loud-elm"}
+        assert {case.spec.protocol.time_limit_s for setting in found for case in setting.cases} == {900.0}
+    assert "".join(page(evidence))
 
 
 @pytest.mark.parametrize(
-    ("other", "names"), [({"id": "bb"}, ["(3f9a12c07be4)", "(bb)"]), ({}, ["(3f9a12c07be4)", "wire)"])]
+    ("other", "ends"),
+    [
+        ({"id": "bb", "hostname": "loud-elm"}, ["on quiet-oak", "on loud-elm"]),
+        ({"id": "bb"}, ["on quiet-oak (3f9a12c07be4)", "on quiet-oak (bb)"]),
+        ({}, ["on quiet-oak (3f9a12c07be4)", "on quiet-oak (3f9a12c07be4, wire)"]),
+    ],
 )
-def test_machines_of_one_name_are_told_apart_by_hash_or_network(other: dict[str, Any], names: list[str]) -> None:
+def test_machines_share_no_setting_and_are_named(other: dict[str, Any], ends: list[str]) -> None:
     there = later(run(failed=False), "there", **other)
-    joined = there if other else over_network(there, "wire")
-    labels = [setting.label for setting in gather(run(failed=False), joined).settings]
-    assert [label.rpartition(" ")[2] for label in labels] == names
+    evidence = gather(run(failed=False), there if other else over_network(there, "wire"))
+    assert len(evidence.cases) == 2 * len(CASES)
+    assert [label.removeprefix(", ") for label in labels(evidence)] == ends
+    assert len(evidence.trainings) == 2
+    assert {case.full_label for case in evidence.cases} >= {f"ddp, 2 ranks, {end}" for end in ends}
 
 
-def test_batches_per_rank_and_global_ones_do_not_mix() -> None:
-    """Two suites hold equal specs; one compares world sizes at the global batch, the other at that of a rank."""
-    fixed = later(run(CASES[2:3], failed=False), "fixed")
-    suite = msgspec.structs.replace(fixed.header.suite, case={"model": "llama-mini", "batch_per_rank": 4})
-    fixed = msgspec.structs.replace(fixed, header=msgspec.structs.replace(fixed.header, suite=suite))
-    labels = [setting.label for setting in gather(run(CASES[:2], failed=False), fixed).settings]
-    assert [label.removeprefix("llama-mini, ") for label in labels] == [
-        "global batch of 8 sequences of 256 tokens", "4 sequences of 256 tokens per rank",
+def test_a_batch_per_rank_and_a_global_one_share_no_setting() -> None:
+    """The same spec in two suites, one of which compares world sizes at the batch of a rank."""
+    fixed = with_suite(later(run(CASES[1:2], failed=False), "fixed"), name="weak", **PER_RANK)
+    evidence = gather(run(failed=False), fixed)
+    by_setting = {setting.label: set(setting.strategies) for setting in evidence.settings}
+    assert by_setting[GLOBAL] >= {"ddp", "fsdp2", "refshard-yafsdp"}
+    assert by_setting["llama-mini, 4 sequences of 256 tokens per rank"] == {"ddp"}
+    names = [case.full_label for case in evidence.cases if case.strategy == "ddp"]
+    assert names == ["ddp, 2 ranks, of quickstart", "ddp, 2 ranks, of weak"]
+
+
+def test_world_sizes_share_a_setting_at_their_kind_of_batch() -> None:
+    (setting,) = gather(with_spec(run(), {"ddp": 4})).settings
+    assert (setting.label, setting.world_sizes) == (GLOBAL, (1, 2, 4))
+    made = with_suite(with_spec(run(failed=False), {"ddp": 4}, global_batch=16), **PER_RANK)
+    (setting,) = gather(made).ranked
+    assert (setting.label, setting.world_sizes) == ("llama-mini, 4 sequences of 256 tokens per rank", (2, 4))
+    assert {s.strategies for s in gather(made).settings} - {setting.strategies} == {("single",)}
+    (alone,) = gather(run(CASES[:1], failed=False)).ranked
+    assert alone.strategies == ("single",)
+    empty = gather(msgspec.structs.replace(run(), launches=()))
+    assert (empty.cases, empty.settings, empty.ranked, empty.trainings) == ((), (), (), ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"workload": "inference"}, "inference"),
+        ({"microbatches": 2}, "2 microbatches"),
+        ({"checkpointing": "every-2"}, "checkpointing every-2"),
+        ({"checkpointing": (0, 2)}, "checkpointing of layers 0+2"),
+    ],
+)
+def test_axes_share_no_setting_and_every_heading_names_them(changes: dict[str, Any], words: str) -> None:
+    there = with_spec(ONE, **changes)
+    plain, other = gather(joined(ONE, there)).settings
+    assert (plain.label, other.label) == (GLOBAL, f"{GLOBAL}, {words}")
+    assert plain.strategies == other.strategies
+    assert {case.label for case in other.cases} == {f"{case.label}, {words}" for case in plain.cases}
+    assert labels(gather(there)) == [f", {words}"], "named even if the whole run shares it"
+    assert [case.name for case in other.cases] == [case.spec.name for case in other.cases]
+
+
+def test_another_field_is_named_with_the_case() -> None:
+    evidence = gather(with_spec(ONE, {"ddp": 2}, seed=7))
+    assert [case.label for case in evidence.cases][:2] == ["single, 1 rank, seed 0", "fsdp2, 2 ranks, seed 0"]
+    assert labels(evidence) == [", seed 0", ", seed 7"]
+
+
+def test_fidelities_clusters_and_resident_ranks_share_no_setting() -> None:
+    assert labels(gather(both("simulated"))) == [", measured", ", simulated on dgx-h100"]
+    made = run(rounds=1, failed=False, fidelity="emulated")
+    ranks = dict.fromkeys(STRATEGIES[1:], 2)
+    found = joined(made, with_spec(made, ranks, cluster="lab"), with_spec(made, ranks, resident_ranks=2))
+    assert labels(gather(found)) == [
+        ", emulated on dgx-h100", ", emulated on dgx-h100, 2 ranks resident", ", emulated on lab",
     ]  # fmt: skip
 
 
-def test_a_suite_at_a_batch_per_rank_takes_no_case_from_a_ranking_at_a_global_one() -> None:
-    """The same spec in both: each ranking keeps its own."""
-    whole, fixed = run(failed=False), later(run(CASES[1:2], failed=False), "fixed")
-    suite = msgspec.structs.replace(fixed.header.suite, name="weak", case={"model": "llama-mini", "batch_per_rank": 4})
-    fixed = msgspec.structs.replace(fixed, header=msgspec.structs.replace(fixed.header, suite=suite))
-    evidence = gather(whole, fixed)
-    by_setting = {setting.label: set(setting.strategies) for setting in evidence.settings}
-    assert by_setting["llama-mini, global batch of 8 sequences of 256 tokens"] >= {"ddp", "fsdp2", "refshard-yafsdp"}
-    assert by_setting["llama-mini, 4 sequences of 256 tokens per rank"] == {"ddp"}
-    labels = [case.full_label for case in evidence.cases if case.strategy == "ddp"]
-    assert labels == ["ddp, 2 ranks, of quickstart", "ddp, 2 ranks, of weak"]
+def test_measured_cases_with_equal_references_train_the_same_however_they_recompute() -> None:
+    made = joined(with_spec(ONE, {"ddp": 4, "fsdp2": 2}, checkpointing="full", microbatches=2), both("emulated"))
+    (training,) = gather(made).trainings
+    assert training.label == f"{GLOBAL}, measured"
+    assert "ddp, 4 ranks, 2 microbatches, checkpointing full" in [case.label for case in training.cases]
+    assert gather(run(fidelity="emulated", failed=False)).trainings == ()
+    inference = with_spec(ONE, workload="inference")
+    assert [t.label.rpartition(", ")[2] for t in gather(inference).trainings] == ["inference"]
 
 
-def test_a_copy_of_a_run_is_no_second_run() -> None:
-    assert len(gather(run(), run()).runs) == 1
-
-
-def test_candidates_of_several_runs_are_doubted() -> None:
-    one, other = run(CASES[1:2], rounds=3, failed=False), later(run(CASES[2:3], rounds=3, failed=False), "other")
-    (found,) = findings(gather(one, other))
-    assert found.caveats[0].startswith("the cases come from several runs")
-    (alone,) = findings(gather(run(CASES[1:3], rounds=3, failed=False)))
-    assert alone.caveats == ()
-
-
-def test_rounds_of_two_runs_are_not_paired() -> None:
-    """Paired, the ratio of two series of equal drift has no width; of two runs it has that of the drift."""
-    one, other = run(CASES[1:2], rounds=3, failed=False), later(run(CASES[2:3], rounds=3, failed=False), "other")
-    (apart,) = findings(gather(one, other))
-    (together,) = findings(gather(run(CASES[1:3], rounds=3, failed=False)))
-    assert "fsdp2 takes 60.0 ms, 20.0 % longer, paired by round (95 % interval 20.0 to 20.0 %" in together.margin
-    assert "fsdp2 takes 60.0 ms, 20.0 % longer (95 % interval 14.8 to 25.4 %" in apart.margin
-
-
-def test_there_must_be_a_run() -> None:
-    with pytest.raises(ValueError, match="one run or more, got none"):
-        gather()
+def test_labels_of_cases_of_several_models_and_batches_are_unique() -> None:
+    tiny = with_spec(ONE, {"ddp": 2, "fsdp2": 2}, model="llama-tiny", measured_steps=3)
+    large = with_spec(ONE, {"ddp": 2}, global_batch=16)
+    found = msgspec.structs.replace(ONE, launches=(*ONE.launches, *tiny.launches[1:3], large.launches[1]))
+    assert {case.full_label for case in gather(found).cases} == {
+        "single, 1 rank",
+        *(f"ddp, 2 ranks, llama-mini, batch of {batch} x 256 tokens" for batch in (8, 16)),
+        "ddp, 2 ranks, llama-tiny, batch of 8 x 256 tokens",
+        *(f"fsdp2, 2 ranks, {model}" for model in ("llama-mini", "llama-tiny")),
+        "refshard-fsdp, 2 ranks",
+        "refshard-yafsdp, 2 ranks",
+    }

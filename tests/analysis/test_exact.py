@@ -15,7 +15,7 @@ from tests.measure.fakes import ENVIRONMENT, FakeLauncher, Silent, make_suite
 @pytest.fixture
 def record(tmp_path: Path) -> LaunchRecord:
     found = run_suite(make_suite(), tmp_path / "run", FakeLauncher(), Silent(), ENVIRONMENT)
-    return next(record for record in found.launches if record.case.strategy == "ddp")
+    return next(record for record in found.launches if record.case.job.strategy == "ddp")
 
 
 def test_exact_metrics_of_a_launch(record: LaunchRecord) -> None:
@@ -37,7 +37,7 @@ def test_exact_metrics_of_a_launch(record: LaunchRecord) -> None:
 
 def dry(record: LaunchRecord, **changed: object) -> LaunchRecord:
     """As a dry run would leave it: nothing of it is measured."""
-    case = msgspec.structs.replace(record.case, fidelity="dryrun", cluster="dgx-h100", device="auto")
+    case = record.case.changed(fidelity="dryrun", cluster="dgx-h100", device="auto")
     assert record.census is not None
     peaks = {"peak_memory_bytes": 2000.0, "peak_active_bytes": 2100.0, "peak_reserved_bytes": 4096.0}
     return msgspec.structs.replace(

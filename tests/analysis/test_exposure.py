@@ -10,10 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refshard.analysis.analyse import Analysis, analyse, join
-from refshard.analysis.exposure import Exposure, Links, Pieces, Traffic, communication, exposure_of, links_of, split
+from refshard.analysis.exposure import (
+    Entered,
+    Exposure,
+    Links,
+    Pieces,
+    Traffic,
+    communication,
+    exposure_of,
+    links_of,
+    split,
+)
 from refshard.analysis.figures import CollectiveFigures, CommunicationFigures, MessageFigures, PeerWait
-from refshard.analysis.issued import Group
-from refshard.analysis.skew import Entered
+from refshard.analysis.kineto import Group
 from refshard.events.timeline import Kind, Timeline, Window
 from tests.analysis.builder import COMPUTE_STREAM, GATHER_STREAM, REDUCE_STREAM, Trace, Work
 
@@ -102,14 +111,11 @@ def timeline_of(*works: Work, end: int) -> Timeline:
     return Trace(works=list(works), windows=[Window(step=0, start=0, end=end)]).timeline()
 
 
-@pytest.mark.parametrize(
-    ("launch", "told"),
-    [
-        (150, 100),  # launched in the gap of [100, 200): the host was late
-        (97, 0),  # its call of 2 ns had returned before
-        (99, 100),  # its call returned in the gap
-    ],
-)
+@pytest.mark.parametrize(("launch", "told"), [
+    (150, 100),  # launched in the gap of [100, 200): the host was late
+    (97, 0),  # its call of 2 ns had returned before
+    (99, 100),  # its call returned in the gap
+])  # fmt: skip
 def test_idle_time_before_a_collective_that_was_launched_late_is_launch(launch: int, told: int) -> None:
     timeline = timeline_of(
         work(0, 100), work(200, 50, op="all_gather", stream=GATHER_STREAM, launch=launch), work(300, 50), end=350
@@ -277,12 +283,10 @@ def told(
 
 def test_messages_are_told_by_group_operation_and_size() -> None:
     found = told(
-        ran("all_reduce", 16 * MIB, 100 * US),
-        ran("all_reduce", 20 * MIB, 300 * US),
-        ran("all_gather", 16 * MIB, 50 * US),
-        ran("all_reduce", 2 * MIB, 10 * US),
+        ran("all_reduce", 16 * MIB, 100 * US), ran("all_reduce", 20 * MIB, 300 * US),
+        ran("all_gather", 16 * MIB, 50 * US), ran("all_reduce", 2 * MIB, 10 * US),
         ran("all_reduce", 16 * MIB, 40 * US, group="1 [0-7]"),
-    )
+    )  # fmt: skip
     rows = [(m.op, m.group, m.count, m.least_bytes, m.most_bytes, m.bytes, m.exposed_ns) for m in found.messages]
     assert rows == [
         ("all_reduce", "0 [0-7]", 2, 16 * MIB, 20 * MIB, 36 * MIB, 400 * US),
@@ -307,21 +311,18 @@ def test_bandwidth_without_waiting_is_that_of_the_rank_that_entered_last() -> No
     assert together.waiting_ns == 100 * US
 
 
-@pytest.mark.parametrize(
-    ("device", "devices", "ranks", "nodes", "gb_per_s"),
-    [
-        (MI300X, 8, NODE, 1, 300),
-        (H100, 8, NODE, 1, 350),
-        (H100, 8, ACROSS, 2, 300),  # all eight adapters of a node
-        (H100, 8, (0, 8), 2, 37.5),  # one of eight
-        (H100, 4, NODE, 2, 300),  # nodes of four
-        (H100, 1, NODE, None, None),  # a process that was shown one device
-        (H100, None, NODE, None, None),
-        ("NVIDIA GB200", 4, NODE, 1, 670),  # NVLink joins several hosts
-        ("NVIDIA A100-PG509-200", 8, NODE, 1, None),  # no profile
-        (H100, 8, (), None, None),  # a group whose ranks are not listed
-    ],
-)
+@pytest.mark.parametrize(("device", "devices", "ranks", "nodes", "gb_per_s"), [
+    (MI300X, 8, NODE, 1, 300),
+    (H100, 8, NODE, 1, 350),
+    (H100, 8, ACROSS, 2, 300),  # all eight adapters of a node
+    (H100, 8, (0, 8), 2, 37.5),  # one of eight
+    (H100, 4, NODE, 2, 300),  # nodes of four
+    (H100, 1, NODE, None, None),  # a process that was shown one device
+    (H100, None, NODE, None, None),
+    ("NVIDIA GB200", 4, NODE, 1, 670),  # NVLink joins several hosts
+    ("NVIDIA A100-PG509-200", 8, NODE, 1, None),  # no profile
+    (H100, 8, (), None, None),  # a group whose ranks are not listed
+])  # fmt: skip
 def test_the_links_peak_is_the_profiles_and_depends_on_where_the_ranks_are(
     device: str, devices: int | None, ranks: tuple[int, ...], nodes: int | None, gb_per_s: float | None
 ) -> None:
@@ -340,25 +341,22 @@ def at(gb_per_s: float, nbytes: int = 512 * MIB) -> CollectiveFigures:
     return ran("all_reduce", nbytes, round(1.75 * nbytes / gb_per_s))
 
 
-@pytest.mark.parametrize(
-    ("collectives", "given", "bound"),
-    [
-        ((at(280),), {}, "bandwidth"),
-        ((at(209),), {}, "below"),  # 70 % of 300 is 210
-        ((at(211),), {}, "bandwidth"),
-        ((at(3.5),), {}, "below"),
-        ((at(3.5),), {"device": "NVIDIA A100-PG509-200"}, "unknown"),
-        ((at(3.5),), {"devices": 1}, "unknown"),
-        ((ran("all_reduce", None, US),), {}, "unknown"),
-        # Half of the time waiting is skew, a little less is not.
-        ((ran("all_reduce", 512 * MIB, 6000 * US),), {"shortest": {0: 3000 * US}}, "skew"),
-        ((ran("all_reduce", 512 * MIB, 6000 * US),), {"shortest": {0: 3001 * US}}, "bandwidth"),
-        # By the profile: 17 us to launch and 14 hops of 3.6 us are at least half of 100 us, and not of 200.
-        ((ran("all_reduce", 4096, 100 * US),), {}, "latency"),
-        ((ran("all_reduce", 4096, 200 * US),), {}, "below"),
-        ((ran("all_reduce", 4096, 100 * US), at(280)), {}, "bandwidth"),
-    ],
-)
+@pytest.mark.parametrize(("collectives", "given", "bound"), [
+    ((at(280),), {}, "bandwidth"),
+    ((at(209),), {}, "below"),  # 70 % of 300 is 210
+    ((at(211),), {}, "bandwidth"),
+    ((at(3.5),), {}, "below"),
+    ((at(3.5),), {"device": "NVIDIA A100-PG509-200"}, "unknown"),
+    ((at(3.5),), {"devices": 1}, "unknown"),
+    ((ran("all_reduce", None, US),), {}, "unknown"),
+    # Half of the time waiting is skew, a little less is not.
+    ((ran("all_reduce", 512 * MIB, 6000 * US),), {"shortest": {0: 3000 * US}}, "skew"),
+    ((ran("all_reduce", 512 * MIB, 6000 * US),), {"shortest": {0: 3001 * US}}, "bandwidth"),
+    # By the profile: 17 us to launch and 14 hops of 3.6 us are at least half of 100 us, and not of 200.
+    ((ran("all_reduce", 4096, 100 * US),), {}, "latency"),
+    ((ran("all_reduce", 4096, 200 * US),), {}, "below"),
+    ((ran("all_reduce", 4096, 100 * US), at(280)), {}, "bandwidth"),
+])  # fmt: skip
 def test_bandwidth_latency_or_skew(
     collectives: tuple[CollectiveFigures, ...], given: dict[str, object], bound: str
 ) -> None:
@@ -385,10 +383,8 @@ def test_latency_is_judged_by_the_duration_without_waiting() -> None:
 
 
 def test_nothing_bounds_what_is_not_exposed() -> None:
-    nothing = Exposure(
+    hidden = communication(Traffic(exposure=Exposure(
         pieces=Pieces(starts=np.array([], np.int64), ends=np.array([], np.int64), owners=np.array([], np.int64)),
         steps=(None,), starts=np.array([0]), ends=np.array([10]), launch=(0,), no_launch=None,
-    )  # fmt: skip
-    traffic = Traffic(exposure=nothing, groups={}, links=Links())
-    hidden = communication(traffic, [ran("all_reduce", MIB, US)], {}, alone=True)
+    ), groups={}, links=Links()), [ran("all_reduce", MIB, US)], {}, alone=True)  # fmt: skip
     assert (hidden.bound, hidden.missing, hidden.whole.exposed_ns) == (None, None, 0)

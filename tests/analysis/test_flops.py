@@ -5,13 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.flop_counter import (
-    FlopCounterMode,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from refshard.analysis.flops import Work, work_of
+from refshard.analysis.operators import Work, work_of
 from refshard.events.table import Operands
 
 BF16, FP32 = "c10::BFloat16", "float"
@@ -87,21 +83,18 @@ def test_attention_has_the_flops_that_torch_counts_and_half_if_causal() -> None:
     assert found.flops == sdpa_backward_flop_count(q, q, kv, kv)
 
 
-@pytest.mark.parametrize(
-    ("name", "place", "grads"),
-    [
-        ("_scaled_dot_product_flash_attention", "is_causal", 0),
-        ("_scaled_dot_product_efficient_attention", "is_causal", 0),
-        ("_scaled_dot_product_cudnn_attention", "is_causal", 0),
-        ("_scaled_dot_product_fused_attention_overrideable", "is_causal", 0),
-        ("_scaled_dot_product_flash_attention_for_cpu", "is_causal", 0),
-        ("_scaled_dot_product_flash_attention_backward", "is_causal", 1),
-        ("_scaled_dot_product_efficient_attention_backward", "is_causal", 1),
-        ("_scaled_dot_product_cudnn_attention_backward", "is_causal", 1),
-        ("_scaled_dot_product_fused_attention_overrideable_backward", "is_causal", 1),
-        ("_scaled_dot_product_flash_attention_for_cpu_backward", "is_causal", 1),
-    ],
-)
+@pytest.mark.parametrize(("name", "place", "grads"), [
+    ("_scaled_dot_product_flash_attention", "is_causal", 0),
+    ("_scaled_dot_product_efficient_attention", "is_causal", 0),
+    ("_scaled_dot_product_cudnn_attention", "is_causal", 0),
+    ("_scaled_dot_product_fused_attention_overrideable", "is_causal", 0),
+    ("_scaled_dot_product_flash_attention_for_cpu", "is_causal", 0),
+    ("_scaled_dot_product_flash_attention_backward", "is_causal", 1),
+    ("_scaled_dot_product_efficient_attention_backward", "is_causal", 1),
+    ("_scaled_dot_product_cudnn_attention_backward", "is_causal", 1),
+    ("_scaled_dot_product_fused_attention_overrideable_backward", "is_causal", 1),
+    ("_scaled_dot_product_flash_attention_for_cpu_backward", "is_causal", 1),
+])  # fmt: skip
 def test_the_mask_is_read_where_torch_has_it(name: str, place: str, grads: int) -> None:
     arguments = [argument.name for argument in getattr(torch.ops.aten, name).default._schema.arguments]
     dims: list[Any] = [[] for _ in arguments]
@@ -144,19 +137,12 @@ def test_the_type_is_that_of_the_factors() -> None:
     assert found.shapes == "[8], [4, 2], [2, 8]"
 
 
-@pytest.mark.parametrize(
-    ("name", "dims"),
-    [
-        ("aten::mm", b"[[4,2],[3,8]]"),
-        ("aten::mm", b"[[4,2]]"),
-        ("aten::mm", b"nonsense"),
-        ("aten::mm", b"{}"),
-        ("aten::mm", b'[["a"],[null]]'),
-        ("aten::convolution", b"[[1,3,8,8],[4,3,3,3],[4]]"),
-        ("aten::_scaled_dot_product_flash_attention", b"[[1,2,8],[1,2,8],[1,2,8]]"),
-        ("vllm::moe_forward", b"[[4,2],[3,8]]"),
-    ],
-)
+@pytest.mark.parametrize(("name", "dims"), [
+    ("aten::mm", b"[[4,2],[3,8]]"), ("aten::mm", b"[[4,2]]"), ("aten::mm", b"nonsense"), ("aten::mm", b"{}"),
+    ("aten::mm", b'[["a"],[null]]'), ("aten::convolution", b"[[1,3,8,8],[4,3,3,3],[4]]"),
+    ("aten::_scaled_dot_product_flash_attention", b"[[1,2,8],[1,2,8],[1,2,8]]"),
+    ("vllm::moe_forward", b"[[4,2],[3,8]]"),
+])  # fmt: skip
 def test_what_cannot_be_counted_says_why(name: str, dims: bytes) -> None:
     found = work_of(name, Operands(dims, b"", b'["float","float","float"]', b""))
     assert (found.flops, found.bytes) == (None, None)

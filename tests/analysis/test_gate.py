@@ -8,16 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from refshard.analysis.gate import (
-    LogRatios,
-    Verdict,
-    effect_of,
-    holm,
-    is_suspect,
-    judge,
-    needs_fresh,
-    smallest_visible,
-)
+from refshard.analysis.gate import LogRatios, Verdict, effect_of, holm, is_suspect, judge, needs_fresh, smallest_visible
 from refshard.analysis.rehearsal import Draw, Rehearsal, Rounds, noise_of, rehearse, relabelled
 from refshard.specs.gate import TimeLimits
 
@@ -50,10 +41,7 @@ def test_an_example_of_a_textbook() -> None:
 def test_the_interval_holds_what_the_exact_test_does_not_reject(n: int) -> None:
     d = rounds(n, n, shift=0.01)
     found = effect_of(d)
-    sides: list[tuple[float, Literal["greater", "less"], int]] = [
-        (found.low, "greater", 1),
-        (found.high, "less", -1),
-    ]
+    sides: list[tuple[float, Literal["greater", "less"], int]] = [(found.low, "greater", 1), (found.high, "less", -1)]
     for bound, alternative, inwards in sides:
         for step, rejected in ((1e-6, False), (-1e-6, True)):
             shifted = d - (math.log(bound) + inwards * step)

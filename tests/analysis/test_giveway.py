@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from refshard.analysis.collectives import give_ways
 from refshard.analysis.figures import GiveWay
-from refshard.analysis.giveway import give_ways
 from refshard.events.timeline import UNKNOWN, Collective, Kind, Timeline
 from tests.analysis.builder import Training, Work
 from tests.analysis.small import LANES, Row, bounds, timeline_of

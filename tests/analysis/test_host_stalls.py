@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from refshard.analysis.analyse import analyse
 from refshard.analysis.figures import HostStall, HostStalls, Stall
-from tests.analysis.handmade import event, step, write
+from tests.analysis.handmade import event, note, step, write
 
 Events = list[dict[str, Any]]
 US = 1000
@@ -56,13 +56,9 @@ def places(path: Path, events: Events) -> list[HostStall]:
 def item() -> Events:
     """A kernel to 100; ``.item()`` copies from 101 to 103, and returns at 112; the next kernel starts at 135."""
     return [
-        *launched(1, 10, 20, 80),
-        event("aten::item", 50, 62),
-        event("aten::_local_scalar_dense", 51, 61),
-        *copied(2, 52, 56, DTOH, 101, 2),
-        call("cudaStreamSynchronize", 109, 2),
-        *launched(3, 130, 135, 65),
-    ]
+        *launched(1, 10, 20, 80), event("aten::item", 50, 62), event("aten::_local_scalar_dense", 51, 61),
+        *copied(2, 52, 56, DTOH, 101, 2), call("cudaStreamSynchronize", 109, 2), *launched(3, 130, 135, 65),
+    ]  # fmt: skip
 
 
 def test_item_makes_the_gpu_idle_until_the_next_launch(tmp_path: Path) -> None:
@@ -83,11 +79,9 @@ def test_a_call_causes_no_more_idle_time_than_it_takes(tmp_path: Path) -> None:
 
 def test_calls_before_one_launch_share_the_gap_by_their_durations(tmp_path: Path) -> None:
     events = [
-        *launched(1, 10, 20, 80),
-        call("cudaDeviceSynchronize", 40, 60),
-        call("cudaMalloc", 110, 20),
+        *launched(1, 10, 20, 80), call("cudaDeviceSynchronize", 40, 60), call("cudaMalloc", 110, 20),
         *launched(2, 135, 140, 10),
-    ]
+    ]  # fmt: skip
     wait, allocation = places(tmp_path, events)
     # Idle from 100 to 140; without the calls the launch would have come 80 earlier. The shares are 60 and 20 of 80.
     assert (wait.call, wait.idle_ns, wait.followed_ns) == ("cudaDeviceSynchronize", 30 * US, 10 * US)
@@ -95,19 +89,17 @@ def test_calls_before_one_launch_share_the_gap_by_their_durations(tmp_path: Path
     assert allocation.kind is Stall.ALLOCATOR
 
 
-def test_a_long_launch_loads_if_the_gpu_has_nothing_to_do_meanwhile(tmp_path: Path) -> None:
-    short = [part for n in range(9) for part in launched(10 + n, 1 + 3 * n, 40 + n, 1)]
-    events = [*short, *launched(2, 60, 1590, 10, takes=1500)]
-    (one,) = places(tmp_path, events)
-    assert (one.kind, one.call) == (Stall.LOADING, "cudaLaunchKernel")
-    assert (one.host_ns, one.idle_ns, one.followed_ns) == (1500 * US, 1500 * US, 1530 * US)
-
-
-def test_a_long_launch_waits_for_a_full_queue_if_the_gpu_is_busy(tmp_path: Path) -> None:
-    short = [part for n in range(9) for part in launched(10 + n, 1 + 3 * n, 40 + 300 * n, 299)]
-    events = [*short, *launched(2, 60, 2739, 10, takes=1500)]
-    (one,) = places(tmp_path, events)
-    assert (one.kind, one.host_ns, one.idle_ns, one.followed_ns) == (Stall.QUEUE, 1500 * US, 0, 0)
+@pytest.mark.parametrize(("apart", "lasting", "start", "expected"), [
+    (1, 1, 1590, (Stall.LOADING, 1500 * US, 1500 * US, 1530 * US)),  # the GPU has nothing to do meanwhile
+    (300, 299, 2739, (Stall.QUEUE, 1500 * US, 0, 0)),  # it is busy: the queue is full
+])  # fmt: skip
+def test_a_long_launch_loads_or_waits_for_a_full_queue(
+    tmp_path: Path, apart: int, lasting: int, start: int, expected: tuple[Stall, int, int, int]
+) -> None:
+    short = [part for n in range(9) for part in launched(10 + n, 1 + 3 * n, 40 + apart * n, lasting)]
+    (one,) = places(tmp_path, [*short, *launched(2, 60, start, 10, takes=1500)])
+    assert one.call == "cudaLaunchKernel"
+    assert (one.kind, one.host_ns, one.idle_ns, one.followed_ns) == expected
 
 
 def test_a_pinned_copy_that_returns_at_once_holds_nothing_up(tmp_path: Path) -> None:
@@ -129,88 +121,58 @@ def test_a_pageable_copy_blocks_if_it_returns_after_its_end_or_late(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("operator", "kind"),
-    [
-        ("aten::nonzero", Stall.SHAPE),
-        ("aten::copy_", Stall.COPY),
-        ("aten::item", Stall.ITEM),
-        ("mine", Stall.SYNC),
-    ],
+    [("aten::nonzero", Stall.SHAPE), ("aten::copy_", Stall.COPY), ("aten::item", Stall.ITEM), ("mine", Stall.SYNC)],
 )
 def test_a_wait_is_named_by_the_operator_around_it(tmp_path: Path, operator: str, kind: Stall) -> None:
     events = [
-        *launched(1, 10, 20, 80),
-        event(operator, 30, 80),
-        call("cudaStreamSynchronize", 40, 30),
-        call("cudaStreamSynchronize", 72, 30),
-        *launched(2, 120, 125, 10),
-    ]
+        *launched(1, 10, 20, 80), event(operator, 30, 80), call("cudaStreamSynchronize", 40, 30),
+        call("cudaStreamSynchronize", 72, 30), *launched(2, 120, 125, 10),
+    ]  # fmt: skip
     (one,) = places(tmp_path, events)
     assert (one.kind, one.operator, one.count) == (kind, operator, 2 if kind is Stall.SYNC else 1)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("cudaEventSynchronize", Stall.SYNC), ("hipStreamSynchronize", Stall.SYNC), ("cuCtxSynchronize", Stall.SYNC),
-        ("cudaMalloc", Stall.ALLOCATOR), ("hipFree", Stall.ALLOCATOR), ("cudaMemGetInfo", Stall.ALLOCATOR),
-        ("cudaHostAlloc", Stall.ALLOCATOR), ("cuMemMap", Stall.ALLOCATOR), ("hipExtMallocWithFlags", Stall.ALLOCATOR),
-        ("cuModuleLoadData", Stall.LOADING), ("hipModuleLoadData", Stall.LOADING), ("cuLibraryLoadData", Stall.LOADING),
-        ("cudaMemcpy", Stall.COPY), ("hipMemcpyWithStream", Stall.COPY), ("cudaMemcpy2D", Stall.COPY),
-        ("cudaMallocAsync", None), ("cudaStreamWaitEvent", None), ("cudaEventRecord", None), ("cudaEventQuery", None),
-        ("cudaFuncGetAttributes", None), ("hipModuleLaunchKernel", None), ("cudaGraphLaunch", None),
-    ],
-)  # fmt: skip
-def test_what_calls_are_for(tmp_path: Path, name: str, kind: Stall | None) -> None:
-    found = places(tmp_path, [*launched(1, 10, 20, 80), call(name, 40, 5), *launched(2, 120, 125, 10)])
-    assert [one.kind for one in found] == ([] if kind is None else [kind])
+CALLS = {
+    Stall.SYNC: "cudaEventSynchronize hipStreamSynchronize cuCtxSynchronize",
+    Stall.ALLOCATOR: "cudaMalloc hipFree cudaMemGetInfo cudaHostAlloc cuMemMap hipExtMallocWithFlags",
+    Stall.LOADING: "cuModuleLoadData hipModuleLoadData cuLibraryLoadData",
+    Stall.COPY: "cudaMemcpy hipMemcpyWithStream cudaMemcpy2D",
+    None: "cudaMallocAsync cudaStreamWaitEvent cudaEventRecord cudaEventQuery cudaFuncGetAttributes "
+    "hipModuleLaunchKernel cudaGraphLaunch",
+}
+LONG = [("cudaFuncGetAttributes", Stall.LOADING, 150), ("cudaStreamCreateWithFlags", Stall.OTHER, 150),
+        ("cudaGraphLaunch", None, 150), ("hipGraphLaunch", None, 150)]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("cudaFuncGetAttributes", Stall.LOADING), ("cudaStreamCreateWithFlags", Stall.OTHER),
-        ("cudaGraphLaunch", None), ("hipGraphLaunch", None),
-    ],
-)  # fmt: skip
-def test_what_long_calls_are_for(tmp_path: Path, name: str, kind: Stall | None) -> None:
-    found = places(tmp_path, [*launched(1, 10, 20, 80), call(name, 200, 150), *launched(2, 420, 425, 10)])
+    ("name", "kind", "us"), [*((name, kind, 5) for kind, names in CALLS.items() for name in names.split()), *LONG]
+)
+def test_what_calls_are_for(tmp_path: Path, name: str, kind: Stall | None, us: int) -> None:
+    found = places(tmp_path, [*launched(1, 10, 20, 80), call(name, 200, us), *launched(2, 420, 425, 10)])
     assert [one.kind for one in found] == ([] if kind is None else [kind])
 
 
 def test_the_place_is_the_innermost_function_of_the_users_code(tmp_path: Path) -> None:
     events = [
-        *item(),
-        frame("train.py(5): main", 0, 200),
-        frame("train.py(40): log", 45, 70),
-        frame("torch/_tensor.py(3): item", 47, 67),
-        frame("<built-in method item of Tensor object at 0x7>", 48, 65),
+        *item(), frame("train.py(5): main", 0, 200), frame("train.py(40): log", 45, 70),
+        frame("torch/_tensor.py(3): item", 47, 67), frame("<built-in method item of Tensor object at 0x7>", 48, 65),
         frame("other.py(1): run", 0, 200, tid=2),
-    ]
+    ]  # fmt: skip
     (one,) = places(tmp_path, events)
     assert one.line == "train.py(40): log"
 
 
 def test_without_stacks_the_place_is_the_operator_with_its_layer_or_annotation(tmp_path: Path) -> None:
     events = [
-        step(3, 0, 400),
-        *launched(1, 10, 20, 10),
-        event("FSDP::pre_forward (layers.3)", 30, 4, cat="user_annotation"),
-        event("aten::empty", 38, 9),
-        call("cudaMalloc", 40, 5),
-        event("FSDP::post_forward (layers.3)", 50, 4, cat="user_annotation"),
-        *launched(2, 60, 65, 10),
-        event("validation", 80, 40, cat="user_annotation"),
-        call("cudaFree", 90, 6),
-        *launched(3, 100, 105, 10),
-        call("cudaDeviceSynchronize", 130, 7, tid=9),
-        *launched(4, 140, 145, 10),
-    ]
+        step(3, 0, 400), *launched(1, 10, 20, 10), note("FSDP::pre_forward (layers.3)", 30, 4),
+        event("aten::empty", 38, 9), call("cudaMalloc", 40, 5), note("FSDP::post_forward (layers.3)", 50, 4),
+        *launched(2, 60, 65, 10), note("validation", 80, 40), call("cudaFree", 90, 6), *launched(3, 100, 105, 10),
+        call("cudaDeviceSynchronize", 130, 7, tid=9), *launched(4, 140, 145, 10),
+    ]  # fmt: skip
     found = {one.call: one for one in places(tmp_path, events)}
     assert [(one.line, one.operator, one.unit) for one in found.values()] == [
-        (None, None, "validation"),
-        (None, "aten::empty", "layers.3"),
-        (None, None, None),
-    ]
+        (None, None, "validation"), (None, "aten::empty", "layers.3"), (None, None, None),
+    ]  # fmt: skip
     assert found["cudaDeviceSynchronize"].thread == "7/9"
     # Nothing is launched on that thread, so that no gap is due to it.
     assert [one.idle_ns for one in found.values()] == [6 * US, 5 * US, 0]

@@ -210,14 +210,10 @@ def test_hip_kernels_are_communication_and_some_kernels_are_nothing(tmp_path: Pa
 
 
 @needs_hta
-@pytest.mark.parametrize(
-    ("name", "events", "error"),
-    [
-        ("cpu.json", [step(1, 0, 100), event("aten::mm", 1, 5), event("gloo:all_reduce", 3, 9, tid=2)], "IndexError: "),
-        ("empty.json", [], "KeyError: 'ts'"),
-        ("name.trace", [], "ValueError: Trace files validation failed."),
-    ],
-)
+@pytest.mark.parametrize(("name", "events", "error"), [
+    ("cpu.json", [step(1, 0, 100), event("aten::mm", 1, 5), event("gloo:all_reduce", 3, 9, tid=2)], "IndexError: "),
+    ("empty.json", [], "KeyError: 'ts'"), ("name.trace", [], "ValueError: Trace files validation failed."),
+])  # fmt: skip
 def test_what_hta_cannot_read_is_one_line_of_data(tmp_path: Path, name: str, events: list[Any], error: str) -> None:
     found = cross_check(write(tmp_path / name, events))
     assert isinstance(found, HtaFailure)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from refshard.analysis.figures import Cause, IdleFigures
-from refshard.analysis.idle import CAUSES, idle_figures, idle_gaps
 from refshard.analysis.kineto import timeline_of as read
+from refshard.analysis.overlap import CAUSES, idle_figures, idle_gaps
 from refshard.events.reader import read_trace
 from refshard.events.timeline import UNKNOWN, HostCalls, Kind, Window
 from tests.analysis.handmade import event, write
@@ -36,14 +36,11 @@ def caused(*rows: Row, calls: HostCalls | None = None) -> list[tuple[float, Caus
     return found[3:]
 
 
-@pytest.mark.parametrize(
-    ("launch", "start", "cause"),
-    [
-        (321, 330, Cause.LAUNCH),  # after the gap began at 316
-        (309, 318, Cause.LAUNCH),  # 9 us before it starts: within 1.5 of the 6 us that a launch takes
-        (308.9, 318, Cause.BACK_TO_BACK),  # longer before: it was in the queue
-    ],
-)
+@pytest.mark.parametrize(("launch", "start", "cause"), [
+    (321, 330, Cause.LAUNCH),  # after the gap began at 316
+    (309, 318, Cause.LAUNCH),  # 9 us before it starts: within 1.5 of the 6 us that a launch takes
+    (308.9, 318, Cause.BACK_TO_BACK),  # longer before: it was in the queue
+])  # fmt: skip
 def test_a_launch_takes_as_long_as_launches_into_an_empty_queue_do(launch: float, start: float, cause: Cause) -> None:
     assert caused(row(start, 5, launch)) == [(start - 316, cause)]
 

@@ -7,8 +7,8 @@ import pytest
 
 from refshard.analysis.analyse import Analysis, analyse
 from refshard.analysis.figures import CollectiveFigures
-from refshard.analysis.issued import OF_SHARDS, OPERATORS, bytes_of_message, group_of, operation_of
-from tests.analysis.handmade import event, shaped, step, write
+from refshard.analysis.kineto import OF_SHARDS, OPERATORS, bytes_of_message, group_of, operation_of
+from tests.analysis.handmade import event, note, shaped, step, write
 
 Events = list[dict[str, Any]]
 
@@ -99,7 +99,7 @@ def test_a_kernel_that_no_operator_announced_tells_what_it_is(tmp_path: Path) ->
 
 
 def test_an_annotation_around_the_launch_tells_of_older_kernels(tmp_path: Path) -> None:
-    label = event("nccl:all_reduce", 5, 5, cat="user_annotation", **shaped([[1000]], ["float"]))
+    label = note("nccl:all_reduce", 5, 5, **shaped([[1000]], ["float"]))
     one = only(tmp_path, [label], nccl(1, 6, 20, 10))
     assert (one.op, one.bytes, one.group) == ("all_reduce", 4000, None)
 
@@ -107,7 +107,7 @@ def test_an_annotation_around_the_launch_tells_of_older_kernels(tmp_path: Path) 
 def test_an_emulated_collective_has_the_type_of_its_annotation(tmp_path: Path) -> None:
     """As DDP's all-reduces on a GPU: the list hides the type, and the kernels are none of NCCL's."""
     announced = op("allreduce_", 5, 10, [[[1000]]], ["TensorList"])
-    label = event("emulated:all_reduce", 6, 8, cat="user_annotation", **shaped([[1000]], ["c10::BFloat16"]))
+    label = note("emulated:all_reduce", 6, 8, **shaped([[1000]], ["c10::BFloat16"]))
     launched = event("cudaLaunchKernel", 7, 0.5, cat="cuda_runtime", correlation=1)
     kernel = event("refshard_emulated_hold", 20, 10, cat="kernel", tid=20, stream=20, correlation=1)
     one = only(tmp_path, announced, [label, launched, kernel])

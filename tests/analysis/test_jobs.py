@@ -1,5 +1,6 @@
 """Which traces are the ranks of one job."""
 
+import json
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
@@ -51,11 +52,10 @@ def test_one_job_is_taken_at_its_word_but_for_a_rank_given_twice() -> None:
 
 
 def test_identity_comes_from_the_metadata(tmp_path: Path) -> None:
-    path = write(tmp_path / "t.json", [event("aten::mm", 3, 4)], rank=5)
-    text = path.read_text().replace('"rank": 5', '"rank": 5, "world_size": 8, "backend": "nccl"')
-    path.write_text(
-        text.replace('{"schema', '{"baseTimeNanoseconds": 7, "deviceProperties": [{"name": "A100"}], "schema')
-    )
+    info, device = {"rank": 5, "world_size": 8, "backend": "nccl"}, [{"name": "A100"}]
+    events = [event("aten::mm", 3, 4)]
+    path = write(tmp_path / "t.json", events, baseTimeNanoseconds=7, deviceProperties=device)
+    path.write_text(path.read_text().replace('{"rank": 0}', json.dumps(info)))
     found = identity_of(read_trace(path))
     assert (found.rank, found.world_size, found.backend) == (5, 8, "nccl")
     assert (found.start, found.end) == (BASE_US * 1000 + 3007, BASE_US * 1000 + 7007)
@@ -71,11 +71,8 @@ def test_odd_metadata_tells_nothing(tmp_path: Path, odd: str) -> None:
 
 
 def test_a_rank_in_a_files_name() -> None:
-    assert [rank_in_name(Path(name)) for name in ("rank3.json", "a/trace_RANK-12.json.gz", "rank0/t.json")] == [
-        3,
-        12,
-        None,
-    ]
+    names = ("rank3.json", "a/trace_RANK-12.json.gz", "rank0/t.json")
+    assert [rank_in_name(Path(name)) for name in names] == [3, 12, None]
 
 
 def test_the_files_order_does_not_matter() -> None:

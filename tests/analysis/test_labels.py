@@ -5,31 +5,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from refshard.analysis.labels import ROOT, Labels, find_labels, meaning_of
 from refshard.events.reader import read_trace
 from refshard.events.timeline import Meaning
-from tests.analysis.handmade import BASE_US, event, write
+from tests.analysis.handmade import BASE_US, note, write
 
 
-@pytest.mark.parametrize(
-    ("name", "meaning", "unit"),
-    [
-        ("refshard::all_gather(layers.0)", Meaning.ALL_GATHER | Meaning.COPY_IN, "layers.0"),
-        ("refshard::reduce_scatter(a(b))", Meaning.REDUCE | Meaning.WAIT, "a(b)"),
-        ("refshard::wait(x)", Meaning.WAIT, "x"),
-        ("refshard::all_to_all(x)", Meaning.COPY_IN, "x"),
-        ("refshard::backward(x)", Meaning.BACKWARD, "x"),
-        ("FSDP::all_gather (layers.0)", Meaning.ALL_GATHER, "layers.0"),
-        ("FSDP::all_gather", Meaning.ALL_GATHER, ROOT),
-        ("FSDP::post_backward_reduce (layers.7.mlp)", Meaning.REDUCE, "layers.7.mlp"),
-        ("FSDP::post_backward_rs_wait (None)", Meaning.REDUCE_WAIT | Meaning.WAIT, ROOT),
-        ("fsdp::chunk_cat", Meaning.REDUCE | Meaning.COPY_IN, None),
-        ("Optimizer.step#AdamW.step", Meaning.OPTIMIZER, None),
-    ],
-)
+@pytest.mark.parametrize(("name", "meaning", "unit"), [
+    ("refshard::all_gather(layers.0)", Meaning.ALL_GATHER | Meaning.COPY_IN, "layers.0"),
+    ("refshard::reduce_scatter(a(b))", Meaning.REDUCE | Meaning.WAIT, "a(b)"),
+    ("refshard::wait(x)", Meaning.WAIT, "x"),
+    ("refshard::all_to_all(x)", Meaning.COPY_IN, "x"),
+    ("refshard::backward(x)", Meaning.BACKWARD, "x"),
+    ("FSDP::all_gather (layers.0)", Meaning.ALL_GATHER, "layers.0"),
+    ("FSDP::all_gather", Meaning.ALL_GATHER, ROOT),
+    ("FSDP::post_backward_reduce (layers.7.mlp)", Meaning.REDUCE, "layers.7.mlp"),
+    ("FSDP::post_backward_rs_wait (None)", Meaning.REDUCE_WAIT | Meaning.WAIT, ROOT),
+    ("fsdp::chunk_cat", Meaning.REDUCE | Meaning.COPY_IN, None),
+    ("Optimizer.step#AdamW.step", Meaning.OPTIMIZER, None),
+])  # fmt: skip
 def test_labels_of_every_peer_have_one_meaning(name: str, meaning: Meaning, unit: str | None) -> None:
     assert meaning_of(name) == (meaning, unit)
 
@@ -42,7 +37,7 @@ def test_other_names_mean_nothing(name: str) -> None:
 
 
 def labels_of(path: Path, *named: tuple[str, float, float]) -> Labels:
-    events: list[dict[str, Any]] = [event(n, s, d, cat="user_annotation") for n, s, d in named]
+    events: list[dict[str, Any]] = [note(n, s, d) for n, s, d in named]
     return find_labels(read_trace(write(path / "t.json", events)))
 
 
@@ -67,43 +62,3 @@ def test_the_unit_that_computes_is_the_last_begun_and_not_left(tmp_path: Path) -
 def test_an_optimizer_ends_whatever_was_begun(tmp_path: Path) -> None:
     labels = labels_of(tmp_path, ("FSDP::pre_backward (a)", 0, 1), ("Optimizer.step#AdamW.step", 5, 3))
     assert units_computing(labels, [2, 6, 20]) == ["a", None, None]
-
-
-nested = st.recursive(
-    st.just(()),
-    lambda inner: st.lists(st.tuples(st.integers(0, 2), inner, st.integers(0, 2)), max_size=3),
-    max_leaves=12,
-)
-
-
-def laid_out(tree: Any, start: int, found: list[tuple[int, int]]) -> int:
-    """Nested intervals, outer ones first; the end of the last."""
-    for before, inside, after in tree:
-        start += before
-        place = len(found)
-        found.append((start, 0))
-        end = laid_out(inside, start + 1, found) + after
-        found[place] = (start, end)
-        start = end
-    return start
-
-
-@given(nested)
-def test_the_innermost_label_is_the_last_begun_that_holds(tree: Any) -> None:
-    spans: list[tuple[int, int]] = []
-    end = laid_out(tree, 0, spans)
-    count = len(spans)
-    labels = Labels(
-        starts=np.array([s for s, _ in spans], np.int64),
-        ends=np.array([e for _, e in spans], np.int64),
-        threads=np.zeros(count, np.int32),
-        meanings=np.full(count, int(Meaning.WAIT), np.int16),
-        units=np.arange(count, dtype=np.int32),
-        unit_names=tuple(map(str, range(count))),
-    )
-    points = np.arange(-1, end + 2)
-    threads = np.zeros(len(points), np.int32)
-    expected = [max((i for i, (s, e) in enumerate(spans) if s <= p < e), default=-1) for p in points.tolist()]
-    assert labels.unit_at(threads, points).tolist() == expected
-    assert labels.under(threads, points).tolist() == [int(Meaning.WAIT) if i >= 0 else 0 for i in expected]
-    assert (labels.unit_at(threads + 1, points) == -1).all()

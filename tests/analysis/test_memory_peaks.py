@@ -11,7 +11,7 @@ from refshard.analysis.analyse import analyse
 from refshard.analysis.figures import MemoryPeak
 from refshard.analysis.memory_peaks import memory_peaks
 from refshard.events.reader import read_trace
-from tests.analysis.handmade import event, step, write
+from tests.analysis.handmade import event, note, step, write
 
 BEFORE, RESERVED = 1000, 5000
 MAIN, AUTOGRAD = 1, 2
@@ -56,10 +56,6 @@ def held(peak: MemoryPeak) -> dict[tuple[str, str | None], int]:
     return found
 
 
-def note(name: str, start: float, duration: float, tid: int = MAIN) -> dict[str, Any]:
-    return event(name, start, duration, cat="user_annotation", tid=tid)
-
-
 def training_step(allocator: Allocator, at: float) -> list[dict[str, Any]]:
     """One FSDP2 step of 100 us: forward of ``a``, backward of it on autograd's thread, an optimizer's step."""
     gathered = allocator.make(at + 2, 10)
@@ -83,10 +79,10 @@ def training_step(allocator: Allocator, at: float) -> list[dict[str, Any]]:
         note("FSDP::all_gather (a)", at + 1, 5),
         event("aten::linear", at + 11, 9),
         note("FSDP::post_forward (a)", at + 21, 1),
-        note("FSDP::pre_backward (a)", at + 35, 1, AUTOGRAD),
+        note("FSDP::pre_backward (a)", at + 35, 1, tid=AUTOGRAD),
         event("autograd::engine::evaluate_function: MmBackward0", at + 40, 10, tid=AUTOGRAD),
         event("autograd::engine::evaluate_function: RegisterPostBackwardFunctionBackward", at + 51, 9, tid=AUTOGRAD),
-        note("FSDP::post_backward_reduce (a)", at + 51, 8, AUTOGRAD),
+        note("FSDP::post_backward_reduce (a)", at + 51, 8, tid=AUTOGRAD),
         note("Optimizer.step#Adam.step", at + 70, 10),
         event("aten::add", at + 71, 5),
         note("Optimizer.zero_grad#Adam.zero_grad", at + 90, 5),
@@ -125,10 +121,8 @@ def test_what_was_there_before_is_told_apart_by_whether_the_trace_frees_it(tmp_p
     allocator.free(2, 1 << 40, size=300)
     (peak,) = peaks_of(tmp_path / "t.json", [event("aten::mm", 0, 9), *allocator.events])
     assert held(peak) == {
-        ("before, freed later", None): 300,
-        ("before, kept", None): BEFORE - 300,
-        ("forward", None): 5,
-    }
+        ("before, freed later", None): 300, ("before, kept", None): BEFORE - 300, ("forward", None): 5,
+    }  # fmt: skip
     assert [one.blocks for one in peak.holders if one.category == "before, freed later"] == [1]
 
 

@@ -6,22 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from refshard.analysis.memory_timeline import MemoryTimelineFigures, is_memory_timeline, memory_timeline
-from refshard.commands.memory_snapshot import memory_timelines
-from refshard.commands.trace import trace
+from refshard.analysis.snapshot import MemoryTimelineFigures, is_memory_timeline, memory_timeline
+from refshard.commands.trace import memory_timelines, trace
 from refshard.errors import TraceError
 from tests.report.printed import as_csv, as_json, rows, tables, verdict
 
 PARAMETERS, INPUTS, TEMPORARY, ACTIVATIONS = 0, 2, 3, 4
 ROWS = [
-    [-1, 1, 100, PARAMETERS],
-    [1000, 2, 50, INPUTS],
-    [3000, 2, 200, ACTIVATIONS],
-    [3000, 3, -50, INPUTS],
-    [3000, 3, 50, TEMPORARY],
-    [4000, 4, -200, ACTIVATIONS],
-    [4000, 2, 190, TEMPORARY],
-]
+    [-1, 1, 100, PARAMETERS], [1000, 2, 50, INPUTS], [3000, 2, 200, ACTIVATIONS], [3000, 3, -50, INPUTS],
+    [3000, 3, 50, TEMPORARY], [4000, 4, -200, ACTIVATIONS], [4000, 2, 190, TEMPORARY],
+]  # fmt: skip
 
 
 def written(path: Path, text: str) -> Path:

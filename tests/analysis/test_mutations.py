@@ -18,7 +18,7 @@ from refshard.errors import TraceError
 from refshard.report.trace.answer import trace_answer
 from refshard.report.trace.sections import sections_of
 from tests.analysis.builder import Training
-from tests.analysis.handmade import event, shaped, step, write
+from tests.analysis.handmade import event, note, shaped, step, write
 
 Trace = dict[str, Any]
 HUGE = [2**31, 2**53 + 1, 2**62, 2**63, -(2**63), 2**64, 10**30, 1e300, -1e300, 1e-300]
@@ -63,8 +63,7 @@ def cpu(path: Path) -> Trace:
     made = write(path, [
         step(0, 0, 100), event("aten::mm", 2, 30),
         event("c10d::allreduce_", 33, 2, **shaped([[[25]], []], ["TensorList", ""])),
-        event("FSDP::all_gather (layers.0)", 36, 5, cat="user_annotation"),
-        event("gloo:all_reduce", 40, 50, cat="user_annotation", tid=2, **shaped([[25]], ["float"])),
+        note("FSDP::all_gather (layers.0)", 36, 5), note("gloo:all_reduce", 40, 50, tid=2, **shaped([[25]], ["float"])),
     ])  # fmt: skip
     found: Trace = json.loads(made.read_text())
     return found

@@ -67,17 +67,13 @@ OTHERS = (
     "void deep_ep::layout::get_dispatch_layout<256, 32, 8>(long const*, int*)",
     "void deep_ep::internode::get_dispatch_layout<256, 32, 8>(long const*, int*)",
     "void dpsk::ep::cuda::get_dispatch_layout<256, 32, 8>(long const*, int*)",
-    "_ZN7deep_ep7elastic27combine_reduce_epilogue_implILi8EEEvv",
-    "void step::internode_sum<float>()",
-    "triton_red_fused__to_copy_add_all_reduce_wait_tensor_0",
-    "triton_poi_fused_all_gather_into_tensor_wait_tensor_3",
-    "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float> >()",
-    "void cub::DeviceReduceKernel<float>()",
+    "_ZN7deep_ep7elastic27combine_reduce_epilogue_implILi8EEEvv", "void step::internode_sum<float>()",
+    "triton_red_fused__to_copy_add_all_reduce_wait_tensor_0", "triton_poi_fused_all_gather_into_tensor_wait_tensor_3",
+    "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float> >()", "void cub::DeviceReduceKernel<float>()",
     "ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_32x5_tn",
     "void at::native::_scatter_gather_elementwise_kernel<128, 8>()",
-    "void vllm::moe::moe_align_block_size_kernel<int>()",
-    "void flashinfer::norm::FusedAddRMSNormKernel<8, half>()",
-)
+    "void vllm::moe::moe_align_block_size_kernel<int>()", "void flashinfer::norm::FusedAddRMSNormKernel<8, half>()",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "op"), NAMES.items())
@@ -132,38 +128,34 @@ TENSILE = "Cijk_Alik_Bljk_BBS_BH_Bias_HA_S_SAV_UserArgs_MT256x224x64_MI16x16x1_S
 MANGLED = "_ZN2ck16tensor_operation6device12_GLOBAL__N_111kernel_gemmINS_9Gridwise1ILi256ELi16EEEDF16bEEvT_"
 
 
-@pytest.mark.parametrize(
-    ("name", "short"),
-    [
-        (ADD.format("float", "float"), "vectorized_elementwise_kernel<CUDAFunctor_add, fp32, 4, 3>"),
-        (
-            "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128_32x3_nn_align8>"
-            "(cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128_32x3_nn_align8::Params)",
-            "cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128_32x3_nn_align8",
-        ),
-        (FLASH, "flash_fwd_kernel<Flash_fwd_kernel_traits, bf16, 64, 128, 128, 4>"),
-        (TENSILE, "Cijk_Alik_Bljk_BBS_BH MT256x224x64 MI16x16x1"),
-        (
-            "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off",
-            "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64",
-        ),
-        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNN", "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNN"),
-        ("Memcpy HtoD (Pageable -> Device)", "Memcpy HtoD (Pageable -> Device)"),
-        ("Memcpy HtoD (Pinned -> Device)", "Memcpy HtoD (Pinned -> Device)"),
-        ("triton_poi_fused_add_mul_0", "triton_poi_fused_add_mul_0"),
-        (
-            "_Z28kn_fmla_fwd_splictkv_combineI19FlashMlaKernelTraitILi576ELi512ELi16ELi64ELi4EELi96EDF16_"
-            "Ev17FlashMlaFwdParams",
-            "kn_fmla_fwd_splictkv_combine<FlashMlaKernelTrait, FlashMlaFwdParams>",
-        ),
-        (MANGLED, "kernel_gemm<Gridwise1, bf16, 256, 16>"),
-        (
-            "std::enable_if<(8)>(0), void>::type vllm::rms_norm_kernel<c10::BFloat16, 8>(int)",
-            "rms_norm_kernel<bf16, 8>",
-        ),
-        ("void at::native::(anonymous namespace)::copy_kernel<c10::Half>(int) [clone .kd]", "copy_kernel<fp16>"),
-    ],
-)
+@pytest.mark.parametrize(("name", "short"), [
+    (ADD.format("float", "float"), "vectorized_elementwise_kernel<CUDAFunctor_add, fp32, 4, 3>"),
+    (
+        "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128_32x3_nn_align8>"
+        "(cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128_32x3_nn_align8::Params)",
+        "cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128_32x3_nn_align8",
+    ),
+    (FLASH, "flash_fwd_kernel<Flash_fwd_kernel_traits, bf16, 64, 128, 128, 4>"),
+    (TENSILE, "Cijk_Alik_Bljk_BBS_BH MT256x224x64 MI16x16x1"),
+    (
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off",
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64",
+    ),
+    ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNN", "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNN"),
+    ("Memcpy HtoD (Pageable -> Device)", "Memcpy HtoD (Pageable -> Device)"),
+    ("Memcpy HtoD (Pinned -> Device)", "Memcpy HtoD (Pinned -> Device)"),
+    ("triton_poi_fused_add_mul_0", "triton_poi_fused_add_mul_0"),
+    (
+        "_Z28kn_fmla_fwd_splictkv_combineI19FlashMlaKernelTraitILi576ELi512ELi16ELi64ELi4EELi96EDF16_"
+        "Ev17FlashMlaFwdParams",
+        "kn_fmla_fwd_splictkv_combine<FlashMlaKernelTrait, FlashMlaFwdParams>",
+    ),
+    (MANGLED, "kernel_gemm<Gridwise1, bf16, 256, 16>"),
+    (
+        "std::enable_if<(8)>(0), void>::type vllm::rms_norm_kernel<c10::BFloat16, 8>(int)", "rms_norm_kernel<bf16, 8>",
+    ),
+    ("void at::native::(anonymous namespace)::copy_kernel<c10::Half>(int) [clone .kd]", "copy_kernel<fp16>"),
+])  # fmt: skip
 def test_what_is_kept(name: str, short: str) -> None:
     assert short_kernel_name(name) == short
 

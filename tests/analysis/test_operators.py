@@ -21,7 +21,7 @@ from refshard.analysis.figures import CLASSES, Contention, OperatorReport, Slowd
 from refshard.analysis.operators import find_contention, same_work
 from refshard.events.reader import read_trace
 from refshard.events.timeline import UNKNOWN, Kind
-from tests.analysis.handmade import event, shaped, step, write
+from tests.analysis.handmade import event, note, shaped, step, write
 from tests.analysis.small import NAMES, Row, timeline_of
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -33,40 +33,28 @@ class Gpu:
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
-        self.count = 0
-        self.host = 0.0
-        self.device = 1000.0
+        self.count, self.host, self.device = 0, 0.0, 1000.0
 
     def operator(self, names: str | tuple[str, ...], *kernels: tuple[str, float], **args: Any) -> None:
         """Operators within each other, of which the innermost launches; ``args`` are the outermost one's."""
-        start, names = self.host, (names,) if isinstance(names, str) else names
+        names = (names,) if isinstance(names, str) else names
         for depth, name in enumerate(names):
-            self.events.append(event(name, start + depth, 20 - 2 * depth, **(args if depth == 0 else {})))
+            self.events.append(event(name, self.host + depth, 20 - 2 * depth, **(args if depth == 0 else {})))
         for place, (kernel, ns) in enumerate(kernels):
             self.count += 1
-            self.events.append(
-                event("cudaLaunchKernel", start + 8 + place, 0.5, cat="cuda_runtime", correlation=self.count)
-            )
-            self.events.append(self._run(kernel, self.device, ns))
+            self.events += [
+                event("cudaLaunchKernel", self.host + 8 + place, 0.5, cat="cuda_runtime", correlation=self.count),
+                event(kernel, self.device, ns, cat="kernel", tid=7, correlation=self.count, stream=7, device=0,
+                      grid=[1, 1, 1], block=[128, 1, 1]),
+            ]  # fmt: skip
             self.device += ns
         self.host += 30
 
-    def _run(self, name: str, start: float, duration: float, stream: int = 7) -> dict[str, Any]:
-        return event(
-            name, start, duration, cat="kernel", tid=stream, correlation=self.count, stream=stream, device=0,
-            grid=[1, 1, 1], block=[128, 1, 1],
-        )  # fmt: skip
-
     def report(self, path: Path, steps: int = 1, device: str = H100) -> OperatorReport:
-        self.events.append(
-            event("ncclDevKernel_AllReduce", self.device + 100, 50, cat="kernel", tid=9, stream=9, device=0)
-        )
-        length = max(self.host, 1)
-        write(path, [*(step(n, n * length / steps, length / steps) for n in range(steps)), *self.events])
-        properties = json.dumps([{"id": 0, "name": device}])
-        path.write_text(
-            path.read_text().replace('"schemaVersion"', f'"deviceProperties": {properties}, "schemaVersion"')
-        )
+        nccl = event("ncclDevKernel_AllReduce", self.device + 100, 50, cat="kernel", tid=9, stream=9, device=0)
+        length = max(self.host, 1) / steps
+        events = [*(step(n, n * length, length) for n in range(steps)), *self.events, nccl]
+        write(path, events, deviceProperties=[{"id": 0, "name": device}])
         found = analyse(path).figures.operators
         assert found is not None
         return found
@@ -164,7 +152,7 @@ def test_classes_and_their_order(tmp_path: Path) -> None:
     made.operator("aten::mul_", ("elementwise_kernel", 30))
     made.operator("aten::bmm", ("gemm", 40))
     made.operator("aten::native_layer_norm", ("vectorized_layer_norm", 20))
-    made.events.append(event("Optimizer.step#AdamW.step", made.host, 30, cat="user_annotation"))
+    made.events.append(note("Optimizer.step#AdamW.step", made.host, 30))
     made.operator("aten::mul_", ("elementwise_kernel", 10))
     made.operator("my::op", ("unknown", 5))
     report = made.report(tmp_path / "t.json")
@@ -312,15 +300,12 @@ def test_a_run_is_beside_communication_if_more_than_half_of_it_is() -> None:
     assert (few.kernels, few.beside_ns, few.compared_ns) == ((), 40, 0)
 
 
-@pytest.mark.parametrize(
-    ("beside", "alone", "lost"),
-    [
-        ((11, 12, 13), (8, 9, 10), 9),  # 3 above 3: z = 1.964
-        ((11, 12, 9), (8, 10, 10), 0),  # mixed: chance
-        ((8, 9, 10), (11, 12, 13), 0),  # faster: nothing is lost, and nothing won
-        ((10, 10, 10), (10, 10, 10), 0),
-    ],
-)
+@pytest.mark.parametrize(("beside", "alone", "lost"), [
+    ((11, 12, 13), (8, 9, 10), 9),  # 3 above 3: z = 1.964
+    ((11, 12, 9), (8, 10, 10), 0),  # mixed: chance
+    ((8, 9, 10), (11, 12, 13), 0),  # faster: nothing is lost, and nothing won
+    ((10, 10, 10), (10, 10, 10), 0),
+])  # fmt: skip
 def test_a_difference_within_noise_or_the_wrong_way_is_no_loss(
     beside: tuple[int, ...], alone: tuple[int, ...], lost: int
 ) -> None:
@@ -328,14 +313,11 @@ def test_a_difference_within_noise_or_the_wrong_way_is_no_loss(
     assert (one.lost_ns, one.slower, one.times is None) == (lost, lost > 0, lost == 0)
 
 
-@pytest.mark.parametrize(
-    ("groups", "slower"),
-    [
-        ([((3, 3, 3, 4, 3), (2, 3, 3, 2, 2))], True),  # but for its ties z would be 1.87
-        ([((1, 2, 4, 2), (1, 1, 1)), ((5, 3, 5), (4, 4, 3, 2, 3, 2, 4, 2, 3, 5, 5, 3))], True),  # unweighted 1.86
-        ([((2,) * 12, (1,) * 12), ((80, 81, 82), (93, 94, 95))], False),  # most runs are slower, but all take less
-    ],
-)
+@pytest.mark.parametrize(("groups", "slower"), [
+    ([((3, 3, 3, 4, 3), (2, 3, 3, 2, 2))], True),  # but for its ties z would be 1.87
+    ([((1, 2, 4, 2), (1, 1, 1)), ((5, 3, 5), (4, 4, 3, 2, 3, 2, 4, 2, 3, 5, 5, 3))], True),  # unweighted 1.86
+    ([((2,) * 12, (1,) * 12), ((80, 81, 82), (93, 94, 95))], False),  # most runs are slower, but all take less
+])  # fmt: skip
 def test_rank_sums_are_joined_over_shapes(groups: list[tuple[tuple[int, ...], tuple[int, ...]]], slower: bool) -> None:
     runs = [
         (code, ns, part and ns)
@@ -379,25 +361,25 @@ class Layers:
         return [numbers.setdefault(code, len(numbers) - 1) for code in found]
 
 
-def test_without_shapes_the_same_place_in_the_same_layer_is_the_same_work() -> None:
-    alike = Layers((0, 0, 0), (0, 0, 3), (0, 0, 0), (0, 1, 0), (0, 1, 3), (0, 1, 0), (1, 0, 0), (1, 0, 3), (1, 0, 0))
-    assert alike.works() == [0, 1, 2, 0, 1, 2, 0, 1, 2]
+N = UNKNOWN
 
 
-def test_layers_that_run_other_kernels_do_other_work() -> None:
-    """The second layer has one kernel more, the third has them in another order."""
-    assert Layers((0, 0, 0), (0, 0, 3), (0, 1, 0), (0, 1, 3), (0, 1, 3)).works() == [0, 1, 2, 3, 4]
-    assert Layers((0, 0, 0), (0, 0, 3), (0, 1, 3), (0, 1, 0)).works() == [0, 1, 2, 3]
-
-
-def test_without_units_it_is_the_same_place_in_the_same_step() -> None:
-    none = UNKNOWN
-    assert Layers((0, none, 0), (0, none, 0), (1, none, 0), (1, none, 0)).works() == [0, 1, 0, 1]
-    assert Layers((0, none, 0), (0, none, 0), (1, none, 0)).works() == [0, 1, 2]
+@pytest.mark.parametrize(("kernels", "works"), [
+    # Without shapes the same place in the same layer is the same work.
+    ([(0, 0, 0), (0, 0, 3), (0, 0, 0), (0, 1, 0), (0, 1, 3), (0, 1, 0), (1, 0, 0), (1, 0, 3), (1, 0, 0)],
+     [0, 1, 2, 0, 1, 2, 0, 1, 2]),
+    # The second layer has one kernel more, or has them in another order.
+    ([(0, 0, 0), (0, 0, 3), (0, 1, 0), (0, 1, 3), (0, 1, 3)], [0, 1, 2, 3, 4]),
+    ([(0, 0, 0), (0, 0, 3), (0, 1, 3), (0, 1, 0)], [0, 1, 2, 3]),
+    # Without units it is the same place in the same step.
+    ([(0, N, 0), (0, N, 0), (1, N, 0), (1, N, 0)], [0, 1, 0, 1]), ([(0, N, 0), (0, N, 0), (1, N, 0)], [0, 1, 2]),
+])  # fmt: skip
+def test_kernels_at_the_same_place_do_the_same_work(kernels: list[tuple[int, int, int]], works: list[int]) -> None:
+    assert Layers(*kernels).works() == works
 
 
 def test_shapes_decide_where_they_are_known() -> None:
-    kernels = ((0, UNKNOWN, 0), (0, UNKNOWN, 0), (1, UNKNOWN, 0), (1, UNKNOWN, 3))
+    kernels = ((0, N, 0), (0, N, 0), (1, N, 0), (1, N, 3))
     assert Layers(*kernels).works([5, 5, 5, 5]) == [0, 0, 0, 1]
-    assert Layers(*kernels).works([5, 6, 6, UNKNOWN]) == [0, 1, 1, 2]
-    assert Layers(*kernels, geometry="  ").works([5, 5, UNKNOWN, UNKNOWN]) == [0, 0, UNKNOWN, UNKNOWN]
+    assert Layers(*kernels).works([5, 6, 6, N]) == [0, 1, 1, 2]
+    assert Layers(*kernels, geometry="  ").works([5, 5, N, N]) == [0, 0, N, N]

@@ -34,60 +34,22 @@ def counted(found: list[Row], start: int, end: int, first: int, last: int) -> Br
     for gap in idle_gaps(found, start, end, first, last):
         idle[gap.cause] += gap.end - gap.start
     return Breakdown(
-        span_ns=len(window),
-        busy_ns=len(busy),
-        compute_ns=len(of_kind[COMPUTE]),
-        comm_ns=len(of_kind[COMM]),
-        prep_ns=len(of_kind[Kind.PREP]),
-        copy_ns=len(of_kind[Kind.COPY]),
-        unclassified_ns=len(of_kind[Kind.UNCLASSIFIED]),
-        exposed_ns=len(exposed),
+        span_ns=len(window), busy_ns=len(busy), compute_ns=len(of_kind[COMPUTE]), comm_ns=len(of_kind[COMM]),
+        prep_ns=len(of_kind[Kind.PREP]), copy_ns=len(of_kind[Kind.COPY]),
+        unclassified_ns=len(of_kind[Kind.UNCLASSIFIED]), exposed_ns=len(exposed),
         exposed_any_ns=len(of_kind[COMM] - others),
-        overlap_ratio=1 - len(exposed) / len(of_kind[COMM]) if of_kind[COMM] else None,
-        idle_ns=len(window - busy),
-        idle_launch_ns=idle[Cause.LAUNCH] if known else None,
-        idle_call_ns=0 if known else None,
+        overlap_ratio=1 - len(exposed) / len(of_kind[COMM]) if of_kind[COMM] else None, idle_ns=len(window - busy),
+        idle_launch_ns=idle[Cause.LAUNCH] if known else None, idle_call_ns=0 if known else None,
         idle_back_to_back_ns=idle[Cause.BACK_TO_BACK] if known else None,
-        idle_dependency_ns=idle[Cause.DEPENDENCY] if known else None,
-        idle_unknown_ns=idle[Cause.UNKNOWN],
+        idle_dependency_ns=idle[Cause.DEPENDENCY] if known else None, idle_unknown_ns=idle[Cause.UNKNOWN],
         lone_copy_ns=len(alone & window),
-    )
+    )  # fmt: skip
 
 
 @given(rows, windows)
 def test_every_window_is_broken_down_as_its_points_say(found: list[Row], inside: list[tuple[int, int]]) -> None:
     ends = min(start for start, _ in inside), max(end for _, end in inside)
     assert breakdowns(timeline_of(found), *bounds(inside)) == tuple(counted(found, *one, *ends) for one in inside)
-
-
-def test_a_training_run_is_broken_down_as_it_was_laid_out() -> None:
-    """Exposed: the first gather and the last reduction. Delay and tail are the host's; the stall is as short as between
-    two kernels of a queue.
-    """
-    plan = Training(layers=4, steps=3)
-    n = plan.layers
-    compute = n * plan.forward + n * plan.backward + plan.optimizer
-    comm = n * plan.gather + n * plan.reduce
-    idle = plan.delay + plan.stall + plan.tail
-    expected = Breakdown(
-        span_ns=plan.step_ns,
-        busy_ns=plan.step_ns - idle,
-        compute_ns=compute,
-        comm_ns=comm,
-        prep_ns=2 * plan.prep * (plan.stretch * (n - 1) + 1),
-        copy_ns=n * plan.copy,
-        unclassified_ns=0,
-        exposed_ns=plan.gather + plan.reduce,
-        exposed_any_ns=plan.gather + plan.reduce,
-        overlap_ratio=1 - (plan.gather + plan.reduce) / comm,
-        idle_ns=idle,
-        idle_launch_ns=plan.delay + plan.tail,
-        idle_call_ns=0,
-        idle_back_to_back_ns=plan.stall,
-        idle_dependency_ns=0,
-        idle_unknown_ns=0,
-    )
-    assert step_breakdowns(plan.trace().timeline()) == (expected,) * 3
 
 
 def test_a_trace_without_launches_has_no_split() -> None:

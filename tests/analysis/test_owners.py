@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refshard.analysis.kineto import timeline_of
+from refshard.analysis.labels import Nesting, innermost_on, nested_order
 from refshard.analysis.operators import launched_work
-from refshard.analysis.owners import Nesting, innermost_on, nested_order
 from refshard.events.reader import read_trace
 from refshard.events.timeline import UNKNOWN
 from tests.analysis.handmade import event, step, write
@@ -49,27 +49,24 @@ def inside(folder: Path, *names: str, call: str = "cudaLaunchKernel") -> str:
     return owners(folder, [*around, launch(1, 10, call), kernel(1)])[0][1]
 
 
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
-        (("aten::linear", "aten::addmm"), "aten::addmm"),
-        (("aten::conv2d", "aten::convolution", "aten::_convolution", "aten::cudnn_convolution"), "aten::convolution"),
-        (("aten::convolution", "aten::add_"), "aten::convolution"),
-        ((ATTENTION, "aten::_flash_attention_forward", "aten::fill_"), ATTENTION),
-        (("c10d::allreduce_", "record_param_comms"), "c10d::allreduce_"),
-        (("record_param_comms",), "k1"),
-        (("autograd::engine::evaluate_function: MmBackward0", "MmBackward0", "aten::mm"), "aten::mm"),
-        (("autograd::engine::evaluate_function: MineBackward", "MineBackward"), "MineBackward"),
-        (("autograd::engine::evaluate_function: x", CPP_NODE), CPP_NODE),
-        (("autograd::engine::evaluate_function: x", "torch::autograd::AccumulateGrad"), "k1"),
-        (("Torch-Compiled Region: 0/0", "CompiledFunction"), "k1"),
-        (("Torch-Compiled Region: 0/0", "triton_poi_fused_add_0"), "triton_poi_fused_add_0"),
-        (("ProfilerStep#3", "Optimizer.step#SGD.step", "aten::add_"), "aten::add_"),
-        (("ProfilerStep#3", "Optimizer.step#SGD.step"), "k1"),
-        (("## forward ##",), "k1"),
-        ((), "k1"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("names", "expected"), [
+    (("aten::linear", "aten::addmm"), "aten::addmm"),
+    (("aten::conv2d", "aten::convolution", "aten::_convolution", "aten::cudnn_convolution"), "aten::convolution"),
+    (("aten::convolution", "aten::add_"), "aten::convolution"),
+    ((ATTENTION, "aten::_flash_attention_forward", "aten::fill_"), ATTENTION),
+    (("c10d::allreduce_", "record_param_comms"), "c10d::allreduce_"),
+    (("record_param_comms",), "k1"),
+    (("autograd::engine::evaluate_function: MmBackward0", "MmBackward0", "aten::mm"), "aten::mm"),
+    (("autograd::engine::evaluate_function: MineBackward", "MineBackward"), "MineBackward"),
+    (("autograd::engine::evaluate_function: x", CPP_NODE), CPP_NODE),
+    (("autograd::engine::evaluate_function: x", "torch::autograd::AccumulateGrad"), "k1"),
+    (("Torch-Compiled Region: 0/0", "CompiledFunction"), "k1"),
+    (("Torch-Compiled Region: 0/0", "triton_poi_fused_add_0"), "triton_poi_fused_add_0"),
+    (("ProfilerStep#3", "Optimizer.step#SGD.step", "aten::add_"), "aten::add_"),
+    (("ProfilerStep#3", "Optimizer.step#SGD.step"), "k1"),
+    (("## forward ##",), "k1"),
+    ((), "k1"),
+])  # fmt: skip
 def test_the_innermost_that_is_more_than_a_name_for_others(
     tmp_path: Path, names: tuple[str, ...], expected: str
 ) -> None:
@@ -84,9 +81,8 @@ def test_kernels_of_a_graph_go_by_their_own_names(tmp_path: Path, call: str) -> 
 def test_ids_of_another_numbering_tell_nothing(tmp_path: Path) -> None:
     """Those of 2022: an id may be that of an operator that was over, or on another thread, or around the right one."""
     events = [
-        event("aten::early", 0, 5, External_id=1),
-        event("aten::outer", 10, 20, External_id=2), event("aten::inner", 12, 10, External_id=3),
-        event("aten::elsewhere", 8, 30, tid=2, External_id=4),
+        event("aten::early", 0, 5, External_id=1), event("aten::outer", 10, 20, External_id=2),
+        event("aten::inner", 12, 10, External_id=3), event("aten::elsewhere", 8, 30, tid=2, External_id=4),
         *(launch(n, 13 + n) for n in range(1, 5)), *(kernel(n, external=n) for n in range(1, 5)),
     ]  # fmt: skip
     assert owners(tmp_path, events) == [(f"k{n}", "aten::inner") for n in range(1, 5)]
@@ -94,8 +90,7 @@ def test_ids_of_another_numbering_tell_nothing(tmp_path: Path) -> None:
 
 def test_without_its_call_a_kernel_belongs_to_the_operator_with_its_id(tmp_path: Path) -> None:
     events = [
-        event("aten::convolution", 10, 20, External_id=2),
-        event("aten::cudnn_convolution", 10, 20, External_id=3),
+        event("aten::convolution", 10, 20, External_id=2), event("aten::cudnn_convolution", 10, 20, External_id=3),
         event("aten::mm", 40, 20, External_id=4), event("aten::first", 40, 5, External_id=5),
         *(kernel(n, external=n) for n in (3, 4, 9)),
     ]  # fmt: skip

@@ -8,8 +8,8 @@ import pytest
 from refshard.analysis.analyse import analyse
 from refshard.analysis.figures import TraceWarning
 from refshard.report.trace.answer import as_objects, trace_answer
-from refshard.report.trace.tables import steps as steps_table
-from tests.analysis.handmade import event, shaped, step, write
+from refshard.report.trace.sections import steps as steps_table
+from tests.analysis.handmade import event, note, shaped, step, write
 from tests.report import traces
 from tests.report.printed import as_json, notes, rows, tables, verdict
 
@@ -25,12 +25,8 @@ def kernel(number: int, start: float, duration: float = 5, name: str = "gemm", *
 
 CLEAN = [step(0, 0, 50), launch(1, 1), kernel(1, 10), launch(2, 2), kernel(2, 20), launch(3, 3), kernel(3, 30)]
 GROUP: dict[str, Any] = {
-    "Process Group Name": "0",
-    "Group size": 2,
-    "In msg nelems": 4,
-    "Out msg nelems": 4,
-    "dtype": "Float",
-}
+    "Process Group Name": "0", "Group size": 2, "In msg nelems": 4, "Out msg nelems": 4, "dtype": "Float",
+}  # fmt: skip
 
 
 def warnings(path: Path, events: list[dict[str, Any]]) -> dict[str, TraceWarning]:
@@ -44,29 +40,24 @@ def test_a_clean_trace_has_none(tmp_path: Path) -> None:
     assert warnings(tmp_path, [*CLEAN, launch(4, 4), nccl]) == {}
 
 
-@pytest.mark.parametrize(
-    ("more", "code", "count", "ns"),
-    [
-        ([kernel(9, 36)], "launches_missing", 1, None),
-        ([launch(4, 45), kernel(4, 40)], "kernels_before_launch", 1, 5000),
-        ([launch(4, 45), kernel(4, 41, name="ncclDevKernel_AllGather", collective="allgather", **GROUP)],
-         "collectives_before_launch", 1, 4000),
-        ([launch(4, 0.2)], "kernels_dropped_at_start", 1, None),
-        ([launch(4, 1.7), launch(5, 1.8)], "kernels_dropped", 2, None),
-        ([launch(4, 9), launch(5, 9.5, "hipExtModuleLaunchKernel")], "kernels_cut_off", 2, None),
-        ([launch(4, 4), kernel(4, 32)], "overlap_on_stream", 1, 3000),
-        ([launch(4, 4), kernel(4, 40, name="")], "unclassified", 1, 5000),
-        ([launch(4, 4), kernel(4, 40, device=1)], "several_devices", 2, None),
-        ([step(1, 50, 10)], "steps_cut_off", 1, None),
-        ([launch(4, 60), kernel(4, 61)], "outside_steps", 1, 5000),
-        ([event("Activity Buffer Request", 12, 9, cat="overhead", tid=3)], "profiler_overhead", 1, 9000),
-        ([launch(4, 4), kernel(4, 40, name="ncclDevKernel_AllReduce", **{**GROUP, "Process Group Name": None})],
-         "no_process_group_metadata", 1, None),
-        ([event("c10d::allreduce_", 5, 1, **shaped([[[4]], []], ["TensorList", ""]))],
-         "collectives_without_execution", 1, None),
-        ([kernel(4, -3, -1)], "negative_durations", 1, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("more", "code", "count", "ns"), [
+    ([kernel(9, 36)], "launches_missing", 1, None), ([launch(4, 45), kernel(4, 40)], "kernels_before_launch", 1, 5000),
+    ([launch(4, 45), kernel(4, 41, name="ncclDevKernel_AllGather", collective="allgather", **GROUP)],
+     "collectives_before_launch", 1, 4000),
+    ([launch(4, 0.2)], "kernels_dropped_at_start", 1, None),
+    ([launch(4, 1.7), launch(5, 1.8)], "kernels_dropped", 2, None),
+    ([launch(4, 9), launch(5, 9.5, "hipExtModuleLaunchKernel")], "kernels_cut_off", 2, None),
+    ([launch(4, 4), kernel(4, 32)], "overlap_on_stream", 1, 3000),
+    ([launch(4, 4), kernel(4, 40, name="")], "unclassified", 1, 5000),
+    ([launch(4, 4), kernel(4, 40, device=1)], "several_devices", 2, None),
+    ([step(1, 50, 10)], "steps_cut_off", 1, None), ([launch(4, 60), kernel(4, 61)], "outside_steps", 1, 5000),
+    ([event("Activity Buffer Request", 12, 9, cat="overhead", tid=3)], "profiler_overhead", 1, 9000),
+    ([launch(4, 4), kernel(4, 40, name="ncclDevKernel_AllReduce", **{**GROUP, "Process Group Name": None})],
+     "no_process_group_metadata", 1, None),
+    ([event("c10d::allreduce_", 5, 1, **shaped([[[4]], []], ["TensorList", ""]))],
+     "collectives_without_execution", 1, None),
+    ([kernel(4, -3, -1)], "negative_durations", 1, None),
+])  # fmt: skip
 def test_each_doubt_is_named(tmp_path: Path, more: list[dict[str, Any]], code: str, count: int, ns: int | None) -> None:
     found = warnings(tmp_path, [*CLEAN, *more])
     assert code in found, found
@@ -81,7 +72,7 @@ def without_rank(path: Path, events: list[dict[str, Any]], info: str = "{}", nam
 
 
 def test_a_trace_without_steps_says_so(tmp_path: Path) -> None:
-    wait = event("FSDP::post_backward_rs_wait (a)", 2.5, 0.25, cat="user_annotation")
+    wait = note("FSDP::post_backward_rs_wait (a)", 2.5, 0.25)
     figures = analyse(without_rank(tmp_path, [*CLEAN[1:], wait])).figures
     assert {w.code for w in figures.warnings} == {"no_steps", "recorded_with_stacks"}
     assert figures.rank is None
@@ -95,18 +86,10 @@ NCCL = [launch(4, 4), kernel(4, 36, name="ncclDevKernel_AllReduce", stream=9, co
 COPY = event("Memcpy PtoP (Device -> Device)", 40, 1, cat="gpu_memcpy", tid=7, stream=7)
 
 
-@pytest.mark.parametrize(
-    ("info", "more", "warned"),
-    [
-        ("{}", [], False),
-        ('{"world_size": 1}', [], False),
-        ('{"world_size": 4}', [], True),
-        ("{}", NCCL, True),
-        ('{"world_size": 1}', NCCL, False),
-        ("{}", [COPY], False),
-        ('{"rank": 2, "world_size": 4}', NCCL, False),
-    ],
-)
+@pytest.mark.parametrize(("info", "more", "warned"), [
+    ("{}", [], False), ('{"world_size": 1}', [], False), ('{"world_size": 4}', [], True), ("{}", NCCL, True),
+    ('{"world_size": 1}', NCCL, False), ("{}", [COPY], False), ('{"rank": 2, "world_size": 4}', NCCL, False),
+])  # fmt: skip
 def test_only_a_trace_that_has_peers_lacks_a_rank(
     tmp_path: Path, info: str, more: list[dict[str, Any]], warned: bool
 ) -> None:
@@ -120,18 +103,15 @@ def test_a_rank_from_the_files_name_is_told(tmp_path: Path) -> None:
     assert told.endswith("; 3 is taken from the file's name")
 
 
-@pytest.mark.parametrize(
-    ("more", "cause"),
-    [
-        ([event("c10d::allreduce_", 3.5, 2), launch(4, 4), kernel(4, 36, name="ncclAllReduce")],
-         "no operator has its shapes; record with record_shapes=True"),
-        ([event("c10d::allreduce_", 3.5, 2, **shaped([[["x"]], []], ["TensorList", ""])), launch(4, 4),
-          kernel(4, 36, name="ncclAllReduce")], "the shapes of their operators do not give it"),
-        ([kernel(4, 36, name="ncclAllReduce")], "the launches of their kernels are not in the trace"),
-        ([launch(4, 4), kernel(4, 36, name="ncclAllReduce")], "no c10d operator of theirs; the cause is unknown"),
-        ([launch(4, 4), kernel(4, 36, name="cross_device_reduce_1stage")], "outside of torch's process groups"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("more", "cause"), [
+    ([event("c10d::allreduce_", 3.5, 2), launch(4, 4), kernel(4, 36, name="ncclAllReduce")],
+     "no operator has its shapes; record with record_shapes=True"),
+    ([event("c10d::allreduce_", 3.5, 2, **shaped([[["x"]], []], ["TensorList", ""])), launch(4, 4),
+      kernel(4, 36, name="ncclAllReduce")], "the shapes of their operators do not give it"),
+    ([kernel(4, 36, name="ncclAllReduce")], "the launches of their kernels are not in the trace"),
+    ([launch(4, 4), kernel(4, 36, name="ncclAllReduce")], "no c10d operator of theirs; the cause is unknown"),
+    ([launch(4, 4), kernel(4, 36, name="cross_device_reduce_1stage")], "outside of torch's process groups"),
+])  # fmt: skip
 def test_the_cause_of_a_missing_size_is_what_the_trace_shows(
     tmp_path: Path, more: list[dict[str, Any]], cause: str
 ) -> None:
@@ -165,19 +145,16 @@ def call(name: str, at: float = 5, cat: str = "cuda_runtime") -> dict[str, Any]:
     return event(name, at, 1, cat=cat, correlation=int(at))
 
 
-@pytest.mark.parametrize(
-    ("more", "told"),
-    [
-        ([call("cudaLaunchKernel"), call("cudaMemcpyAsync", 7)], "the host made 2 launches and copies, but"),
-        ([call("hipExtModuleLaunchKernel")], "the host made 1 launches and copies, but"),
-        ([call("hipGraphLaunch")], "the host made 1 launches and copies, but"),
-        ([call("runFunction - job_prep_and_submit_for_execution", cat="mtia_runtime")], "the host made 1 launches"),
-        ([event("dma_request", 3, 2, cat="mtia_ccp_events")], "1 events of an MTIA device are not read"),
-        ([event("nccl:all_reduce", 3, 2, cat="user_annotation")], "1 collectives ran over NCCL"),
-        ([call("cudaStreamBeginCapture", 4), call("cudaLaunchKernel"), call("cudaStreamEndCapture", 8)],
-         "all 1 launches of the trace were captured"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("more", "told"), [
+    ([call("cudaLaunchKernel"), call("cudaMemcpyAsync", 7)], "the host made 2 launches and copies, but"),
+    ([call("hipExtModuleLaunchKernel")], "the host made 1 launches and copies, but"),
+    ([call("hipGraphLaunch")], "the host made 1 launches and copies, but"),
+    ([call("runFunction - job_prep_and_submit_for_execution", cat="mtia_runtime")], "the host made 1 launches"),
+    ([event("dma_request", 3, 2, cat="mtia_ccp_events")], "1 events of an MTIA device are not read"),
+    ([note("nccl:all_reduce", 3, 2)], "1 collectives ran over NCCL"),
+    ([call("cudaStreamBeginCapture", 4), call("cudaLaunchKernel"), call("cudaStreamEndCapture", 8)],
+     "all 1 launches of the trace were captured"),
+])  # fmt: skip
 def test_a_device_without_events_is_named(tmp_path: Path, more: list[dict[str, Any]], told: str) -> None:
     found = analyse(write(tmp_path / "t.json", [*HOST, *more]))
     figures = found.figures
@@ -196,9 +173,7 @@ def test_a_device_without_events_is_named(tmp_path: Path, more: list[dict[str, A
     assert [str(row["span"]) for row in steps_table(figures)] == ["100 us", "100 us"]
 
 
-@pytest.mark.parametrize(
-    "more", [[], [call("cudaGetDeviceCount")], [event("gloo:all_reduce", 3, 2, cat="user_annotation", tid=4)]]
-)
+@pytest.mark.parametrize("more", [[], [call("cudaGetDeviceCount")], [note("gloo:all_reduce", 3, 2, tid=4)]])
 def test_a_cpu_trace_is_one(tmp_path: Path, more: list[dict[str, Any]]) -> None:
     figures = analyse(write(tmp_path / "t.json", [*HOST, *more])).figures
     assert (figures.host_only, figures.unavailable, figures.device) == (False, None, "cpu")

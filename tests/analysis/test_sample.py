@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
-from refshard.analysis.sample import MIN_LAUNCHES, Samples, standard_error, step_samples, summarize
+from refshard.analysis.sample import MIN_LAUNCHES, Samples, change_of_means, standard_error, step_samples, summarize
 
 times = st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=12).map(lambda values: np.array(values))
 launches = st.lists(times, min_size=1, max_size=6).map(lambda found: dict(enumerate(found)))
@@ -81,3 +82,21 @@ def test_the_unit_of_time_does_not_matter(found: dict[int, Samples], scale: floa
     scaled = summarize({key: samples * scale for key, samples in found.items()})
     assert scaled.median == pytest.approx(plain.median * scale)
     assert scaled.high == pytest.approx(plain.high * scale, rel=1e-6)
+
+
+def test_the_interval_is_welchs() -> None:
+    a, b = np.array([10.0, 12.0, 11.0, 15.0]), np.array([20.0, 26.0, 23.0])
+    errors = [x.var(ddof=1) / len(x) for x in (a, b)]
+    freedom = sum(errors) ** 2 / sum(e**2 / (len(x) - 1) for e, x in zip(errors, (a, b)))
+    half = stats.t.ppf(0.975, freedom) * math.sqrt(sum(errors))
+    assert change_of_means(a, b) == pytest.approx((11 - half, 11 + half))
+    low, high = change_of_means(a, b) or (0, 0)
+    assert change_of_means(b, a) == pytest.approx((-high, -low))
+
+
+def test_values_that_do_not_vary_leave_nothing_open() -> None:
+    assert change_of_means(np.array([2.0] * 3), np.array([5.0] * 4)) == (3, 3)
+
+
+def test_fewer_than_three_values_tell_nothing() -> None:
+    assert change_of_means(np.array([1.0, 2.0]), np.array([1.0, 2.0, 3.0])) is None

@@ -2,21 +2,14 @@
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refshard.analysis.figures import (
-    Breakdown,
-    CollectiveFigures,
-    CopyOverhead,
-    GiveWay,
-    RankWait,
-    ReduceWait,
-    StepFigures,
-    TraceFigures,
-)
-from refshard.analysis.skew import Entered, Waits, rank_waits
+from refshard.analysis.exposure import Entered, Waits, rank_waits
+from refshard.analysis.figures import CollectiveFigures, RankWait, TraceFigures
+from tests.report import traces
 
 
 def ran(
@@ -30,23 +23,15 @@ def ran(
     )  # fmt: skip
 
 
+BASE = traces.figures(traces.gpu(layers=1, steps=1))
+
+
 def trace(
     rank: int | None, *collectives: CollectiveFigures, world_size: int = 3, steps: Sequence[int] = ()
 ) -> TraceFigures:
-    nothing = Breakdown(span_ns=0, busy_ns=0, compute_ns=0, comm_ns=0, prep_ns=0, copy_ns=0, unclassified_ns=0,
-                        exposed_ns=0, exposed_any_ns=0, overlap_ratio=None, idle_ns=0, idle_launch_ns=None,
-                        idle_call_ns=None, idle_back_to_back_ns=None,
-                        idle_dependency_ns=None, idle_unknown_ns=0)  # fmt: skip
-    return TraceFigures(
-        file=f"rank{rank}.json", job=0, rank=rank, world_size=world_size, backend="nccl", device="cuda", events=0,
-        whole=nothing, giveway=GiveWay(), copies=CopyOverhead(copy_in_ns=0, copy_out_ns=0, exposed_ns=0, hidden_ns=0),
-        reduce_wait=ReduceWait(count=0, host_ns=0, device_ns=None), units=(), collectives=collectives,
-        steps=tuple(
-            StepFigures(step=step, start_ns=0, breakdown=nothing, giveway=GiveWay(),
-                        copies=CopyOverhead(copy_in_ns=0, copy_out_ns=0, exposed_ns=0, hidden_ns=0),
-                        reduce_wait=ReduceWait(count=0, host_ns=0, device_ns=None))
-            for step in steps
-        ),
+    return msgspec.structs.replace(
+        BASE, rank=rank, world_size=world_size, collectives=collectives,
+        steps=tuple(msgspec.structs.replace(BASE.steps[0], step=step) for step in steps),
     )  # fmt: skip
 
 

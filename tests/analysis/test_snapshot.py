@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refshard.analysis.snapshot import DeviceFigures, Fragmentation, Site, is_snapshot, read_snapshot, snapshot_figures
+from refshard.analysis.snapshot import (
+    DeviceFigures,
+    Fragmentation,
+    HistoryFigures,
+    Site,
+    is_snapshot,
+    read_snapshot,
+    snapshot_figures,
+)
 from refshard.errors import TraceError
 from tests.analysis.snapshots import SEGMENT, TORCH, UNIT, Allocator, frames, write
 
@@ -20,6 +28,12 @@ KIB = 1024
 
 def figures(path: Path, snapshot: Any) -> DeviceFigures:
     (found,) = snapshot_figures(read_snapshot(write(path, snapshot)))
+    return found
+
+
+def history(path: Path, snapshot: Any) -> HistoryFigures:
+    found = figures(path, snapshot).history
+    assert found is not None
     return found
 
 
@@ -97,13 +111,11 @@ def test_without_a_history_the_lines_are_of_what_is_held_now(tmp_path: Path) -> 
 def test_out_of_memory_tells_what_was_asked_for_and_what_was_there(tmp_path: Path) -> None:
     allocator = worked()
     allocator.fail(1 << 20, 5000, 7)
-    found = figures(tmp_path / "s.pickle", allocator.snapshot()).history
-    assert found is not None
+    found = history(tmp_path / "s.pickle", allocator.snapshot())
     (oom,) = found.ooms
     assert (oom.asked_bytes, oom.device_free_bytes) == (1 << 20, 5000)
     assert (oom.requested_bytes, oom.reserved_bytes) == (3 * KIB + 1000, 24 * KIB)
-    assert oom.site is not None
-    assert oom.site.line == 7
+    assert oom.site == Site(file="/home/me/project/train.py", line=7, function="step")
 
 
 def test_calls_to_the_device_after_warm_up_are_counted_apart(tmp_path: Path) -> None:
@@ -111,8 +123,7 @@ def test_calls_to_the_device_after_warm_up_are_counted_apart(tmp_path: Path) -> 
     for _ in range(4):
         allocator.free(allocator.allocate(100, 1))
         allocator.empty_cache()
-    found = figures(tmp_path / "s.pickle", allocator.snapshot()).history
-    assert found is not None
+    found = history(tmp_path / "s.pickle", allocator.snapshot())
     assert (found.segments_taken, found.segments_given_back) == (4, 4)
     assert (found.late_segments_taken, found.late_segments_given_back) == (1, 2), "the third is taken to allocate"
 
@@ -239,17 +250,14 @@ def test_nothing_that_a_file_names_is_run(tmp_path: Path, call: Any) -> None:
     assert not mark.exists()
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        b"cos\nsystem\n(S'true'\ntR.",  # GLOBAL
-        b"(S'true'\nios\nsystem\n.",  # INST
-        b"(cos\nsystem\nS'true'\no.",  # OBJ
-        b"\x8c\x02os\x8c\x06system\x93.",  # STACK_GLOBAL
-        b"Pkey\n.",  # PERSID
-        b"\x82\x01.",  # EXT1
-    ],
-)
+@pytest.mark.parametrize("code", [
+    b"cos\nsystem\n(S'true'\ntR.",  # GLOBAL
+    b"(S'true'\nios\nsystem\n.",  # INST
+    b"(cos\nsystem\nS'true'\no.",  # OBJ
+    b"\x8c\x02os\x8c\x06system\x93.",  # STACK_GLOBAL
+    b"Pkey\n.",  # PERSID
+    b"\x82\x01.",  # EXT1
+])  # fmt: skip
 def test_no_opcode_finds_a_way_around(tmp_path: Path, code: bytes) -> None:
     path = tmp_path / "s.pickle"
     path.write_bytes(b"\x80\x04" + code)

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refshard.analysis.figures import Cause
-from refshard.analysis.idle import idle_figures
 from refshard.analysis.kineto import timeline_of
+from refshard.analysis.overlap import idle_figures
 from refshard.events.reader import read_trace
 from tests.analysis.handmade import event, write
 
@@ -91,22 +91,19 @@ BEFORE = [part for n in range(3) for part in launch(100 + n, 100 * n - 6, 7, 100
 BESIDE = [*launch(1, 300, 7, 306, 94), *launch(2, 301, 20, 310, 100)]
 
 
-@pytest.mark.parametrize(
-    ("waited", "start", "cause", "what"),
-    [
-        (wait(9, 302, 24, 20), 411, Cause.DEPENDENCY, "stream 24 waits for stream 20"),
-        (wait(9, 302, 24, 20), 460, Cause.DEPENDENCY, "stream 24 waits for stream 20"),
-        # The event of stream 7 had come at 400: at 410 nothing on record held the kernel back.
-        (wait(9, 302, 24, 7), 460, Cause.UNKNOWN, "k3"),
-        # So soon after stream 20, an event of stream 7 may have waited for stream 20 itself.
-        (wait(9, 302, 24, 7), 411, Cause.DEPENDENCY, "stream 24 waits for stream 20"),
-        # Waits are recorded, and none is this kernel's.
-        (wait(9, 302, 7, 20), 411, Cause.UNKNOWN, "k3"),
-        # Nothing is recorded: what starts so soon is taken to have waited.
-        ([], 411, Cause.DEPENDENCY, "stream 24 waits for stream 20"),
-        (wait(9, 302, 24, 20)[:1], 460, Cause.DEPENDENCY, "stream 24 waits for stream 20"),
-    ],
-)
+@pytest.mark.parametrize(("waited", "start", "cause", "what"), [
+    (wait(9, 302, 24, 20), 411, Cause.DEPENDENCY, "stream 24 waits for stream 20"),
+    (wait(9, 302, 24, 20), 460, Cause.DEPENDENCY, "stream 24 waits for stream 20"),
+    # The event of stream 7 had come at 400: at 410 nothing on record held the kernel back.
+    (wait(9, 302, 24, 7), 460, Cause.UNKNOWN, "k3"),
+    # So soon after stream 20, an event of stream 7 may have waited for stream 20 itself.
+    (wait(9, 302, 24, 7), 411, Cause.DEPENDENCY, "stream 24 waits for stream 20"),
+    # Waits are recorded, and none is this kernel's.
+    (wait(9, 302, 7, 20), 411, Cause.UNKNOWN, "k3"),
+    # Nothing is recorded: what starts so soon is taken to have waited.
+    ([], 411, Cause.DEPENDENCY, "stream 24 waits for stream 20"),
+    (wait(9, 302, 24, 20)[:1], 460, Cause.DEPENDENCY, "stream 24 waits for stream 20"),
+])  # fmt: skip
 def test_idle_time_is_a_dependency_if_the_span_waited_for_ended_as_it_began(
     tmp_path: Path, waited: Events, start: float, cause: Cause, what: str
 ) -> None:

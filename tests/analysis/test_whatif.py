@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from refshard.analysis import figures as whatif
 from refshard.analysis.analyse import analyse, join
-from refshard.analysis.figures import WhatIf, WhatIfFigures
+from refshard.analysis.figures import WhatIfFigures
 from refshard.analysis.graph import graph_of
 from refshard.analysis.kineto import timeline_of
 from refshard.analysis.whatif import what_ifs
 from refshard.events.reader import read_trace
 from refshard.events.timeline import Intervals
 from tests.analysis.builder import Training
-from tests.analysis.handmade import event, write
+from tests.analysis.handmade import event, note, write
 from tests.analysis.programs import MAIN, PRELUDE, SIDE, Cpu, Launch, Program, Rules, Sync, Wait, events, run
 
 US, MS = 1_000, 1_000_000
@@ -51,26 +51,22 @@ def run_again(program: Program, changes: list[str]) -> int:
     """How long the program takes under other rules."""
     course = run(program)
     rules = Rules(
-        communication_free=whatif.OVERLAPPED in changes,
-        launches_free=whatif.LAUNCHES in changes,
-        no_sync=whatif.NO_SYNC in changes,
-        fast=largest(program) if whatif.KERNEL in changes else "",
+        communication_free=whatif.OVERLAPPED in changes, launches_free=whatif.LAUNCHES in changes,
+        no_sync=whatif.NO_SYNC in changes, fast=largest(program) if whatif.KERNEL in changes else "",
         since=course.start,
-    )
+    )  # fmt: skip
     communication = Intervals.of([(start, end) for op, _, start, end in course.kernels if op.communicates]).length
     return max(run(program, rules).end - course.start, communication if rules.communication_free else 0)
 
 
 ops = st.one_of(
     st.builds(
-        Launch,
-        st.sampled_from([MAIN, SIDE]),
-        st.integers(1, 300).map(lambda n: n * US),
+        Launch, st.sampled_from([MAIN, SIDE]), st.integers(1, 300).map(lambda n: n * US),
         st.sampled_from(["small", "gemm", "ncclKernel_AllReduce"]),
     ),
     st.builds(Cpu, st.integers(1, 200).map(lambda n: n * US)),
     st.sampled_from([Wait(MAIN, SIDE), Wait(SIDE, MAIN), Sync()]),
-)
+)  # fmt: skip
 
 
 @pytest.mark.slow
@@ -142,10 +138,8 @@ def test_a_stall_without_a_cause_is_unexplained_and_ranks_nothing(tmp_path: Path
 def test_a_step_takes_as_long_as_its_communication() -> None:
     """Nothing waits for 500 us of it, and 100 us of compute are hidden beside it, but it takes its time."""
     program: Program = [
-        Launch(SIDE, 500 * US, "ncclKernel_AllGather"),
-        Wait(SIDE, MAIN),
-        Launch(MAIN, 100 * US, "gemm"),
-    ]
+        Launch(SIDE, 500 * US, "ncclKernel_AllGather"), Wait(SIDE, MAIN), Launch(MAIN, 100 * US, "gemm"),
+    ]  # fmt: skip
     figures = of_program(program)
     assert figures.step_ns > 600 * US
     assert steps_of(figures)[whatif.OVERLAPPED] == 500 * US
@@ -154,10 +148,7 @@ def test_a_step_takes_as_long_as_its_communication() -> None:
 def test_every_rank_on_time(tmp_path: Path) -> None:
     """Rank 0 stands 2 ms in each gather for rank 1, which enters last; only the first gather of a step is exposed."""
     late = replace(TRAINING, gather=5 * MS)
-    paths = [
-        late.trace(0).write(tmp_path / "rank0.json"),
-        TRAINING.trace(1).write(tmp_path / "rank1.json"),
-    ]
+    paths = [late.trace(0).write(tmp_path / "rank0.json"), TRAINING.trace(1).write(tmp_path / "rank1.json")]
     first, second = (one.figures.what_if for one in join([analyse(path) for path in paths]))
     assert first is not None
     assert second is not None
@@ -183,7 +174,7 @@ def test_a_lead_of_the_host_is_used_up(tmp_path: Path) -> None:
     made = []
     for step in range(3):
         begin = step * 900
-        made.append(event(f"ProfilerStep#{step}", begin, 900, cat="user_annotation"))
+        made.append(note(f"ProfilerStep#{step}", begin, 900))
         for part in range(10):
             number = 10 * step + part + 1
             start = 5_000 + 100 * (number - 1)
@@ -194,16 +185,3 @@ def test_a_lead_of_the_host_is_used_up(tmp_path: Path) -> None:
     assert figures.step_ns == 1000 * US
     # From the first call of three steps to the last call.
     assert steps_of(figures)[whatif.OVERLAPPED] == (2 * 900 + 9 * 99) * US // 3
-
-
-def test_a_cpu_trace_has_no_what_if(tmp_path: Path) -> None:
-    made = [event("ProfilerStep#0", 0, 100, cat="user_annotation"), event("aten::mm", 10, 50)]
-    assert analyse(write(tmp_path / "trace.json", made)).figures.what_if is None
-
-
-def test_names_are_those_of_the_json() -> None:
-    """Programs read them."""
-    assert [whatif.OVERLAPPED, whatif.ON_TIME, whatif.LAUNCHES, whatif.NO_SYNC, whatif.KERNEL] == [
-        "communication_overlapped", "ranks_on_time", "launches_free", "no_synchronisation", "kernel_twice_as_fast",
-    ]  # fmt: skip
-    assert WhatIf.__struct_fields__ == ("what", "step_ns", "gain_ns", "detail")

@@ -70,12 +70,9 @@ def test_what_is_in_no_window_and_what_is_no_window_is_told(tmp_path: Path) -> N
     assert "windows_overlap" not in found
     assert "outside_steps" not in found
     events = [
-        batch("decode", 0, 10),
-        batch("decode inner", 2, 8),
-        batch("decode", 3, 9, tid=2),
-        batch("decode", 20, 30),
+        batch("decode", 0, 10), batch("decode inner", 2, 8), batch("decode", 3, 9, tid=2), batch("decode", 20, 30),
         *kernel(1, 1, 2, 5),
-    ]
+    ]  # fmt: skip
     told = {warning.code: warning.count for warning in ask(write(path, events), "decode").figures.warnings}
     assert told["windows_overlap"] == 2
     assert told["windows_without_work"] == 1
@@ -137,12 +134,9 @@ def test_a_range_of_time_is_cut_as_it_is(tmp_path: Path) -> None:
 
 def test_windows_replace_steps_on_a_cpu(tmp_path: Path) -> None:
     events = [
-        step(7, 0, 100),
-        batch("decode", 10, 40),
-        event("aten::mm", 15, 20),
-        batch("decode", 50, 90),
+        step(7, 0, 100), batch("decode", 10, 40), event("aten::mm", 15, 20), batch("decode", 50, 90),
         event("aten::mm", 60, 25),
-    ]
+    ]  # fmt: skip
     found = ask(write(tmp_path / "t.json", events), "decode").figures
     assert [(s.step, s.breakdown.span_ns, s.breakdown.compute_ns) for s in found.steps] == [
         (0, 30 * US, 20 * US),
@@ -150,15 +144,10 @@ def test_windows_replace_steps_on_a_cpu(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("text", "start", "end"),
-    [
-        ("1.5s..2s", 1_500_000_000, 2_000_000_000),
-        ("800ms..", 800_000_000, None),
-        ("..20us", None, 20_000),
-        ("0.001us..1ms", 1, 1_000_000),
-    ],
-)
+@pytest.mark.parametrize(("text", "start", "end"), [
+    ("1.5s..2s", 1_500_000_000, 2_000_000_000), ("800ms..", 800_000_000, None), ("..20us", None, 20_000),
+    ("0.001us..1ms", 1, 1_000_000),
+])  # fmt: skip
 def test_ranges_are_exact(text: str, start: int | None, end: int | None) -> None:
     asked = parse_window(text)
     assert (asked.pattern, asked.start_ns, asked.end_ns) == (None, start, end)
@@ -169,19 +158,13 @@ def test_what_is_no_range_is_a_pattern() -> None:
         assert parse_window(text).pattern is not None
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("2s..1s", "window: a range must end after it starts, got 2s..1s"),
-        ("1s..1s", "window: a range must end after it starts"),
-        ("1.5..2", "window: a range needs times with unit s, ms or us, such as 1.5s..2s; got 1.5..2"),
-        ("1h..2h", "unit s, ms or us"),
-        (
-            "step[",
-            "window: 'step[' is no regular expression (unterminated character set at position 4)",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("2s..1s", "window: a range must end after it starts, got 2s..1s"),
+    ("1s..1s", "window: a range must end after it starts"),
+    ("1.5..2", "window: a range needs times with unit s, ms or us, such as 1.5s..2s; got 1.5..2"),
+    ("1h..2h", "unit s, ms or us"),
+    ("step[", "window: 'step[' is no regular expression (unterminated character set at position 4)"),
+])  # fmt: skip
 def test_what_is_neither_is_refused(text: str, message: str) -> None:
     with pytest.raises(SpecError) as error:
         parse_window(text)

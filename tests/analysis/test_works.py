@@ -35,20 +35,13 @@ class Row:
 
 rows = st.lists(
     st.builds(
-        Row,
-        kind=st.sampled_from((Kind.COMPUTE, Kind.COPY, Kind.COMM)),
-        name=st.integers(2, 3),
-        operator=st.integers(UNKNOWN, 1),
-        launch=st.integers(UNKNOWN, 30),
-        step=st.integers(UNKNOWN, 1),
-        unit=st.integers(UNKNOWN, 1),
-        under=st.sampled_from(MEANINGS).map(int),
-        call=st.integers(UNKNOWN, 9),
-        inputs=st.integers(UNKNOWN, 1),
-        autograd=st.booleans(),
+        Row, kind=st.sampled_from((Kind.COMPUTE, Kind.COPY, Kind.COMM)), name=st.integers(2, 3),
+        operator=st.integers(UNKNOWN, 1), launch=st.integers(UNKNOWN, 30), step=st.integers(UNKNOWN, 1),
+        unit=st.integers(UNKNOWN, 1), under=st.sampled_from(MEANINGS).map(int), call=st.integers(UNKNOWN, 9),
+        inputs=st.integers(UNKNOWN, 1), autograd=st.booleans(),
     ),
     max_size=14,
-)
+)  # fmt: skip
 
 
 def timeline_of(found: list[Row], collectives: tuple[Collective, ...] = ()) -> Timeline:
@@ -56,15 +49,14 @@ def timeline_of(found: list[Row], collectives: tuple[Collective, ...] = ()) -> T
         return np.array([getattr(row, name) for row in found], dtype)
 
     places = np.arange(len(found), dtype=np.int64)
-    spans = Spans(
+    return Timeline(rank=0, windows=(), spans=Spans(
         starts=places, ends=places + 1, kinds=np.array([KINDS.index(row.kind) for row in found], np.int8),
         lanes=np.zeros(len(found), np.int32), names=column("name", np.int32), operators=column("operator", np.int32),
         launches=column("launch", np.int64), queued=column("launch", np.int64), steps=column("step", np.int32),
         units=column("unit", np.int32), under=column("under", np.int16), signatures=column("name", np.int32),
         lane_names=("stream 7",), name_table=NAMES, unit_names=UNITS, calls=column("call", np.int32),
         inputs=column("inputs", np.int32), in_autograd=column("autograd", np.bool_), input_names=INPUTS,
-    )  # fmt: skip
-    return Timeline(rank=0, windows=(), spans=spans, collectives=collectives, on_device=True)
+    ), collectives=collectives, on_device=True)  # fmt: skip
 
 
 def is_backward(row: Row) -> bool:
@@ -97,17 +89,13 @@ def expected(found: list[Row]) -> list[Work]:
             ordinals[place] = number
     return [
         Work(
-            kind=row.kind.value,
-            operator=names[place],
-            unit=None if row.unit == UNKNOWN else UNITS[row.unit],
-            phase=phase(row, found),
-            dims="" if row.inputs == UNKNOWN else INPUTS[row.inputs].dims,
-            dtype="" if row.inputs == UNKNOWN else INPUTS[row.inputs].dtype,
-            ordinal=ordinals.get(place),
+            kind=row.kind.value, operator=names[place], unit=None if row.unit == UNKNOWN else UNITS[row.unit],
+            phase=phase(row, found), dims="" if row.inputs == UNKNOWN else INPUTS[row.inputs].dims,
+            dtype="" if row.inputs == UNKNOWN else INPUTS[row.inputs].dtype, ordinal=ordinals.get(place),
             by_name=by_name[place],
         )
         for place, row in enumerate(found)
-    ]
+    ]  # fmt: skip
 
 
 @given(rows)
@@ -119,10 +107,9 @@ def test_each_span_does_what_a_loop_over_rows_says(found: list[Row]) -> None:
 
 @given(rows.filter(bool), st.booleans())
 def test_a_collectives_spans_do_what_it_does(found: list[Row], sized: bool) -> None:
-    collective = Collective(
+    works, codes = works_of(timeline_of(found, (Collective(
         op="all_gather", bytes=64 if sized else None, step=0, group="tp", group_size=8, unit="layers.0", rows=(0,)
-    )
-    works, codes = works_of(timeline_of(found, (collective,)))
+    ),)))  # fmt: skip
     assert works[codes[0]] == Work(
         kind="comm", operator="all_gather", unit="layers.0", phase=phase(found[0], found), bytes=64 if sized else None,
         group="tp, 8 ranks",
@@ -141,21 +128,18 @@ def test_a_sharded_unit_reduces_in_its_backward() -> None:
         assert works[codes[0]].phase == expected_phase
 
 
-@pytest.mark.parametrize(
-    ("kernel", "plain"),
-    [
-        ("sm80_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_stage4_warpsize2x2x1_tensor16x8x16_kernel",
-         "xmma_gemm_bf16bf16_bf16f32_f32_tn_n_stage4_kernel"),
-        ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>(T::Params)",
-         "cutlass::Kernel2"),
-        ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<at::native::(anonymous namespace)::O<2u>, 4>(O*)",
-         "at::native::CatArrayBatchedCopy"),
-        ("void f<g<(x)1, {lambda(int)#1}>, int (*)(int)>(h)", "f"),
-        ("Memcpy DtoD (Device -> Device)", "Memcpy DtoD (Device -> Device)"),
-        ("attn_fwd", "attn_fwd"),
-        ("", ""),
-        ("128x64", "128x64"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kernel", "plain"), [
+    ("sm80_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_stage4_warpsize2x2x1_tensor16x8x16_kernel",
+     "xmma_gemm_bf16bf16_bf16f32_f32_tn_n_stage4_kernel"),
+    ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>(T::Params)",
+     "cutlass::Kernel2"),
+    ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<at::native::(anonymous namespace)::O<2u>, 4>(O*)",
+     "at::native::CatArrayBatchedCopy"),
+    ("void f<g<(x)1, {lambda(int)#1}>, int (*)(int)>(h)", "f"),
+    ("Memcpy DtoD (Device -> Device)", "Memcpy DtoD (Device -> Device)"),
+    ("attn_fwd", "attn_fwd"),
+    ("", ""),
+    ("128x64", "128x64"),
+])  # fmt: skip
 def test_a_kernels_plain_name_has_no_arguments_and_no_tiles(kernel: str, plain: str) -> None:
     assert plain_name(kernel) == plain

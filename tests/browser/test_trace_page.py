@@ -34,23 +34,6 @@ addEventListener("message", ({source, data}) => {
 </script>"""
 
 
-@pytest.fixture(scope="module")
-def shared(browser: "Browser", trace_address: str) -> "Page":
-    """One page for all tests that look, move about and hand over; Perfetto's page is a small one that answers."""
-    page = opened(browser, trace_address, viewport={"width": 1000, "height": 700})
-    page.context.route(
-        "https://ui.perfetto.dev/**", lambda route: route.fulfill(content_type="text/html", body=PERFETTO)
-    )
-    return page
-
-
-@pytest.fixture
-def page(shared: "Page") -> "Page":
-    """It, as if just opened."""
-    shared.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
-    return shared
-
-
 def opened(browser: "Browser", address: str, **options: Any) -> "Page":
     page = browser.new_context(**options).new_page()
     page.set_default_timeout(PATIENCE_S * 1e3)
@@ -143,29 +126,30 @@ def test_paper_has_the_charts(browser: "Browser", trace_address: str) -> None:
     visit.page.context.close()
 
 
-def given(page: "Page") -> dict[str, Any]:
-    page.wait_for_function("window.given")
-    return page.evaluate("window.given")  # type: ignore[no-any-return]
-
-
-def test_perfetto_gets_the_very_bytes_of_the_trace(page: "Page") -> None:
+def test_perfetto_gets_the_very_bytes_of_the_trace_or_of_the_chosen_file(
+    browser: "Browser", trace_address: str, tmp_path: Path
+) -> None:
+    """Perfetto's page is a small one that answers."""
+    page = opened(browser, trace_address, viewport={"width": 1000, "height": 700})
+    page.context.route(
+        "https://ui.perfetto.dev/**", lambda route: route.fulfill(content_type="text/html", body=PERFETTO)
+    )
     with page.expect_popup() as popup:
         page.get_by_role("button", name="Open in Perfetto").first.click()
-    got = given(popup.value)
-    assert bytes(got["bytes"]) == CONTENT
-    assert (got["kind"], got["title"], got["fileName"]) == ("ArrayBuffer", "rank0.json.gz", "rank0.json.gz")
+    popup.value.wait_for_function("window.given")
+    given = popup.value.evaluate("window.given")
+    assert bytes(given["bytes"]) == CONTENT
+    assert (given["kind"], given["title"], given["fileName"]) == ("ArrayBuffer", "rank0.json.gz", "rank0.json.gz")
     page.get_by_text("Opened in Perfetto.").wait_for()
-
-
-def test_perfetto_gets_the_file_that_the_reader_chooses(page: "Page", tmp_path: Path) -> None:
     page.locator("#trace-1 summary").first.click()
     (tmp_path / "chosen.json.gz").write_bytes(CONTENT[:1000])
     with page.expect_popup() as popup, page.expect_file_chooser() as chooser:
         page.locator("#trace-1").get_by_role("button", name="Choose the file").click()
         chooser.value.set_files(tmp_path / "chosen.json.gz")
-    got = given(popup.value)
-    assert bytes(got["bytes"]) == CONTENT[:1000]
-    assert got["fileName"] == "chosen.json.gz"
+    popup.value.wait_for_function("window.given")
+    given = popup.value.evaluate("window.given")
+    assert (bytes(given["bytes"]), given["fileName"]) == (CONTENT[:1000], "chosen.json.gz")
+    page.context.close()
 
 
 def test_hostile_names_and_all_do_so_in_silence_and_without_a_network(browser: "Browser", trace_address: str) -> None:

@@ -159,7 +159,7 @@ def wide() -> Evidence:
 
 def of_model(launches: Sequence[LaunchRecord], model: str) -> tuple[LaunchRecord, ...]:
     """The launches, had they trained another model."""
-    changed = [(launch, msgspec.structs.replace(launch.case, model=model)) for launch in launches]
+    changed = [(launch, launch.case.changed(model=model)) for launch in launches]
     return tuple(msgspec.structs.replace(launch, case=case, spec_hash=case.hash) for launch, case in changed)
 
 

@@ -114,7 +114,7 @@ def run(client: Client) -> Ended:
 
 def command_of(client: Client) -> tuple[str, ...]:
     """What Python is given."""
-    asked = ("--json", "--cluster", client.cluster, "--world-size", str(client.world_size))
+    asked = ("--json", "--cluster", client.cluster, "--gpus", str(client.world_size))
     return "-m", "refshard", "dryrun", *asked, "--", *(word.format(scripts=SCRIPTS) for word in client.command)
 
 

@@ -25,7 +25,7 @@ def test_a_client_is_one_dry_run_of_its_own_command() -> None:
     (client,) = load_clients(["accelerate"])
     words = command_of(client)
     assert words[: words.index("--")] == (
-        "-m", "refshard", "dryrun", "--json", "--cluster", "dgx-h100", "--world-size", "8",
+        "-m", "refshard", "dryrun", "--json", "--cluster", "dgx-h100", "--gpus", "8",
     )  # fmt: skip
     assert words[words.index("--") + 1 :][:2] == ("accelerate", "launch")
     variables = variables_of(client, Path("/env/bin/python"))

@@ -8,10 +8,9 @@ import pytest
 from refshard.commands.compare import compare
 from refshard.errors import SpecError, StoreError
 from refshard.records import Run
-from refshard.report.blocks import Marked
-from tests.analysis.test_evidence import later, quicker
+from refshard.report.blocks import Answer, Marked
 from tests.report.printed import as_csv, as_json, notes, rows, tables, text, verdict
-from tests.report.runs import CASES, run, unfinished, write
+from tests.report.runs import CASES, later, quicker, run, unfinished, write
 
 pytestmark = pytest.mark.slow
 
@@ -21,23 +20,22 @@ def folder(tmp_path: Path) -> Path:
     return write(run(), tmp_path / "run")
 
 
-def test_two_strategies_are_ratios_with_their_intervals(folder: Path) -> None:
+def test_ratios_of_two_strategies_or_of_all_with_one(folder: Path) -> None:
     """The step times and memories that the run was made of: ddp 50 ms and 440 MiB, yafsdp 40 ms and 240 MiB."""
     found = compare("refshard-yafsdp", ["ddp"], folder)
-    (table,) = tables(found)
-    assert rows(table) == [
-        {
-            "strategy": "ddp", "ranks": "2",
-            "step time / refshard-yafsdp (95 % interval, paired by round)": "1.25 (1.25 to 1.25)",
-            "peak memory / refshard-yafsdp": "1.83",
-        }
-    ]  # fmt: skip
+    assert tables(found)[0].rows[0][2] == Marked("1.25 (1.25 to 1.25)", "bad")
     assert verdict(found) == [
         "ddp, 2 ranks against refshard-yafsdp: step time 25.0 % longer (significant); peak memory 83.3 % more."
     ]
-    assert table.rows[0][2] == Marked("1.25 (1.25 to 1.25)", "bad")
     (back,) = tables(compare("ddp", ["refshard-yafsdp"], folder))
     assert back.rows[0][2] == Marked("0.80 (0.80 to 0.80)", "good")
+    every = compare("ddp", [], folder)
+    assert [row["strategy"] for row in rows(tables(every)[0])] == ["fsdp2", "refshard-fsdp", "refshard-yafsdp"]
+    (ddp,) = as_json(found)["cases"]
+    assert (ddp["strategy"], ddp["against"], as_json(found)["a"]) == ("ddp", "refshard-yafsdp", "refshard-yafsdp")
+    assert ddp["step_time_ratio_low"] <= ddp["step_time_ratio"] <= ddp["step_time_ratio_high"]
+    assert (ddp["step_time_ratio"], ddp["peak_memory_ratio"]) == pytest.approx((1.25, 440 / 240), rel=1e-4)
+    assert float(as_csv(found)[0]["step_time_ratio"]) == ddp["step_time_ratio"]
 
 
 def test_one_launch_of_each_has_no_interval_and_no_rank(tmp_path: Path) -> None:
@@ -54,10 +52,10 @@ def test_one_launch_of_each_has_no_interval_and_no_rank(tmp_path: Path) -> None:
 def test_an_interval_that_includes_1_is_a_tie(tmp_path: Path) -> None:
     """The same case a second time, its rounds alternately 1 % quicker and slower."""
     made = run(CASES[1:3], rounds=4, failed=False)
-    of_ddp = {record.round: record.step_times_s for record in made.launches if record.case.strategy == "ddp"}
+    of_ddp = {record.round: record.step_times_s for record in made.launches if record.case.job.strategy == "ddp"}
     launches = []
     for record in made.launches:
-        factor = 1.0 if record.case.strategy == "ddp" else 0.99 if record.round % 2 else 1.01
+        factor = 1.0 if record.case.job.strategy == "ddp" else 0.99 if record.round % 2 else 1.01
         times = tuple(tuple(factor * time for time in rank) for rank in of_ddp[record.round])
         launches.append(msgspec.structs.replace(record, step_times_s=times))
     folder = write(msgspec.structs.replace(made, launches=tuple(launches)), tmp_path / "run")
@@ -90,42 +88,33 @@ def test_a_strategy_that_the_run_lacks_suggests_the_nearest(folder: Path, tmp_pa
         compare("ddp", [], write(unfinished(0), tmp_path / "none"))
 
 
-def two(tmp_path: Path, before: Run, after: Run) -> tuple[str, list[str]]:
-    return str(write(before, tmp_path / "before")), [str(write(after, tmp_path / "after"))]
+def two(tmp_path: Path, before: Run, after: Run) -> Answer:
+    return compare(str(write(before, tmp_path / "before")), [str(write(after, tmp_path / "after"))], None)
 
 
 def test_two_runs_are_compared_case_by_case_b_over_a(tmp_path: Path) -> None:
     made = run(failed=False)
-    found = compare(*two(tmp_path, made, later(quicker(made, 1.5), "slower")), None)
-    (table,) = tables(found)
-    assert table.title == "A: made"
-    ddp = rows(table)[1]
-    assert (ddp["case"], ddp["A"], ddp["B"], ddp["time"]) == ("ddp, 2 ranks", "50.0 ms", "75.0 ms", "slower")
-    assert ddp["B / A (95 % interval)"].startswith("1.500 (")
-    assert (ddp["peak memory A"], ddp["peak memory B"], ddp["exact metrics"]) == ("440 MiB", "440 MiB", "the same")
-    assert verdict(found)[0].startswith("Slower than in made: ")
+    found = two(tmp_path, made, later(quicker(made, 1.5), "slower"))
+    assert rows(tables(found)[0])[1]["B / A (95 % interval)"].startswith("1.500 (")
     assert "Both runs have the same machine and software." in notes(found)
-    (told, *_) = as_json(found)["cases"]
+    (first, *_) = as_json(found)["cases"]
     assert (as_json(found)["a"], as_json(found)["b"]) == (["made"], ["slower"])
-    assert (told["step_time_ratio"], told["time"]) == (pytest.approx(1.5, rel=1e-3), "slower")
+    assert (first["step_time_ratio"], first["time"]) == (pytest.approx(1.5, rel=1e-3), "slower")
     assert len(as_csv(found)) == len(made.launches) / 3
+    assert list(as_csv(found)[0])[:-1] == list(found.columns) == list(first)
 
 
-def test_runs_of_machines_that_differ_say_in_what_and_compare_no_times(tmp_path: Path) -> None:
+def test_runs_of_other_machines_say_what_differs_and_compare_no_times(tmp_path: Path) -> None:
     made = run(failed=False)
-    other = later(quicker(made, 0.5), "there", id="other", cpu="Other CPU", torch="2.12.0")
-    found = compare(*two(tmp_path, made, other), None)
+    found = two(tmp_path, made, later(quicker(made, 0.5), "there", id="other", cpu="Other CPU", torch="2.12.0"))
     differing = as_json(found)["machines_differ_in"]
-    assert len(differing) == 2
-    assert any("2.12.0" in words for words in differing)
-    assert any("Other CPU" in words for words in differing)
-    assert {f"{words}." for words in differing} <= set(notes(found))
-    assert {row["B / A (95 % interval)"] for row in rows(tables(found)[0])} == {"another machine"}
+    assert [("2.12.0" in text, "Other CPU" in text) for text in sorted(differing)] == [(False, True), (True, False)]
+    assert {f"{text}." for text in differing} <= set(notes(found))
     assert {row["why_not_compared"] for row in as_json(found)["cases"]} == {"another machine"}
 
 
 def test_runs_without_a_common_case_say_so(tmp_path: Path) -> None:
-    found = compare(*two(tmp_path, run(CASES[:1], failed=False), run(CASES[1:2], failed=False)), None)
+    found = two(tmp_path, run(CASES[:1], failed=False), run(CASES[1:2], failed=False))
     assert verdict(found) == ["Nothing to compare: no case is also in made."]
     assert (tables(found), as_csv(found)) == ([], [])
 

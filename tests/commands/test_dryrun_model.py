@@ -13,18 +13,18 @@ from refshard.cli import app
 from refshard.commands.dryrun_model import PROGRAM, Training, training_command
 from refshard.errors import SpecError
 from refshard.measure.dry.train import read_case
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from tests.fakecuda.needs import needs_device
 
 OWN = "tests.strategies.test_own_models:tied"
 
 
 def test_the_command_describes_the_case_and_is_read_back() -> None:
-    training = Training(model="llama-tiny", strategy="ddp", seq_len=64, microbatch=3, checkpoint="every-2")
+    training = Training(model="llama-tiny", strategy="ddp", seq_len=64, microbatch=3, checkpointing="every-2")
     (dash, program, *arguments), tokens = training_command(training, "dgx-h100x2", None)
     assert (dash, program, tokens) == ("-m", PROGRAM, 16 * 3 * 64)
-    assert read_case(arguments) == CaseSpec(
-        strategy="ddp", world_size=16, model="llama-tiny", global_batch=48, seq_len=64, precision="bf16",
+    assert read_case(arguments) == Case.of(
+        strategy="ddp", gpus=16, model="llama-tiny", global_batch=48, seq_len=64, precision="bf16",
         checkpointing="every-2", fidelity="dryrun", cluster="dgx-h100x2",
     )  # fmt: skip
 
@@ -39,7 +39,7 @@ def test_the_command_describes_the_case_and_is_read_back() -> None:
         ({"model": OWN, "strategy": "pipeline"}, "strategy: refshard does not support pipeline with"),
         ({"model": "no_such.models:build"}, "needs the module 'no_such'"),
         ({"strategy": "simplefsdp"}, "strategy: compiled cases are not dry-run"),
-        ({"dtype": "fp16"}, "precision"),
+        ({"precision": "fp16"}, "precision"),
         ({"microbatch": 0}, "dryrun: global_batch must be >= 1, got 0"),
     ],
 )

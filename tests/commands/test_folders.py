@@ -11,9 +11,8 @@ from refshard.commands.folders import find_run, runs_in, state_of
 from refshard.commands.show import show
 from refshard.errors import StoreError
 from refshard.records import State
-from tests.analysis.test_evidence import later
 from tests.report.printed import as_csv, as_json, notes, rows, tables
-from tests.report.runs import run, unfinished, with_record, write
+from tests.report.runs import later, run, unfinished, with_record, write
 
 
 @pytest.fixture

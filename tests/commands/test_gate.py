@@ -14,8 +14,8 @@ import pytest
 from refshard.analysis.exact import OPERATORS, PEAK, exact_metrics
 from refshard.commands.gate import Options, beside, find_accepted, peak_alone, two_strategies
 from refshard.errors import SpecError
-from refshard.measure.gate.baseline import Baseline
-from refshard.measure.gate.baseline import accept as accept_run
+from refshard.measure.gate import Baseline
+from refshard.measure.gate import accept as accept_run
 from refshard.measure.run import run_suite
 from refshard.records import LaunchRecord
 from refshard.specs.gate import RULES
@@ -112,7 +112,7 @@ relevant = 0.8
 
 def test_a_peak_of_memory_counts_if_every_launch_has_it(tmp_path: Path) -> None:
     found = run_suite(make_suite(), tmp_path / "run", FakeLauncher(), Silent(), ENVIRONMENT)
-    record = next(record for record in found.launches if record.case.strategy == "ddp")
+    record = next(record for record in found.launches if record.case.job.strategy == "ddp")
 
     def peaking(at: float) -> LaunchRecord:
         return msgspec.structs.replace(record, metrics={**record.metrics, "peak_memory_bytes": at})
@@ -131,7 +131,7 @@ def test_two_strategies_are_compared_by_time_and_memory_alone(tmp_path: Path) ->
     suite = write_suite(tmp_path, "ddp")
     suite.write_text(suite.read_text() + QUICK)
     pair = "refshard-zero2,refshard-fsdp"
-    found, status = held(suite, tmp_path, tmp_path, "--candidate", ROOT, "--strategies", pair)
+    found, status = held(suite, tmp_path, tmp_path, "--candidate", ROOT, "--strategy", pair)
     assert f"{found['baseline']},{found['candidate']}" == pair
     (case,) = found["cases"]
     assert case["time"]["rounds"] == 6
@@ -148,7 +148,7 @@ def test_noise_is_measured_kept_and_told(tmp_path: Path) -> None:
     suite = write_suite(tmp_path, "refshard-yafsdp")
     suite.write_text(suite.read_text() + QUICK)
     aa = ("noise", "--suite", suite, "--permutations", "20", "--oversubscribe", "--json")
-    done = refshard(tmp_path, *aa, "--launches", "24")
+    done = refshard(tmp_path, *aa, "--rounds", "24")
     noise = json.loads(done.stdout)
     (case,) = noise["cases"].values()
     assert (noise["launches"], noise["gates"], case["rounds"]) == (24, 20, 12)
@@ -164,7 +164,7 @@ def test_noise_is_measured_kept_and_told(tmp_path: Path) -> None:
     twice = refshard(tmp_path, *aa, "--from", recorded, "--from", recorded)
     assert (twice.returncode, twice.stdout) == (2, "")
     assert "a folder is given twice" in twice.stderr
-    few = refshard(tmp_path, *aa, "--launches", "2")
+    few = refshard(tmp_path, *aa, "--rounds", "2")
     assert few.returncode == 2
     assert "launches must be >= 24, got 2: a gate needs 12 rounds" in few.stderr
 

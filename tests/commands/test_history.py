@@ -11,7 +11,7 @@ from refshard.errors import SpecError
 from refshard.measure.launchers.base import LaunchOutcome
 from refshard.measure.run import run_suite
 from refshard.measure.store import RunWriter, read_run
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from tests.measure.fakes import ENVIRONMENT, FakeLauncher, Silent, make_suite, rank_result, write_rank
 from tests.report.printed import as_csv, as_json, rows, tables
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 def write_run(folder: Path, day: int, factor: float) -> None:
     """A run that started on a day of its own, every step of which took ``factor`` times as long."""
 
-    def outcome(case: CaseSpec, work: Path) -> LaunchOutcome:
+    def outcome(case: Case, work: Path) -> LaunchOutcome:
         for rank in range(case.processes):
             times = tuple(factor * t for t in rank_result(case, rank).step_times_s)
             write_rank(case, work, rank, step_times_s=times)

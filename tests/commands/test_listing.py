@@ -65,7 +65,7 @@ print(*blocks[-1].sentences, sep="\\n")
 case = make_suite().cases()[0]
 for changes in {"tuning": "qlora", "optimizer": "adamw-8bit"}, {"tuning": "lora"}, {}:
     try:
-        print(strategy_for(msgspec.structs.replace(case, **changes), cuda=False))
+        print(strategy_for(case.changed(**changes), cuda=False))
     except UnsupportedError as error:
         print("unsupported:", error)
 """

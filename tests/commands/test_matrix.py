@@ -28,7 +28,7 @@ strategy = "refshard-fsdp"
 precision = "bf16"
 [case]
 model = "llama-tiny"
-world_size = 2
+gpus = 2
 global_batch = 8
 seq_len = 64
 """
@@ -50,7 +50,9 @@ def made(base: str | None = None, **options: Any) -> SuiteSpec:
 def cases(suite: SuiteSpec) -> set[tuple[Any, ...]]:
     """What tells the cases apart, without references."""
     return {
-        (c.strategy, c.model, c.world_size, c.global_batch, c.seq_len) for c in suite.cases() if c.strategy != "single"
+        (c.job.strategy, c.job.model, c.job.gpus, c.job.global_batch, c.job.seq_len)
+        for c in suite.cases()
+        if c.job.strategy != "single"
     }
 
 
@@ -58,7 +60,7 @@ class TestOptionsAlone:
     """A suite without a file."""
 
     def test_lists_are_crossed(self) -> None:
-        suite = made(strategies="ddp, fsdp2", models="llama-mini", world_sizes="2,4", rounds=3, changes=["seq_len=512"])
+        suite = made(strategies="ddp, fsdp2", models="llama-mini", gpus="2,4", rounds=3, changes=["seq_len=512"])
         assert suite.most_rounds == 3
         assert cases(suite) == {
             (strategy, "llama-mini", ranks, ranks, 512) for strategy in ("ddp", "fsdp2") for ranks in (2, 4)
@@ -85,11 +87,11 @@ class TestOptionsAlone:
                 "memory_limit_gib=0.5",
             ],
         )  # fmt: skip
-        (case,) = (case for case in suite.cases() if case.strategy == "ddp")
-        assert (case.offload, case.learning_rate, case.checkpointing) == (True, 1e-4, (0, 5))
-        assert (case.precision, case.memory_limit_gib) == ("bf16", 0.5)
+        (case,) = (case for case in suite.cases() if case.job.strategy == "ddp")
+        assert (case.job.offload, case.protocol.learning_rate, case.job.checkpointing) == (True, 1e-4, (0, 5))
+        assert (case.job.precision, case.protocol.memory_limit_gib) == ("bf16", 0.5)
         several = made(strategies="ddp", changes=["checkpointing=none,full,every-2", "seq_len=64,128"])
-        assert {(c.checkpointing, c.seq_len) for c in several.cases() if c.strategy == "ddp"} == {
+        assert {(c.job.checkpointing, c.job.seq_len) for c in several.cases() if c.job.strategy == "ddp"} == {
             (policy, length) for policy in ("none", "full", "every-2") for length in (64, 128)
         }
 
@@ -106,11 +108,11 @@ class TestOverASuite:
     def test_keys_of_every_table_and_of_what_they_share_are_replaced(self, tmp_path: Path) -> None:
         path = tmp_path / "two.toml"
         path.write_text(TWO_TABLES)
-        suite = made(str(path), strategies="refshard-zero2", world_sizes="4", rounds=1)
+        suite = made(str(path), strategies="refshard-zero2", gpus="4", rounds=1)
         assert suite.name == "two"
         assert suite.most_rounds == 1, "a table's own rounds go too"
         assert cases(suite) == {("refshard-zero2", "llama-tiny", 4, 8, 64)}
-        assert {case.precision for case in suite.cases() if case.strategy != "single"} == {"fp32", "bf16"}
+        assert {case.job.precision for case in suite.cases() if case.job.strategy != "single"} == {"fp32", "bf16"}
 
     @pytest.mark.parametrize(("change", "batch"), [("batch_per_rank=3", 6), ("global_batch=12", 12)])
     def test_one_batch_replaces_the_other(self, tmp_path: Path, change: str, batch: int) -> None:
@@ -131,12 +133,15 @@ class TestMistakes:
         ("options", "message"),
         [
             ({"rounds": 3}, "strategy: none given; add --strategy ddp,fsdp2, or name a suite"),
-            ({"strategies": "ddp", "changes": ["seq_length=5"]}, "no key 'seq_length'; did you mean 'seq_len'?"),
+            (
+                {"strategies": "ddp", "changes": ["seq_length=5"]},
+                "set has the unknown key 'seq_length'; did you mean 'seq_len'?",
+            ),
             ({"strategies": "ddp", "changes": ["seq_len"]}, "'seq_len' given; write key=value, such as seq_len=512"),
             ({"strategies": "ddp", "changes": ["seq_len= "]}, "'seq_len= ' given; write key=value"),
             ({"strategies": "ddp,,fsdp2"}, "'ddp,,fsdp2' has an empty value; separate values by single commas"),
             ({"strategies": ""}, "strategy: '' has an empty value"),
-            ({"strategies": "ddp", "world_sizes": "2,"}, "world_size: '2,' has an empty value"),
+            ({"strategies": "ddp", "gpus": "2,"}, "gpus: '2,' has an empty value"),
             ({"strategies": "ddp", "rounds": 0}, "rounds must be >= 1"),
         ],
     )  # fmt: skip
@@ -151,7 +156,7 @@ class TestMistakes:
         [
             (["--strategy", "ddpp"], "no strategy 'ddpp'; did you mean 'ddp'?"),
             (["--strategy", "ddp", "--model", "llama-tin"], "no preset 'llama-tin'; did you mean 'llama-tiny'?"),
-            (["--strategy", "ddp", "--world-size", "two"], "world_size"),
+            (["--strategy", "ddp", "--gpus", "two"], "gpus"),
             (["quickstart", "--only", "ddp-w2-llama-tiny-b2x25"], "did you mean 'ddp-w2-llama-tiny-b2x256'?"),
             (["quickstar"], "did you mean 'quickstart'?"),
             ([], "dry-run: no suite given; name one, or add --strategy"),
@@ -189,7 +194,7 @@ class TestWritten:
 
     def test_options_become_a_file_that_runs_the_same_cases(self, tmp_path: Path) -> None:
         suite = made(
-            strategies="ddp,fsdp2", world_sizes="2,4", rounds=3,
+            strategies="ddp,fsdp2", gpus="2,4", rounds=3,
             changes=["checkpointing=[0, 5]", "about=a \"quoted\" line", "learning_rate=1e-4", "offload=false,true"],
         )  # fmt: skip
         path = tmp_path / "mine.toml"
@@ -235,7 +240,7 @@ class TestDryRun:
         assert list(elsewhere.iterdir()) == []
 
     def test_more_ranks_than_the_machine_has_may_be_listed(self, elsewhere: Path) -> None:
-        words = ["run", "--strategy", "ddp", "--world-size", "4096", "--set", "device=cuda", "--dry-run"]
+        words = ["run", "--strategy", "ddp", "--gpus", "4096", "--set", "device=cuda", "--dry-run"]
         done = CliRunner().invoke(app, words)
         assert done.exit_code == 0, done.output
         told = "2 launches; duration unknown for 2: no similar launch is recorded."
@@ -252,12 +257,12 @@ class TestDryRun:
         chosen = ["--only", "ddp-w2-llama-tiny-b2x256"]
         found = json.loads(CliRunner().invoke(app, [*quickstart, *chosen]).stdout)["cases"]
         assert [row["strategy"] for row in found] == ["single", "ddp"]
-        dry = json.loads(CliRunner().invoke(app, [*quickstart, *chosen, "--dry-run-on", "dgx-h100"]).stdout)["cases"]
+        dry = json.loads(CliRunner().invoke(app, [*quickstart, *chosen, "--cluster", "dgx-h100"]).stdout)["cases"]
         assert [(row["strategy"], row["fidelity"]) for row in dry] == [("ddp", "dryrun")]
 
     def test_what_no_dry_run_can_be_is_a_mistake_whether_cases_are_chosen_or_not(self) -> None:
         for chosen in ([], ["--only", "ddp-w2-llama-tiny-b2x256"]):
-            done = CliRunner().invoke(app, ["run", "quickstart", *chosen, "--dry-run-on", "dgx-h100", "--dry-run"])
+            done = CliRunner().invoke(app, ["run", "quickstart", *chosen, "--cluster", "dgx-h100", "--dry-run"])
             assert isinstance(done.exception, SpecError)
             assert str(done.exception).startswith("case: device must be 'auto' or 'cuda' for dryrun cases")
 

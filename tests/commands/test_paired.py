@@ -7,17 +7,15 @@ import pytest
 
 from refshard.commands.paired import Comparison, gone_and_come, shared, suite_in
 from refshard.errors import SpecError
-from refshard.measure.gate.rounds import PairedRounds, Side
+from refshard.measure.gate import PairedRounds, Side
 from refshard.measure.launchers.base import LaunchOutcome
 from refshard.report.gate.formats import GateCase
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.gate import GateSpec
 from refshard.specs.reading import convert
 from tests.measure.fakes import CENSUS, ENVIRONMENT, FakeLauncher, Silent, good, make_suite, rank_result, write_rank
 
-pytestmark = pytest.mark.slow
-
-SUITE = make_suite(matrix={"strategy": ["ddp", "refshard-yafsdp"], "world_size": [2], "model": ["llama-tiny"]})
+SUITE = make_suite(matrix={"strategy": ["ddp", "refshard-yafsdp"], "gpus": [2], "model": ["llama-tiny"]})
 QUICK = convert({"times": {"screen_rounds": 6, "confirm_rounds": 6}}, GateSpec, where="gate")
 YAFSDP = "refshard-yafsdp-w2-llama-tiny-b4x256"
 
@@ -29,9 +27,9 @@ class Side_(FakeLauncher):  # noqa: N801
         super().__init__(self._end)
         self._factor, self._dies_in, self._extra = factor, dies_in, extra_operator
 
-    def _end(self, case: CaseSpec, folder: Path) -> LaunchOutcome:
+    def _end(self, case: Case, folder: Path) -> LaunchOutcome:
         good(case, folder)
-        if case.strategy != "refshard-yafsdp":
+        if case.job.strategy != "refshard-yafsdp":
             return LaunchOutcome()
         if len(self.series) in self._dies_in:
             for rank in range(case.processes):
@@ -93,9 +91,9 @@ def test_rounds_that_fail_on_both_sides_are_inconclusive(tmp_path: Path) -> None
 
 
 def test_what_one_sides_launch_cannot_do_alone_is_no_time(tmp_path: Path) -> None:
-    def refusing(case: CaseSpec, folder: Path) -> LaunchOutcome:
+    def refusing(case: Case, folder: Path) -> LaunchOutcome:
         good(case, folder)
-        if case.strategy == "refshard-yafsdp":
+        if case.job.strategy == "refshard-yafsdp":
             write_rank(case, folder, 0, state="failed", error="ValueError: no")
         return LaunchOutcome()
 
@@ -106,14 +104,14 @@ def test_what_one_sides_launch_cannot_do_alone_is_no_time(tmp_path: Path) -> Non
 
 
 def test_cases_that_only_one_revision_has_are_removed_or_new() -> None:
-    less = make_suite(matrix={"strategy": ["ddp", "fsdp2"], "world_size": [2], "model": ["llama-tiny"]})
+    less = make_suite(matrix={"strategy": ["ddp", "fsdp2"], "gpus": [2], "model": ["llama-tiny"]})
     found = gone_and_come((SUITE, less), less.cases())
     assert {case.name.split("-w")[0]: case.verdict for case in found} == {
         "refshard-yafsdp": "removed", "fsdp2": "new",
     }  # fmt: skip
     references, both = shared((SUITE, less), less.cases())
-    assert [case.strategy for case in (*references, *both)] == ["single", "ddp"]
-    other = make_suite(matrix={"strategy": ["fsdp2"], "world_size": [4], "model": ["llama-mini"]})
+    assert [case.job.strategy for case in (*references, *both)] == ["single", "ddp"]
+    other = make_suite(matrix={"strategy": ["fsdp2"], "gpus": [4], "model": ["llama-mini"]})
     with pytest.raises(SpecError, match="no case in common"):
         shared((SUITE, other), other.cases())
 
@@ -121,7 +119,7 @@ def test_cases_that_only_one_revision_has_are_removed_or_new() -> None:
 def test_a_revision_is_asked_for_its_own_suite(tmp_path: Path) -> None:
     (tmp_path / "suites").mkdir()
     mine = tmp_path / "suites" / "gate.toml"
-    mine.write_text('name = "mine"\n[matrix]\nstrategy = ["ddp"]\n[case]\nmodel = "llama-tiny"\nworld_size = 2\n')
+    mine.write_text('name = "mine"\n[matrix]\nstrategy = ["ddp"]\n[case]\nmodel = "llama-tiny"\ngpus = 2\n')
     mine.write_text(mine.read_text() + "global_batch = 2\n")
     assert suite_in(tmp_path, "gate").name == "mine"
     assert suite_in(tmp_path, "suites/gate.toml").name == "mine"

@@ -45,10 +45,16 @@ def sizes(**changes: Any) -> list[dict[str, Any]]:
     return found
 
 
+def named(found: list[dict[str, Any]], model: str) -> list[dict[str, Any]]:
+    """The same sizes of a model of another name."""
+    return json.loads(json.dumps(found).replace('"llama3-8b"', json.dumps(model)))  # type: ignore[no-any-return]
+
+
 def configurations(**changes: Any) -> list[dict[str, Any]]:
     """Those of the last size, best first; fields that are as by default are left out."""
     last = sizes(**changes)[-1]
-    return [row["configuration"] for row in [*last["rows"], *last["unfit"]]]
+    jobs = [row["job"] for row in [*last["rows"], *last["unfit"]]]
+    return [{**job.pop("implementation", {}), **job} for job in jobs]
 
 
 def run(*words: str) -> tuple[int, str]:
@@ -61,7 +67,7 @@ def test_405b_on_16384_gpus_in_n_dimensions_takes_seconds_and_no_torch() -> None
     """The command that the README shows, in a process of its own; the goals are 5 s and 1 GiB."""
     script = (
         "import sys\nsys.argv = ['refshard', 'plan', '--model', 'llama3.1-405b', '--cluster', 'dgx-h100', "
-        "'--nodes', '256..2048', '--search', '--dry-runs', '0', '--json']\n"
+        "'--gpus', '2048..16384', '--search', '--dry-runs', '0', '--json']\n"
         "from refshard.cli import app\n"
         "app(standalone_mode=False)\n"
         "print('torch' in sys.modules or 'pandas' in sys.modules, file=sys.stderr)"
@@ -71,13 +77,13 @@ def test_405b_on_16384_gpus_in_n_dimensions_takes_seconds_and_no_torch() -> None
     spent = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
     told = json.loads(done.stdout)
     assert done.stderr.strip() == "False"
-    assert [size["world_size"] for size in told["sizes"]] == [2048, 4096, 8192, 16384]
+    assert [size["gpus"] for size in told["sizes"]] == [2048, 4096, 8192, 16384]
     assert told["tokens_per_step"] == 16 * 2**20
     for size in told["sizes"]:
         assert size["rows"]
         assert size["considered"] > 100
         best = size["rows"][0]
-        assert best["configuration"]["tensor"] > 1
+        assert best["job"]["tp"] > 1
         assert 0.2 < best["mfu"] < 0.6
     assert told["verdict"][0].startswith("Use ")
     assert spent < 60, "a bound that only a mistake in the order of growth would break"
@@ -103,7 +109,7 @@ def test_without_strategies_torchs_and_the_engines_are_planned_and_a_search_take
         return {one["strategy"] for one in configurations(strategies=None, top=100, **changes)}
 
     assert planned() == {*PLANNED}
-    assert planned(search=True, tensor="1", pipeline="1", context="1", microbatch="1") == {*SEARCHED}
+    assert planned(search=True, tp="1", pp="1", cp="1", microbatch="1") == {*SEARCHED}
     assert {*PLANNED, *SEARCHED} <= COST_MODELS.keys()
 
 
@@ -111,23 +117,23 @@ def test_axes_take_one_several_or_all_sizes() -> None:
     def of(axis: str, **changes: Any) -> set[int]:
         return {one.get(axis, 1) for one in configurations(strategies="fsdp2", accumulate=16, top=99, **changes)}
 
-    assert of("tensor") == {1}
-    assert of("tensor", tensor="2,4") == {2, 4}
-    assert of("tensor", tensor="all") == {1, 2, 4, 8}
-    assert of("pipeline", pipeline="1, 4") == {1, 4}
-    assert of("context", context="2") == {2}
-    assert of("tensor", search=True, tokens_per_step="1M") == {1, 2, 4, 8}
+    assert of("tp") == {1}
+    assert of("tp", tp="2,4") == {2, 4}
+    assert of("tp", tp="all") == {1, 2, 4, 8}
+    assert of("pp", pp="1, 4") == {1, 4}
+    assert of("cp", cp="2") == {2}
+    assert of("tp", search=True, tokens_per_step="1M") == {1, 2, 4, 8}
 
 
 def test_precision_and_other_settings_reach_every_configuration() -> None:
-    (one,) = configurations(strategies="fsdp2", dtype="fp8", reduction="bf16", compiled="yes", offload=True)
+    (one,) = configurations(strategies="fsdp2", precision="fp8", reduction="bf16", compiled="yes", offload=True)
     assert (one["precision"], one["reduction"], one["compiled"], one["offload"]) == ("fp8", "bf16", True, True)
-    (hybrid,) = configurations(strategies="fsdp2", replicas="2", microbatch="2", accumulate=3)
-    assert (hybrid["replicate"], hybrid["shard"], hybrid["microbatch"], hybrid["microbatches"]) == (2, 8, 2, 3)
+    (hybrid,) = configurations(strategies="fsdp2", dp_replicate="2", microbatch="2", accumulate=3)
+    assert (hybrid["dp_replicate"], hybrid["global_batch"], hybrid["microbatches"]) == (2, 2 * 3 * 16, 3)
     (piped,) = configurations(
-        strategies="megatron", pipeline="4", interleave="2", schedule="interleaved", accumulate=8, tensor="2"
+        strategies="megatron", pp="4", interleave="2", schedule="interleaved", accumulate=8, tp="2"
     )
-    assert (piped["schedule"], piped["interleave"], piped["tensor"]) == ("interleaved", 2, 2)
+    assert (piped["schedule"], piped["interleave"], piped["tp"]) == ("interleaved", 2, 2)
 
 
 def test_precisions_and_compilation_are_lists_and_a_search_takes_neither_unless_asked() -> None:
@@ -136,17 +142,40 @@ def test_precisions_and_compilation_are_lists_and_a_search_takes_neither_unless_
         return {(one.get("precision", "bf16"), one.get("compiled", False)) for one in found}
 
     every = {("bf16", False), ("bf16", True), ("fp8", False), ("fp8", True)}
-    assert variants(dtype="bf16,fp8", compiled="no,yes") == every
-    assert variants(dtype="fp8", compiled="yes") == {("fp8", True)}
+    assert variants(precision="bf16,fp8", compiled="no,yes") == every
+    assert variants(precision="fp8", compiled="yes") == {("fp8", True)}
     assert variants() == variants(search=True, tokens_per_step="1M") == {("bf16", False)}
-    assert variants(dtype="fp8,bf16,fp8", search=True, tokens_per_step="1M") == {("bf16", False), ("fp8", False)}
+    assert variants(precision="fp8,bf16,fp8", search=True, tokens_per_step="1M") == {("bf16", False), ("fp8", False)}
+
+
+def test_the_best_of_each_precision_is_listed_and_the_answer_says_which_is_which() -> None:
+    found = plan(options(strategies="fsdp2,refshard-yafsdp", precision="bf16,fp8", compiled="no,yes", top=1))
+    listed_rows = [(row["precision"], row["compiled"]) for row in as_csv(found)]
+    slower = [("fp8", "true")]
+    assert listed_rows == [("fp8", "true"), *slower, ("fp8", "false"), ("bf16", "true"), ("bf16", "false")]
+    told = verdict(found)
+    assert re.match(r"Use (fsdp2|refshard-yafsdp) in fp8, compiled, with FSDP 16, ", told[0])
+    assert [sentence.partition(":")[0] for sentence in told[1:] if "Best" in sentence] == [
+        "Best in fp8, eager", "Best in bf16, compiled", "Best in bf16, eager",
+    ]  # fmt: skip
+    (summary, *_) = tables(found, detail=False)
+    shown = [(row["precision"], row["compiled"]) for row in rows(summary)]
+    assert list(dict.fromkeys(shown)) == [("fp8", "yes"), ("fp8", "no"), ("bf16", "yes"), ("bf16", "no")]
+    assert "MFU is of each precision's own peak." in notes(found)
+
+
+def test_one_precision_is_not_told() -> None:
+    for changes in ({}, {"precision": "fp8"}, {"compiled": "yes"}):
+        found = plan(options(**changes))
+        assert not {"precision", "compiled"} & {*rows(tables(found, detail=False)[0])[0]}
+        assert verdict(found)[0].startswith("Use refshard-yafsdp with FSDP 16")
 
 
 def test_a_tool_without_fp8_gets_the_best_row_in_bf16(tmp_path: Path) -> None:
-    found = plan(options(strategies="fsdp2", dtype="bf16,fp8"), tool="deepspeed", out=tmp_path)
+    found = plan(options(strategies="fsdp2", precision="bf16,fp8"), tool="deepspeed", out=tmp_path)
     assert json.loads((tmp_path / "ds_config.json").read_text())["bf16"] == {"enabled": True}
     assert "(fsdp2 in bf16 with FSDP 16)" in " ".join(text(found).split())
-    plan(options(strategies="fsdp2", dtype="bf16,fp8", compiled="no,yes"), tool="torchtitan", out=tmp_path)
+    plan(options(strategies="fsdp2", precision="bf16,fp8", compiled="no,yes"), tool="torchtitan", out=tmp_path)
     module = (tmp_path / "refshard_torchtitan.py").read_text()
     assert "Float8LinearConverter.Config(" in module
     assert "CompileConfig(enable=True" in module
@@ -156,30 +185,29 @@ def test_layers_to_checkpoint_by_number_by_word_or_as_few_as_fit() -> None:
     def checkpointed(**changes: Any) -> int:
         return int(sizes(strategies="refshard-yafsdp", **changes)[0]["rows"][0]["checkpointed"])
 
-    assert checkpointed(checkpoint="10") == 10
-    assert checkpointed(checkpoint="none") == 0
-    assert checkpointed(checkpoint="every-2") == 16
-    assert checkpointed(checkpoint="full") == checkpointed(checkpoint="selective") == 32
+    assert checkpointed(checkpointing="first-10") == 10
+    assert checkpointed(checkpointing="none") == 0
+    assert checkpointed(checkpointing="every-2") == 16
+    assert checkpointed(checkpointing="full") == checkpointed(checkpointing="selective") == 32
     assert checkpointed() == 0
     assert 0 < checkpointed(seq_len=16384) < 32
-    assert len(configurations(strategies="fsdp2", checkpoint="none,full")) == 1, "one of each family"
+    assert len(configurations(strategies="fsdp2", checkpointing="none,full")) == 1, "one of each family"
 
 
 @pytest.mark.parametrize(
-    ("nodes", "ranks"),
+    ("gpus", "ranks"),
     [
-        ("1", [8]), ("64,8,8,1", [8, 64, 512]), ("1..8", [8, 16, 32, 64]), ("3..13", [24, 48, 96]),
-        (" 2 , 4 ", [16, 32]),
+        ("8", [8]), ("512,64,64,4", [4, 64, 512]), ("8..64", [8, 16, 32, 64]), ("24..100", [24, 48, 96]),
+        (" 16 , 32 ", [16, 32]),
         (None, [16]),
     ],
 )  # fmt: skip
-def test_numbers_of_nodes_are_a_list_or_a_range_that_doubles(nodes: str | None, ranks: list[int]) -> None:
-    found = sizes(nodes=nodes)
-    assert [size["world_size"] for size in found] == ranks
+def test_numbers_of_gpus_are_a_list_or_a_range_that_doubles(gpus: str | None, ranks: list[int]) -> None:
+    found = sizes(gpus=gpus)
+    assert [size["gpus"] for size in found] == ranks
     for size in found:
         for row in [*size["rows"], *size["unfit"]]:
-            one = row["configuration"]
-            assert one.get("shard", 1) * one.get("replicate", 1) == size["world_size"]
+            assert row["job"]["gpus"] == size["gpus"]
 
 
 def test_the_price_and_failures_reach_the_costs() -> None:
@@ -199,11 +227,11 @@ def test_tokens_are_a_number_with_a_factor_of_two_to_the_tenth(count: int, facto
 
 
 def test_tokens_of_a_step_set_the_batch_of_every_size() -> None:
-    found = plan(options(nodes="1,2", tokens_per_step="512k", microbatch="all", strategies="fsdp2"))
+    found = plan(options(gpus="8,16", tokens_per_step="512k", microbatch="all", strategies="fsdp2"))
     assert as_json(found)["global_batch"] == 128
     for line in as_csv(found):
         assert int(line["global_batch"]) == 128
-        data_ranks = int(line["world_size"]) // int(line["tensor"])
+        data_ranks = int(line["gpus"]) // int(line["tp"])
         assert data_ranks * int(line["microbatch"]) * int(line["microbatches"]) == 128
 
 
@@ -211,29 +239,29 @@ def test_axes_that_are_not_given_take_what_costs_little_to_look_at() -> None:
     """Replicas in any case; tensor parallelism and microbatches where the batch is given; all others if searched."""
 
     def sizes(**fields: Any) -> dict[str, set[int]]:
-        rows = as_csv(plan(options(strategies="fsdp2", cluster="h100-eth100", nodes="4", top=500, **fields)))
-        axes = ("replicate", "tensor", "microbatch", "pipeline", "context")
+        rows = as_csv(plan(options(strategies="fsdp2", cluster="h100-eth100", gpus="32", top=500, **fields)))
+        axes = ("dp_replicate", "tp", "microbatch", "pp", "cp")
         return {axis: {int(row[axis]) for row in rows} for axis in axes}
 
     plain, of_a_batch = sizes(), sizes(tokens_per_step="1M")
-    assert max(plain["replicate"]) > 1
-    assert max(of_a_batch["tensor"]) > 1
+    assert max(plain["dp_replicate"]) > 1
+    assert max(of_a_batch["tp"]) > 1
     assert max(of_a_batch["microbatch"]) > 1
-    assert [plain[axis] for axis in ("tensor", "microbatch", "pipeline", "context")] == [{1}] * 4
-    assert of_a_batch["pipeline"] == of_a_batch["context"] == {1}
-    assert max(sizes(tokens_per_step="1M", search=True, dry_runs=0)["pipeline"]) > 1
+    assert [plain[axis] for axis in ("tp", "microbatch", "pp", "cp")] == [{1}] * 4
+    assert of_a_batch["pp"] == of_a_batch["cp"] == {1}
+    assert max(sizes(tokens_per_step="1M", search=True, dry_runs=0)["pp"]) > 1
 
 
 @pytest.mark.parametrize(("model", "tokens"), [("llama3-8b", 4 * 2**20), ("llama3.1-405b", 16 * 2**20)])
 def test_a_search_takes_the_batch_that_such_models_are_trained_with(model: str, tokens: int) -> None:
-    found = as_json(plan(options(model=model, search=True, strategies="megatron", microbatch="1", nodes="32")))
+    found = as_json(plan(options(model=model, search=True, strategies="megatron", microbatch="1", gpus="256")))
     assert found["tokens_per_step"] == tokens
 
 
 def test_a_model_may_be_a_file_of_ones_own(tmp_path: Path) -> None:
     mine = tmp_path / "mine.toml"
     mine.write_text((Path(__file__).parents[2] / "profiles/models/llama3-8b.toml").read_text())
-    assert sizes(model=str(mine)) == sizes()
+    assert sizes(model=str(mine)) == named(sizes(), str(mine))
     with pytest.raises(SpecError, match=r"none\.toml: cannot be read"):
         plan(options(model=str(tmp_path / "none.toml")))
 
@@ -255,7 +283,7 @@ def test_the_status_says_whether_anything_fits(capsys: pytest.CaptureFixture[str
     assert code == 1
     assert shown.startswith("Nothing fits: ")
     assert "Closest: ddp with DP 16" in " ".join(shown.split())
-    code, shown = run("--tensor", "3")
+    code, shown = run("--tp", "3")
     assert code == 1
     assert "No configuration can run: no choice of axes divides" in " ".join(shown.split())
     with pytest.raises(SystemExit) as refused:
@@ -267,14 +295,14 @@ def test_the_status_says_whether_anything_fits(capsys: pytest.CaptureFixture[str
 
 
 def test_options_of_the_command_line_are_those_that_are_asked_with() -> None:
-    words = "--strategy megatron --tokens-per-step 1M --tensor 2 --pipeline 4 --interleave 2 --schedule interleaved"
-    code, shown = run(*words.split(), "--json", "--microbatch", "1", "--nodes", "2", "--price", "1", "--mtbf", "1000")
+    words = "--strategy megatron --tokens-per-step 1M --tp 2 --pp 4 --interleave 2 --schedule interleaved"
+    code, shown = run(*words.split(), "--json", "--microbatch", "1", "--gpus", "16", "--price", "1", "--mtbf", "1000")
     assert code == 0
     told = json.loads(shown)
     assert told["price_usd_per_gpu_hour"] == 1
     assert told["failures"]["mtbf_hours"] == 1000
-    one = told["sizes"][0]["rows"][0]["configuration"]
-    assert (one["strategy"], one["tensor"], one["pipeline"], one["interleave"]) == ("megatron", 2, 4, 2)
+    one = told["sizes"][0]["rows"][0]["job"]
+    assert (one["strategy"], one["tp"], one["pp"], one["interleave"]) == ("megatron", 2, 4, 2)
     assert told["tokens_per_step"] == 2**20
 
 
@@ -282,7 +310,7 @@ def test_all_fields_of_json_and_csv_are_there_whatever_fits() -> None:
     some, none = plan(options()), plan(options(model="llama3.1-405b"))
     assert as_json(some).keys() == as_json(none).keys()
     assert not as_csv(none)
-    assert {"world_size", "strategy", "step_s", "peak_bytes", "compute_s", "cost_usd"} <= as_csv(some)[0].keys()
+    assert {"gpus", "strategy", "step_s", "peak_bytes", "compute_s", "cost_usd"} <= as_csv(some)[0].keys()
 
 
 def test_more_or_fewer_rows_are_listed() -> None:
@@ -309,7 +337,7 @@ def read(tool: str, files: dict[str, Path]) -> Any:
 @pytest.mark.parametrize("tool", sorted(TOOLS))
 def test_the_first_configuration_that_a_tool_runs_is_written_for_it(tool: str, tmp_path: Path) -> None:
     found = plan(
-        options(strategies=None, checkpoint="none,full", seq_len=2048), tool=tool, out=tmp_path / "new" / "folder"
+        options(strategies=None, checkpointing="none,full", seq_len=2048), tool=tool, out=tmp_path / "new" / "folder"
     )
     assert found.status == 0
     files = {path.name: path for path in (tmp_path / "new" / "folder").iterdir()}
@@ -319,17 +347,15 @@ def test_the_first_configuration_that_a_tool_runs_is_written_for_it(tool: str, t
     assert all(name in shown for name in files)
     assert "Start it with: " in shown
     if tool in RUNS:
-        assert {one["strategy"] for one in (row["configuration"] for row in as_json(found)["sizes"][0]["rows"])} <= {
-            *RUNS[tool]
-        }
+        assert {one["strategy"] for one in (row["job"] for row in as_json(found)["sizes"][0]["rows"])} <= {*RUNS[tool]}
 
 
 def test_a_plan_for_a_tool_goes_on_to_the_first_row_that_it_can_run(tmp_path: Path) -> None:
     """DeepSpeed has no tensor parallelism, which is faster here than to compute every layer again."""
-    changes = {"seq_len": 12288, "tensor": "1,2", "checkpoint": "none,full", "strategies": "fsdp2"}
-    best, next_ = (row["configuration"] for row in sizes(**changes)[0]["rows"])
-    assert (best["tensor"], best.get("checkpointing", "none")) == (2, "none")
-    assert (next_.get("tensor", 1), next_["checkpointing"]) == (1, "full")
+    changes = {"seq_len": 12288, "tp": "1,2", "checkpointing": "none,full", "strategies": "fsdp2"}
+    best, next_ = (row["job"] for row in sizes(**changes)[0]["rows"])
+    assert (best["tp"], best.get("checkpointing", "none")) == (2, "none")
+    assert (next_.get("tp", 1), next_["checkpointing"]) == (1, "full")
     found = plan(options(**changes), tool="deepspeed", out=tmp_path)
     (path,) = tmp_path.iterdir()
     assert json.loads(path.read_text())["train_batch_size"] == 16
@@ -348,32 +374,32 @@ def test_a_search_for_megatron_gives_it_the_batch_that_was_asked_for(tmp_path: P
 @pytest.mark.parametrize(
     "axes",
     [
-        {"pipeline": "2", "interleave": "1", "schedule": "1f1b"},
-        {"pipeline": "4", "interleave": "2", "schedule": "interleaved", "tensor": "2"},
-        {"pipeline": "2", "interleave": "1", "schedule": "zero-bubble", "replicas": "2", "seq_len": 1024},
-        {"context": "2", "tensor": "2"},
-        {"pipeline": "2", "context": "2", "tensor": "2", "schedule": "1f1b", "seq_len": 16384},
+        {"pp": "2", "interleave": "1", "schedule": "1f1b"},
+        {"pp": "4", "interleave": "2", "schedule": "interleaved", "tp": "2"},
+        {"pp": "2", "interleave": "1", "schedule": "zero-bubble", "dp_replicate": "2", "seq_len": 1024},
+        {"cp": "2", "tp": "2"},
+        {"pp": "2", "cp": "2", "tp": "2", "schedule": "1f1b", "seq_len": 16384},
     ],
 )
 def test_a_suite_for_refshard_has_every_axis_and_can_be_dry_run(axes: dict[str, Any], tmp_path: Path) -> None:
     found = plan(options(strategies="fsdp2", accumulate=8, **axes), tool="refshard", out=tmp_path)
-    one = as_json(found)["sizes"][-1]["rows"][0]["configuration"]
+    one = as_json(found)["sizes"][-1]["rows"][0]["job"]
     (case,) = parse_suite((tmp_path / "refshard.toml").read_text(), "emitted").cases()
-    for field, of_case in (("tensor", case.tensor_parallel), ("context", case.context_parallel),
-                           ("pipeline", case.pipeline_parallel), ("interleave", case.interleave)):  # fmt: skip
+    for field, of_case in (("tp", case.job.tp), ("cp", case.job.cp),
+                           ("pp", case.job.pp), ("interleave", case.job.interleave)):  # fmt: skip
         assert of_case == one.get(field, 1) == int(axes.get(field, 1))
-    assert case.schedule == one.get("schedule", "1f1b")
-    assert case.sequence_parallel == (case.tensor_parallel > 1)
-    assert (case.replicas, case.microbatches) == (one.get("replicate", 1), one["microbatches"])
+    assert case.job.schedule == one.get("schedule", "1f1b")
+    assert case.job.sequence_parallel == (case.job.tp > 1)
+    assert (case.job.dp_replicate, case.job.microbatches) == (one.get("dp_replicate", 1), one["microbatches"])
     check_case(case, cuda=True)
 
 
 def test_megatron_gets_a_pipeline_in_a_schedule_that_it_has(tmp_path: Path) -> None:
     """Megatron-LM has no zero bubble."""
-    found = plan(options(strategies="megatron", pipeline="4", accumulate=8), tool="megatron", out=tmp_path)
-    best = as_json(found)["sizes"][-1]["rows"][0]["configuration"]
+    found = plan(options(strategies="megatron", pp="4", accumulate=8), tool="megatron", out=tmp_path)
+    best = as_json(found)["sizes"][-1]["rows"][0]["job"]
     words = megatron_words((tmp_path / "pretrain.sh").read_text())
-    assert words[words.index("--pipeline-model-parallel-size") + 1] == "4" == str(best["pipeline"])
+    assert words[words.index("--pipeline-model-parallel-size") + 1] == "4" == str(best["pp"])
     assert best.get("schedule", "1f1b") == "1f1b"
     assert "megatron with ZeRO-1 4 x PP 4 (1F1B)" in " ".join(text(found).split())
 
@@ -389,7 +415,7 @@ def test_a_factory_is_planned_by_its_dimensions_and_refused_if_it_has_none(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     found = plan(options(model="planned_models:build", strategies="fsdp2"), tool="refshard", out=tmp_path / "out")
-    assert as_json(found)["sizes"] == sizes(strategies="fsdp2")
+    assert as_json(found)["sizes"] == named(sizes(strategies="fsdp2"), "planned_models:build")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"refshard.toml", "model.toml"}
     with pytest.raises(SpecError, match=r"for the factory 'planned_models:other', its blocks must be .*; give the dim"):
         plan(options(model="planned_models:other"))
@@ -400,19 +426,19 @@ def test_a_tool_that_cannot_checkpoint_some_layers_gets_a_plan_without_them(
     tool: str, policies: tuple[str, ...], tmp_path: Path
 ) -> None:
     found = plan(options(model="llama3-70b", cluster="dgx-h100x4", strategies="fsdp2"), tool=tool, out=tmp_path)
-    chosen = {row["configuration"].get("checkpointing", "none") for row in as_json(found)["sizes"][0]["rows"]}
+    chosen = {row["job"].get("checkpointing", "none") for row in as_json(found)["sizes"][0]["rows"]}
     assert chosen <= {*policies}
     assert "full" in chosen
-    with pytest.raises(SpecError, match=r"got '\d+'; plan with --checkpoint none,"):
+    with pytest.raises(SpecError, match=r"got 'first-\d+'; plan with --checkpointing none,"):
         plan(
-            options(model="llama3-70b", cluster="dgx-h100x4", strategies="fsdp2", checkpoint="auto"),
+            options(model="llama3-70b", cluster="dgx-h100x4", strategies="fsdp2", checkpointing="auto"),
             tool=tool, out=tmp_path,
         )  # fmt: skip
 
 
 def test_what_is_emitted_goes_to_runs_unless_a_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    code, shown = run("--emit", "deepspeed", "--strategy", "fsdp2", "--checkpoint", "full")
+    code, shown = run("--emit", "deepspeed", "--strategy", "fsdp2", "--checkpointing", "full")
     assert code == 0
     (path,) = (tmp_path / "runs" / "emitted" / "deepspeed").iterdir()
     assert f"runs/emitted/deepspeed/{path.name}" in shown
@@ -448,26 +474,29 @@ def test_a_tool_that_runs_nothing_of_the_plan_says_why(tmp_path: Path) -> None:
         ({"accumulate": 0}, "accumulate must be >= 1, got 0"),
         ({"top": 0}, "top must be >= 1, got 0"),
         ({"microbatch": "-1"}, "microbatch must be numbers from 1, separated by commas, got '-1'; write, for example"),
-        ({"tensor": "two"}, "tensor must be numbers from 1, separated by commas, got 'two'; write, for example, 1,2,4"),
-        ({"pipeline": ""}, "pipeline must be numbers from 1, separated by commas, got ''; write"),
-        ({"nodes": "0"}, "nodes must be numbers from 1, separated by commas, got '0'; write, for example, 1,2,4"),
-        ({"nodes": "1-4"}, "nodes must be numbers from 1, separated by commas, got '1-4'; write"),
-        ({"nodes": "8..2"}, r"nodes must ascend from 1 or more, got '8\.\.2'; write, for example, 64\.\.2048"),
-        ({"nodes": "0..4"}, r"nodes must ascend from 1 or more, got '0\.\.4'; write"),
+        ({"tp": "two"}, "tp must be numbers from 1, separated by commas, got 'two'; write, for example, 1,2,4"),
+        ({"pp": ""}, "pp must be numbers from 1, separated by commas, got ''; write"),
+        ({"gpus": "0"}, "gpus must be numbers from 1, separated by commas, got '0'; write, for example, 1,2,4"),
+        ({"gpus": "1-4"}, "gpus must be numbers from 1, separated by commas, got '1-4'; write"),
+        ({"gpus": "8..2"}, r"gpus must ascend from 1 or more, got '8\.\.2'; write, for example, 64\.\.2048"),
+        ({"gpus": "0..4"}, r"gpus must ascend from 1 or more, got '0\.\.4'; write"),
         ({"tokens_per_step": "4G"}, r"tokens-per-step must be a number, with K for 2\^10 or M for 2\^20, got '4G'"),
         ({"tokens_per_step": "5000"}, "must be a multiple of seq-len = 4,096, got 5,000; change either"),
         ({"tokens_per_step": "1"}, "must be a multiple of seq-len = 4,096, got 1; change either"),
         ({"price_usd": -1.0}, r"--price must be >= 0 USD per GPU-hour, and finite, got -1\.0; give"),
         ({"price_usd": float("nan")}, "--price must be >= 0 USD per GPU-hour, and finite, got nan; give"),
         ({"mtbf_hours": 0.0}, r"--mtbf must be > 0 hours, and finite, got 0\.0; give"),
-        ({"dtype": "fp16"}, "dtype must be fp32, bf16 or fp8, got 'fp16'; choose one of them"),
-        ({"dtype": "bf16,fp8", "cluster": "dgx-a100"}, "the hardware profile has rates for .*, got fp8; choose"),
-        ({"dtype": " , "}, "dtype: no word in ' , '; separate words by commas, or leave the option out"),
+        ({"precision": "fp16"}, "precision must be fp32, bf16 or fp8, got 'fp16'; choose one of them"),
+        ({"precision": "bf16,fp8", "cluster": "dgx-a100"}, "the hardware profile has rates for .*, got fp8; choose"),
+        ({"precision": " , "}, "precision: no word in ' , '; separate words by commas, or leave the option out"),
         ({"compiled": "both"}, "compile must be no or yes, got 'both'; choose one of them"),
         ({"reduction": "int8"}, "reduction must be fp32 or bf16, got 'int8'; choose one of them"),
         ({"schedule": "gpipe"}, "schedule must be 1f1b, interleaved or zero-bubble, got 'gpipe'; choose one of"),
-        ({"checkpoint": "some"}, "checkpoint must be auto, none, selective, full, every-K .*'some'; choose one"),
-        ({"checkpoint": "every-0"}, "checkpoint must be auto, none, selective, full, every-K or .*, got 'every-0'"),
+        ({"checkpointing": "some"}, "checkpointing must be auto, none, selective, full, every-K .*'some'; choose one"),
+        (
+            {"checkpointing": "every-0"},
+            "checkpointing must be auto, none, selective, full, every-K or .*, got 'every-0'",
+        ),
     ],
 )  # fmt: skip
 def test_mistakes_are_refused_in_one_line(changes: dict[str, Any], message: str) -> None:

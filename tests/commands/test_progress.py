@@ -8,7 +8,6 @@ import sys
 from io import StringIO
 from pathlib import Path
 
-import msgspec
 import pytest
 from rich.console import Console
 
@@ -102,7 +101,7 @@ def test_another_phase_has_a_rate_of_its_own(course: Course, clock: Clock) -> No
 @pytest.mark.parametrize("columns", [60, 80, 140])
 def test_no_line_is_wider_than_the_terminal(course: Course, clock: Clock, columns: int) -> None:
     """Even the longest of everything, and an echoed ^C."""
-    long = msgspec.structs.replace(OK.case, global_batch=8, microbatches=4, checkpointing="every-2")
+    long = OK.case.changed(global_batch=8, microbatches=4, checkpointing="every-2")
     course.start(long, 0, 100, 1000)
     clock.now = 3000
     course.end()

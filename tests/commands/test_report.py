@@ -3,14 +3,12 @@
 import zipfile
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from refshard import resources
 from refshard.commands.report import report
 from refshard.errors import SpecError, StoreError
-from tests.analysis.test_evidence import later, quicker
-from tests.report.runs import CASES, over_network, run, write
+from tests.report.runs import CASES, later, over_network, quicker, run, write
 
 pytestmark = pytest.mark.slow
 
@@ -28,21 +26,17 @@ def other(tmp_path: Path) -> Path:
     return write(later(run(CASES[:2], rounds=1, failed=False), "other"), tmp_path / "other")
 
 
-def test_one_run_is_one_file_in_its_folder(folder: Path) -> None:
-    assert report([folder], None) == folder / "dashboard.html"
-    assert 'id="plotly"' in (folder / "dashboard.html").read_text()
-
-
-def test_or_where_it_is_told(folder: Path, tmp_path: Path) -> None:
+def test_one_run_is_one_file_in_its_folder_or_elsewhere(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert report([folder], tmp_path / "page.html") == tmp_path / "page.html"
     assert not (folder / "dashboard.html").exists()
-
-
-def test_standard_output_takes_one_page(folder: Path, other: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report([folder], None) == folder / "dashboard.html"
+    assert 'id="plotly"' in (folder / "dashboard.html").read_text()
     report([folder], Path("-"))
     assert capsys.readouterr().out.startswith("<!doctype html>")
-    with pytest.raises(SpecError, match="2 runs make a folder"):
-        report([folder, other], Path("-"))
+    joined = write(over_network(run(), "2 hosts joined at 2 Gbit/s"), tmp_path / "joined")
+    assert "quiet-oak (2 hosts joined at 2 Gbit/s)" in report([joined], None).read_text()
 
 
 def test_several_runs_are_a_folder_with_an_index_and_a_page_each(folder: Path, other: Path) -> None:
@@ -55,20 +49,26 @@ def test_several_runs_are_a_folder_with_an_index_and_a_page_each(folder: Path, o
     assert '<a href="index.html">All runs</a>' in (written / "made.html").read_text()
 
 
-def test_several_runs_in_one_file_are_a_mistake(folder: Path, other: Path, tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"out: .*page.html is one file, and 2 runs make a folder; name a folder"):
-        report([folder, other], tmp_path / "page.html")
+def test_places_that_cannot_be_written_or_hold_no_run_are_mistakes_in_one_line(
+    folder: Path, other: Path, tmp_path: Path
+) -> None:
+    for out in (Path("-"), tmp_path / "page.html"):
+        with pytest.raises(SpecError, match="is one file, and 2 runs make a folder; name a folder"):
+            report([folder, other], out)
+    with pytest.raises(SpecError, match=r"out: .*missing/page.html cannot be written \(No such file"):
+        report([folder], tmp_path / "missing" / "page.html")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(StoreError, match="there is no run in this folder"):
+        report([tmp_path / "empty"], None)
 
 
 def test_hostile_run_ids_name_no_file_elsewhere(folder: Path, tmp_path: Path) -> None:
-    made = run(CASES[:2], failed=False)
-    header = msgspec.structs.replace(made.header, run_id="../../evil", started_at="2026-03-02T10:00:00Z")
-    hostile = write(msgspec.structs.replace(made, header=header), tmp_path / "hostile")
+    hostile = write(later(run(CASES[:2], failed=False), "../../evil"), tmp_path / "hostile")
     written = report([folder, hostile], tmp_path / "pages")
     assert sorted(path.name for path in written.iterdir()) == ["..-..-evil.html", "index.html", "made.html"]
 
 
-def test_a_folder_has_a_page_for_each_trace_and_the_traces(tmp_path: Path) -> None:
+def test_a_folder_has_the_traces_and_a_page_for_each_and_a_zip_holds_it(tmp_path: Path) -> None:
     written = report([RECORDED], tmp_path / "pages")
     names = ["index.html", "trace-0.html", "trace-1.html", "traces"]
     assert sorted(path.name for path in written.iterdir()) == names
@@ -76,29 +76,15 @@ def test_a_folder_has_a_page_for_each_trace_and_the_traces(tmp_path: Path) -> No
     assert 'href="trace-0.html">analysis</a>' in text
     for trace in (written / "traces").iterdir():
         assert f'href="traces/{trace.name}"' in text
-
-
-def test_a_zip_holds_the_folder(tmp_path: Path) -> None:
-    written = report([RECORDED], tmp_path / "to send.zip")
-    names = zipfile.ZipFile(written).namelist()
-    assert "to send/index.html" in names
-    assert len([name for name in names if name.startswith("to send/traces/") and name.endswith(".gz")]) == 2
+    packed = zipfile.ZipFile(report([RECORDED], tmp_path / "to send.zip")).namelist()
+    assert "to send/index.html" in packed
+    assert len([name for name in packed if name.startswith("to send/traces/") and name.endswith(".gz")]) == 2
 
 
 def test_the_page_of_one_run_carries_its_traces(tmp_path: Path) -> None:
     text = report([RECORDED], tmp_path / "page.html").read_text()
     assert text.count('<script type="application/octet-stream"') == 2
     assert text.count(">Open in Perfetto</button>") == 2
-
-
-def test_a_place_that_does_not_exist_is_a_mistake_in_one_line(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"out: .*missing/page.html cannot be written \(No such file"):
-        report([folder], tmp_path / "missing" / "page.html")
-
-
-def test_a_folder_without_a_run_is_a_mistake_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="there is no run in this folder"):
-        report([tmp_path], None)
 
 
 def test_a_baseline_says_what_changed(folder: Path, tmp_path: Path) -> None:
@@ -115,12 +101,7 @@ def test_a_run_that_is_named_twice_counts_once(folder: Path, tmp_path: Path) -> 
     assert text == report([folder], tmp_path / "page.html").read_text()
 
 
-def test_a_network_is_named(tmp_path: Path) -> None:
-    words = "2 hosts joined at 2 Gbit/s (network namespaces)"
-    joined = write(over_network(run(), words), tmp_path / "joined")
-    assert f"quiet-oak ({words})" in report([joined], None).read_text()
-
-
+@pytest.mark.processes
 def test_the_noise_of_the_machine_is_told_where_it_was_measured(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from torch.multiprocessing import get_context
 from torch.multiprocessing.spawn import start_processes
 
 from refshard.fakecuda import is_active
-from refshard.measure.launchers.ranks import rank_environment
+from refshard.measure.launchers.base import rank_environment
 from tests.fakecuda.devices import module_of_this_device
 
 Backend = Literal["gloo", "nccl"]
@@ -32,7 +32,7 @@ TORCH_MODULES = (
     "torch.distributed.fsdp",
     "torch.nn.parallel",
 )
-_IMPORTED_ONCE = (*TORCH_MODULES, "refshard.engine.checkpoint", "refshard.measure.launchers.ranks")
+_IMPORTED_ONCE = (*TORCH_MODULES, "refshard.engine.checkpoint", "refshard.measure.launchers.base")
 
 
 def rank_processes() -> ForkServerContext:

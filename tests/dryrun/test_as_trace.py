@@ -12,7 +12,7 @@ import pytest
 
 from refshard.analysis.analyse import analyse
 from refshard.analysis.figures import Stall
-from refshard.analysis.kineto import timeline_of
+from refshard.analysis.kineto import device_order, timeline_of
 from refshard.analysis.labels import meaning_of
 from refshard.analysis.overlap import collectives_per_step, step_breakdowns
 from refshard.dryrun.as_trace import LABELS, LEAVE, as_trace, purposes
@@ -141,7 +141,7 @@ def test_a_written_trace_reads_back_unchanged(tmp_path: Path) -> None:
         path.write_text(as_kineto(ours))
         read = read_trace(path)
         numbered = ("names", "operands", "lanes", "signatures")  # the reader numbers names in another order
-        for table in ("host", "device", "memory"):
+        for table in ("host", "device", "syncs", "memory"):
             assert_same(getattr(ours, table), getattr(read, table), but=numbered)
         for table, column in (("host", "names"), ("device", "names"), ("device", "lanes"), ("device", "signatures")):
             names = [
@@ -156,6 +156,30 @@ def test_a_written_trace_reads_back_unchanged(tmp_path: Path) -> None:
         assert ours.metadata.items() <= read.metadata.items()
         mine, others = analyse(ours).figures, analyse(path).figures
         assert msgspec.structs.replace(mine, file=str(path), events=others.events) == others
+
+
+def test_streams_wait_for_what_the_recording_says() -> None:
+    recording, _, replayed = trained(steps=2)
+    trace = traced(recording, replayed, steps_of(recording)[1:])
+    exact, last, recorded, waiting = set[tuple[int, int]](), dict[int, int](), dict[int, int | None](), set[Any]()
+    for row in range(steps_of(recording)[1].first, len(recording)):
+        kind, stream, event = recording.kinds[row], int(recording.streams[row]), int(recording.subjects[row])
+        if kind == Recorded.RECORD:
+            recorded[event] = last.get(stream)
+        elif kind == Recorded.WAIT:
+            waiting.add((stream, recorded[event]))
+        elif kind in (Recorded.LAUNCH, Recorded.COLLECTIVE):
+            exact |= {(row, source) for waits, source in waiting if waits == stream and source is not None}
+            waiting = {one for one in waiting if one[0] != stream}
+            last[stream] = row
+    calls, rows = timeline_of(trace).calls, trace.device.correlations[device_order(trace)] - 1
+    assert calls is not None
+    assert set(zip(rows[calls.waiting].tolist(), rows[calls.sources].tolist())) == exact
+    assert len(exact) == 6 * 2 + 3 + 1
+    what_if = analyse(trace).figures.what_if
+    assert what_if is not None
+    # Only that collectives of several streams take turns is inferred.
+    assert (what_if.waits_recorded, what_if.waits_inferred, what_if.replay_error) == (16, 2, 0.0)
 
 
 def test_the_figures_of_steps_are_the_replays() -> None:

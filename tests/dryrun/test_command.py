@@ -84,7 +84,7 @@ def test_a_script_that_fails_is_named_by_its_line(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_says_what_it_needs_and_what_was_refused(tmp_path: Path) -> None:
-    done = run(tmp_path, scripts.TOO_LARGE, "--world-size", "1")
+    done = run(tmp_path, scripts.TOO_LARGE, "--gpus", "1")
     assert done.returncode == 1
     words = " ".join(done.stdout.split())
     assert "DOES NOT FIT: needs 120 GiB reserved, 41.6 GiB more than 78.4 GiB; peak allocated 120 GiB" in words
@@ -97,20 +97,20 @@ def test_expandable_segments_have_addresses_where_memory_has_no_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    words = " ".join(run(tmp_path, scripts.TOO_LARGE, "--world-size", "1").stdout.split())
+    words = " ".join(run(tmp_path, scripts.TOO_LARGE, "--gpus", "1").stdout.split())
     assert "DOES NOT FIT: needs 120 GiB reserved, 41.6 GiB more than 78.4 GiB; peak allocated 120 GiB" in words
 
 
 @pytest.mark.full
 def test_what_would_not_fit_any_gpu_says_so(tmp_path: Path) -> None:
-    done = run(tmp_path, scripts.ENDLESS, "--world-size", "1")
+    done = run(tmp_path, scripts.ENDLESS, "--gpus", "1")
     assert done.returncode == 1
     assert "DOES NOT FIT: needs more than 78.4 GiB" in done.stdout
 
 
 @pytest.mark.full
 def test_what_does_not_fit_is_explained_by_a_run_without_a_limit(tmp_path: Path) -> None:
-    done = run(tmp_path, scripts.TOO_LARGE_IN_BACKWARD, "--json", "--world-size", "1")
+    done = run(tmp_path, scripts.TOO_LARGE_IN_BACKWARD, "--json", "--gpus", "1")
     found = json.loads(done.stdout)
     assert not found["fits"]
     assert found["refused"]["outcome"] == "oom"
@@ -124,8 +124,8 @@ def test_what_does_not_fit_is_explained_by_a_run_without_a_limit(tmp_path: Path)
 
 @pytest.mark.full
 def test_objects_of_another_rank_cannot_be_received(tmp_path: Path) -> None:
-    assert run(tmp_path, scripts.RECEIVES, "--world-size", "2").returncode == 0
-    done = run(tmp_path, scripts.RECEIVES, "--world-size", "2", "--rank", "1")
+    assert run(tmp_path, scripts.RECEIVES, "--gpus", "2").returncode == 0
+    done = run(tmp_path, scripts.RECEIVES, "--gpus", "2", "--rank", "1")
     assert done.returncode == 1
     assert "run the rank that sends it (--rank, usually 0)" in done.stdout
     assert "at train.py:6 in <module>" in done.stdout
@@ -133,13 +133,13 @@ def test_objects_of_another_rank_cannot_be_received(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_parameters_are_known_before_an_optimizer_steps(tmp_path: Path) -> None:
-    found = json.loads(run(tmp_path, scripts.FORWARD, "--json", "--world-size", "1").stdout)
+    found = json.loads(run(tmp_path, scripts.FORWARD, "--json", "--gpus", "1").stdout)
     assert found["peak_by_category"]["parameters"] == 4 * 2**20
 
 
 @pytest.mark.full
 def test_small_integers_are_computed_and_what_is_not_computed_is_reported(tmp_path: Path) -> None:
-    done = run(tmp_path, scripts.READS, "--json", "--steps", "1", "--world-size", "1")
+    done = run(tmp_path, scripts.READS, "--json", "--steps", "1", "--gpus", "1")
     assert done.returncode == 0, done.stderr
     syncs = {one["site"]: one["value_unknown"] for one in json.loads(done.stdout)["host_synchronisations"]}
     assert syncs == {
@@ -162,7 +162,7 @@ def test_two_dry_runs_of_a_script_are_the_same_to_the_bit(tmp_path: Path) -> Non
     ("words", "says"),
     [
         (["--", "nothere.py"], "there is no script 'nothere.py'"),
-        (["--world-size", "0", "--", "train.py"], "world-size must be >= 1, got 0"),
+        (["--gpus", "0", "--", "train.py"], "gpus must be >= 1, got 0"),
         (["--rank", "9", "--", "train.py"], "rank must be"),
         (["--steps", "0", "--", "train.py"], "steps must be >= 1, got 0"),
         (["--", "-m"], "-m must be followed by a module"),
@@ -180,7 +180,7 @@ def test_a_mistake_is_one_line_that_names_the_remedy(
 
 def test_races_and_the_page_are_made_of_one_run(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    done = run(tmp_path, scripts.TRAIN, "--races", "--html", str(page), "--world-size", "2")
+    done = run(tmp_path, scripts.TRAIN, "--races", "--html", str(page), "--gpus", "2")
     assert done.returncode == 0, done.stderr
     assert "Races: none; all accesses to the same memory" in done.stdout
     assert f"page: {page}" in done.stdout

@@ -130,7 +130,7 @@ def test_accelerate_launch_runs_as_it_is_under_a_dry_run(tmp_path: Path) -> None
         "{compute_environment: LOCAL_MACHINE, distributed_type: FSDP, mixed_precision: bf16, num_machines: 1, "
         "num_processes: 4, machine_rank: 0, fsdp_config: {fsdp_version: 2, fsdp_cpu_ram_efficient_loading: false}}"
     )
-    command = [sys.executable, "-m", "refshard", "dryrun", "--cluster", "dgx-h100", "--world-size", "4", "--json", "--"]
+    command = [sys.executable, "-m", "refshard", "dryrun", "--cluster", "dgx-h100", "--gpus", "4", "--json", "--"]
     launcher = ["accelerate", "launch", "--config_file", "config.yaml", "train.py"]
     done = subprocess.run([*command, *launcher], capture_output=True, text=True, cwd=tmp_path, timeout=1800)
     assert done.returncode == 0, done.stderr

@@ -47,7 +47,7 @@ for _ in range(10):
 def answer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("observed")
     (folder / "train.py").write_text(SCRIPT)
-    asked = ("--cluster", "dgx-h100", "--world-size", "1", "--json")
+    asked = ("--cluster", "dgx-h100", "--gpus", "1", "--json")
     command = [sys.executable, "-m", "refshard", "dryrun", *asked, "--", "train.py"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=1800)
     assert done.returncode == 0, done.stderr

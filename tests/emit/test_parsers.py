@@ -47,11 +47,11 @@ def test_torchtitan_parses_its_module(name: str, tmp_path: Path, monkeypatch: py
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, module.stem, raising=False)
     parsed = config.ConfigManager().parse_args(emitted.command.partition("-m torchtitan.train ")[2].split())
-    asked, model = job.configuration, parsed.model_spec.model
+    asked, model = job.job, parsed.model_spec.model
     assert (model.dim, len(model.layers), model.vocab_size) == (job.model.dim, job.model.n_layers, job.model.vocab)
     assert model.layers[0].feed_forward.w1.out_features == job.model.ffn_dim
     assert model.enable_weight_tying == job.model.tied
-    assert (parsed.training.global_batch_size, parsed.training.seq_len) == (asked.global_batch, job.seq_len)
+    assert (parsed.training.global_batch_size, parsed.training.seq_len) == (asked.global_batch, job.job.seq_len)
     axes = (
         "data_parallel_replicate",
         "data_parallel_shard",
@@ -60,9 +60,9 @@ def test_torchtitan_parses_its_module(name: str, tmp_path: Path, monkeypatch: py
         "pipeline_parallel",
     )
     degrees = [getattr(parsed.parallelism, f"{axis}_degree") for axis in axes]
-    shard = [asked.data_ranks, 1] if asked.strategy == "ddp" else [asked.replicate, asked.shard]
-    assert degrees == [*shard, asked.context, asked.tensor, asked.pipeline]
-    policy = {"none": "NoneType", "full": "FullAC.Config", "selective": "SelectiveAC.Config"}[asked.checkpointing]
+    shard = [asked.data_ranks, 1] if asked.strategy == "ddp" else [asked.dp_replicate, asked.dp_shard]
+    assert degrees == [*shard, asked.cp, asked.tp, asked.pp]
+    policy = {"none": "NoneType", "full": "FullAC.Config", "selective": "SelectiveAC.Config"}[str(asked.checkpointing)]
     assert type(parsed.activation_checkpoint).__qualname__ == policy
 
 
@@ -73,18 +73,18 @@ def test_accelerate_parses_its_yaml(name: str, tmp_path: Path, monkeypatch: pyte
     from accelerate.utils import FullyShardedDataParallelPlugin
     from accelerate.utils.launch import prepare_multi_gpu_env
 
-    if ACCELERATE[name].configuration.precision == "fp8":
+    if ACCELERATE[name].job.precision == "fp8":
         pytest.importorskip("torchao")
-    asked, emitted = ACCELERATE[name].configuration, emit("accelerate", ACCELERATE[name])
+    asked, emitted = ACCELERATE[name].job, emit("accelerate", ACCELERATE[name])
     file = written("accelerate", emitted.files, tmp_path)
     line = (
         emitted.command.partition("accelerate launch ")[2].replace("$RANK_OF_NODE", "0").replace(file.name, str(file))
     )
     arguments, _, _ = launch._validate_launch_command(launch.launch_command_parser().parse_args(shlex.split(line)))
     environment = prepare_multi_gpu_env(arguments)
-    assert arguments.num_processes == asked.world_size
+    assert arguments.num_processes == asked.gpus
     assert environment["ACCELERATE_MIXED_PRECISION"] == {"fp32": "no"}.get(asked.precision, asked.precision)
-    assert (environment["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] == "True") == asked.compiled
+    assert (environment["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] == "True") == asked.implementation.compiled
     if asked.strategy == "ddp":
         assert "ACCELERATE_USE_FSDP" not in environment
         return
@@ -94,19 +94,19 @@ def test_accelerate_parses_its_yaml(name: str, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("FSDP_SYNC_MODULE_STATES", "false")  # it would look for a device
     check_plugin(FullyShardedDataParallelPlugin(), name)
     if (mesh := check_mesh(environment, monkeypatch)) is not None:
-        assert (mesh.dp_replicate_size, mesh.dp_shard_size) == (asked.replicate, asked.shard)
-        assert (mesh.tp_size, mesh.cp_size, mesh.total_size) == (asked.tensor, asked.context, asked.world_size)
+        assert (mesh.dp_replicate_size, mesh.dp_shard_size) == (asked.dp_replicate, asked.dp_shard)
+        assert (mesh.tp_size, mesh.cp_size, mesh.total_size) == (asked.tp, asked.cp, asked.gpus)
 
 
 def check_plugin(plugin: Any, name: str) -> None:
     """The plugin that a rank makes shards as asked."""
-    asked = ACCELERATE[name].configuration
+    asked = ACCELERATE[name].job
     assert plugin.fsdp_version == (1 if asked.strategy == "fsdp1" else 2)
     assert plugin.activation_checkpointing == (asked.checkpointing == "full")
     if asked.strategy == "fsdp1":
         assert plugin.sharding_strategy.name == "HYBRID_SHARD"
         return
-    assert plugin.reshard_after_forward is asked.reshard
+    assert plugin.reshard_after_forward is asked.implementation.reshard
     assert type(plugin.cpu_offload).__name__ == ("CPUOffloadPolicy" if asked.offload else "OffloadPolicy")
 
 
@@ -137,29 +137,34 @@ class DataRanks:
 def test_deepspeed_parses_its_json(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = pytest.importorskip("deepspeed.runtime.config")
     monkeypatch.setattr(config.dist, "get_rank", lambda *_: 0)
-    asked = DEEPSPEED[name].configuration
+    asked = DEEPSPEED[name].job
     (text,) = emit("deepspeed", DEEPSPEED[name]).files.values()
     parsed = config.DeepSpeedConfig(json.loads(text), mpu=DataRanks(asked.data_ranks))
-    assert (parsed.world_size, parsed.train_batch_size) == (asked.world_size, asked.global_batch)
+    assert (parsed.world_size, parsed.train_batch_size) == (asked.gpus, asked.global_batch)
     assert parsed.gradient_accumulation_steps == asked.microbatches
-    assert parsed.zero_config.zero_hpz_partition_size == (asked.shard if asked.replicate > 1 and name == "hpz" else 1)
+    assert parsed.zero_config.zero_hpz_partition_size == (
+        asked.dp_shard if asked.dp_replicate > 1 and name == "hpz" else 1
+    )
     assert (parsed.zero_config.offload_optimizer is not None) == asked.offload
-    assert str(parsed.communication_data_type) == {"fp32": "torch.float32", "bf16": "torch.bfloat16"}[asked.reduction]
+    assert (
+        str(parsed.communication_data_type)
+        == {"fp32": "torch.float32", "bf16": "torch.bfloat16"}[asked.implementation.reduction]
+    )
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", sorted(MEGATRON))
 def test_megatron_parses_and_validates_its_arguments(name: str) -> None:
     pytest.importorskip("megatron.training", reason="needs a checkout of Megatron-LM core_v0.16.1 on PYTHONPATH")
-    asked = MEGATRON[name].configuration
+    asked = MEGATRON[name].job
     (script,) = emit("megatron", MEGATRON[name]).files.values()
     expected = {
         "data_parallel_size": asked.data_ranks,
         "virtual_pipeline_model_parallel_size": asked.interleave if asked.interleave > 1 else None,
-        "sequence_parallel": asked.tensor > 1,
+        "sequence_parallel": asked.tp > 1,
         "global_batch_size": asked.global_batch,
     }
-    variables = {"WORLD_SIZE": str(asked.world_size), "RANK": "0", "LOCAL_RANK": "0"}
+    variables = {"WORLD_SIZE": str(asked.gpus), "RANK": "0", "LOCAL_RANK": "0"}
     if "CUDA_DEVICE_MAX_CONNECTIONS" in script:
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     command = [sys.executable, "-W", "ignore", "-c", MEGATRON_PARSER, json.dumps(megatron_words(script))]

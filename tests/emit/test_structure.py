@@ -23,7 +23,7 @@ def megatron_words(script: str) -> list[str]:
 
 @pytest.mark.parametrize("name", sorted(TORCHTITAN))
 def test_torchtitan_gets_python_with_one_function(name: str) -> None:
-    emitted, asked = emit("torchtitan", TORCHTITAN[name]), TORCHTITAN[name].configuration
+    emitted, asked = emit("torchtitan", TORCHTITAN[name]), TORCHTITAN[name].job
     (text,) = emitted.files.values()
     functions = [node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
     assert functions == ["configuration"]
@@ -33,26 +33,26 @@ def test_torchtitan_gets_python_with_one_function(name: str) -> None:
         for line, _, size in (row.partition(" = ") for row in text.splitlines())
         if line.endswith("_degree") and "expert" not in line
     }
-    assert prod(degrees.values()) == asked.world_size
+    assert prod(degrees.values()) == asked.gpus
 
 
 @pytest.mark.parametrize("name", sorted(ACCELERATE))
 def test_accelerate_gets_yaml_of_all_ranks(name: str) -> None:
-    asked = ACCELERATE[name].configuration
+    asked = ACCELERATE[name].job
     (text,) = emit("accelerate", ACCELERATE[name]).files.values()
     settings = yaml.safe_load(text)
-    assert settings["num_processes"] == asked.world_size == 8 * settings["num_machines"]
+    assert settings["num_processes"] == asked.gpus == 8 * settings["num_machines"]
     assert settings["mixed_precision"] == {"fp32": "no", "bf16": "bf16", "fp8": "fp8"}[asked.precision]
-    assert prod(settings.get("parallelism_config", {"all": asked.world_size}).values()) == asked.world_size
+    assert prod(settings.get("parallelism_config", {"all": asked.gpus}).values()) == asked.gpus
 
 
 @pytest.mark.parametrize("name", sorted(DEEPSPEED))
 def test_deepspeed_gets_batches_that_fit(name: str) -> None:
-    asked = DEEPSPEED[name].configuration
+    asked = DEEPSPEED[name].job
     (text,) = emit("deepspeed", DEEPSPEED[name]).files.values()
     settings = json.loads(text)
     per_rank = settings["train_micro_batch_size_per_gpu"] * settings["gradient_accumulation_steps"]
-    assert settings["train_batch_size"] == per_rank * asked.world_size == asked.global_batch
+    assert settings["train_batch_size"] == per_rank * asked.gpus == asked.global_batch
 
 
 @pytest.mark.parametrize("name", sorted(MEGATRON))

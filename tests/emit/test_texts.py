@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from refshard.commands.plan import PLANNED
-from refshard.emit.job import Emitted, Job
 from refshard.emit.suite import COMPILED, MODEL, PLANNED_ONLY, SPLIT, SPLIT_BY_SEQUENCE, STAGED
 from refshard.emit.table import TOOLS, emit
+from refshard.emit.tool import Emitted, Setting
 from refshard.errors import SpecError
 from refshard.specs.model import load_model
 from refshard.specs.suite import parse_suite
@@ -58,63 +58,84 @@ def test_notes_are_sentences(tool: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("tool", "fields", "message"),
     [
-        ("torchtitan", {"strategy": "fsdp1", "shard": 8}, "strategy must be one that it runs .*'fsdp1'; name one"),
-        ("torchtitan", {"model": "llama2-7b", "shard": 8}, "dimensions of a Llama 3 flavor .*, got 32 layers of width"),
-        ("torchtitan", {"shard": 8, "checkpointing": "every-2"}, "'every-2'; plan with --checkpoint none,full,sel"),
-        ("torchtitan", {"shard": 8, "precision": "fp8"}, "for precision 'fp8', got false; plan with --compile yes"),
-        ("torchtitan", {"shard": 8, "pipeline": 5}, r"pipeline \* interleave must divide the 32 layers, got 5"),
-        ("torchtitan", {"shard": 1, "tensor": 16}, "tensor must divide the 8 key-value heads, got 16"),
-        ("torchtitan", {"shard": 8, "expert": 2}, "llama3-8b, which has no experts, got 2; plan with --expert 1"),
+        ("torchtitan", {"strategy": "fsdp1", "dp_shard": 8}, "strategy must be one that it runs .*'fsdp1'; name one"),
         (
-            "torchtitan", {"shard": 2, "pipeline": 4, "schedule": "zero-bubble"},
+            "torchtitan", {"model": "llama2-7b", "dp_shard": 8},
+            "dimensions of a Llama 3 flavor .*, got 32 layers of width",
+        ),
+        (
+            "torchtitan", {"dp_shard": 8, "checkpointing": "every-2"},
+            "'every-2'; plan with --checkpointing none,full,sel",
+        ),
+        ("torchtitan", {"dp_shard": 8, "precision": "fp8"}, "for precision 'fp8', got false; plan with --compile yes"),
+        ("torchtitan", {"dp_shard": 8, "pp": 5}, r"pp \* interleave must divide the 32 layers, got 5"),
+        ("torchtitan", {"dp_shard": 1, "tp": 16}, "tp must divide the 8 key-value heads, got 16"),
+        ("torchtitan", {"dp_shard": 8, "ep": 2}, "llama3-8b, which has no experts, got 2; plan with --ep 1"),
+        (
+            "torchtitan", {"dp_shard": 2, "pp": 4, "schedule": "zero-bubble"},
             "at least 2 for schedule 'zero-bubble', got 1; plan with --interleave 2 or --schedule 1f1b",
         ),
-        ("torchtitan", {"strategy": "ddp", "shard": 2, "context": 4}, "context must be 1, got 4; its context ranks"),
-        ("torchtitan", {"strategy": "simplefsdp", "shard": 8, "pipeline": 2}, "pipeline must be 1, got 2; plan with"),
-        ("accelerate", {"shard": 8, "pipeline": 2}, "pipeline must be 1, got 2; emit for torchtitan or megatron"),
-        ("accelerate", {"strategy": "fsdp1", "shard": 2, "tensor": 4}, "tensor must be 1, got 4; plan with --str"),
-        ("accelerate", {"shard": 1, "replicate": 2, "context": 4}, "shard must be at least 2 where replicate = 2"),
-        ("accelerate", {"strategy": "fsdp1", "shard": 4, "replicate": 2}, "shard must be a node's 8 ranks .*, got 4"),
-        ("accelerate", {"shard": 8, "checkpointing": "3"}, "checkpointing must be one of 'none', 'full', got '3'"),
-        ("megatron", {"strategy": "fsdp2", "shard": 8}, "got 'fsdp2'; name one of these with --strategy, or emit"),
-        ("megatron", {"strategy": "megatron", "shard": 8, "checkpointing": "selective"}, "got 'selective': its own"),
+        ("torchtitan", {"strategy": "ddp", "dp_shard": 2, "cp": 4}, "cp must be 1, got 4; its cp ranks"),
+        ("torchtitan", {"strategy": "simplefsdp", "dp_shard": 8, "pp": 2}, "pp must be 1, got 2; plan with"),
+        ("accelerate", {"dp_shard": 8, "pp": 2}, "pp must be 1, got 2; emit for torchtitan or megatron"),
+        ("accelerate", {"strategy": "fsdp1", "dp_shard": 2, "tp": 4}, "tp must be 1, got 4; plan with --str"),
         (
-            "megatron", {"strategy": "megatron", "shard": 2, "pipeline": 4, "interleave": 2, "schedule": "interleaved",
-                         "microbatches": 6}, "microbatches must be a multiple of pipeline = 4 .*, got 6",
+            "accelerate", {"dp_shard": 1, "dp_replicate": 2, "cp": 4},
+            "dp_shard must be at least 2 where dp_replicate = 2",
         ),
         (
-            "megatron", {"strategy": "megatron", "shard": 2, "pipeline": 4, "interleave": 2, "schedule": "interleaved",
-                         "microbatches": 8, "checkpointing": "3"}, "= 2 layers, got 3; plan with --checkpoint full",
+            "accelerate", {"strategy": "fsdp1", "dp_shard": 4, "dp_replicate": 2},
+            "dp_shard must be a node's 8 ranks .*, got 4",
         ),
-        ("megatron", {"strategy": "megatron", "shard": 2, "pipeline": 4, "schedule": "zero-bubble"}, "'zero-bubble'"),
-        ("deepspeed", {"shard": 8, "tensor": 2}, "tensor must be 1, got 2; emit for torchtitan or megatron"),
-        ("deepspeed", {"strategy": "refshard-yafsdp", "shard": 8}, "got 'refshard-yafsdp'"),
-        ("deepspeed", {"strategy": "deepspeed-zero2", "shard": 4, "replicate": 2}, "replicate must be 1 for ZeRO-2"),
-        ("deepspeed", {"shard": 8, "precision": "fp8"}, "'bf16' or 'fp32', got 'fp8'; plan with --dtype bf16"),
-        ("refshard", {"strategy": "refshard-fsdp", "shard": 4, "context": 2}, "context must be 1, got 2; plan with"),
-        ("refshard", {"strategy": "fsdp1", "shard": 4, "pipeline": 2}, "pipeline must be 1, got 2; plan with --str"),
-        ("refshard", {"strategy": "fsdp1", "shard": 4, "tensor": 2}, "tensor must be 1, got 2; plan with --str"),
-        ("refshard", {"strategy": "ddp", "replicate": 4, "tensor": 2}, "tensor must be 1, got 2; plan with --str"),
-        ("refshard", {"replicate": 8}, r"shard \* context must be at least 2 where .*; plan with --strategy ddp"),
         (
-            "refshard", {"shard": 4, "pipeline": 2, "schedule": "zero-bubble", "checkpointing": "full"},
-            "'none' for schedule 'zero-bubble', got 'full'; plan with --checkpoint none or --schedule 1f1b",
+            "accelerate", {"dp_shard": 8, "checkpointing": "first-3"},
+            "checkpointing must be one of 'none', 'full', got 'first-3'",
         ),
-        ("refshard", {"shard": 8, "precision": "fp8"}, "precision must be 'bf16' or 'fp32', got 'fp8'"),
-        ("refshard", {"strategy": "simplefsdp", "shard": 8}, "measure the strategy 'simplefsdp' on GPUs instead"),
-        ("refshard", {"model": "mixtral-8x7b", "shard": 8}, "experts must be absent .* got a table; emit for"),
-        ("megatron", {"model": "mixtral-8x7b", "strategy": "megatron", "shard": 8}, "experts must be absent for what"),
-        ("megatron", {"model": "gemma3-1b", "strategy": "megatron", "shard": 8}, "model: extra_norms must be false"),
-        ("torchtitan", {"model": "qwen3-8b", "shard": 8}, "query_norm must be false for what is written"),
+        ("megatron", {"strategy": "fsdp2", "dp_shard": 8}, "got 'fsdp2'; name one of these with --strategy, or emit"),
+        ("megatron", {"strategy": "megatron", "dp_shard": 8, "checkpointing": "selective"}, "got 'selective': its own"),
         (
-            "accelerate", {"model": "mixtral-8x7b", "shard": 8, "expert": 4},
-            "expert must be 1 for mixtral-8x7b, which has 8 experts, got 4; plan with --expert 1",
+            "megatron", {"strategy": "megatron", "dp_shard": 2, "pp": 4, "interleave": 2, "schedule": "interleaved",
+                         "microbatches": 6}, "microbatches must be a multiple of pp = 4 .*, got 6",
         ),
-        ("refshard", {"strategy": "megatron", "shard": 8}, "strategy must be one that it runs, got 'megatron'"),
-        ("refshard", {"shard": 8, "compiled": True}, "measure the strategy 'fsdp2-compiled' on GPUs instead"),
-        ("refshard", {"shard": 8, "offload": True}, "offload must be false, got true"),
-        ("fairscale", {"shard": 8}, "no tool 'fairscale'; known: accelerate, deepspeed, megatron, "),
-        ("torchtitan", {"shard": 12}, "world_size: must be at most 8, or a multiple of it"),
+        (
+            "megatron", {"strategy": "megatron", "dp_shard": 2, "pp": 4, "interleave": 2, "schedule": "interleaved",
+                         "microbatches": 8, "checkpointing": "first-3"},
+            "interleave = 2, got 'first-3'; plan with --checkpointing full",
+        ),
+        ("megatron", {"strategy": "megatron", "dp_shard": 2, "pp": 4, "schedule": "zero-bubble"}, "'zero-bubble'"),
+        ("deepspeed", {"dp_shard": 8, "tp": 2}, "tp must be 1, got 2; emit for torchtitan or megatron"),
+        ("deepspeed", {"strategy": "refshard-yafsdp", "dp_shard": 8}, "got 'refshard-yafsdp'"),
+        (
+            "deepspeed", {"strategy": "deepspeed-zero2", "dp_shard": 4, "dp_replicate": 2},
+            "dp_replicate must be 1 for ZeRO-2",
+        ),
+        ("deepspeed", {"dp_shard": 8, "precision": "fp8"}, "'bf16' or 'fp32', got 'fp8'; plan with --dtype bf16"),
+        ("refshard", {"strategy": "refshard-fsdp", "dp_shard": 4, "cp": 2}, "cp must be 1, got 2; plan with"),
+        ("refshard", {"strategy": "fsdp1", "dp_shard": 4, "pp": 2}, "pp must be 1, got 2; plan with --str"),
+        ("refshard", {"strategy": "fsdp1", "dp_shard": 4, "tp": 2}, "tp must be 1, got 2; plan with --str"),
+        ("refshard", {"strategy": "ddp", "dp_shard": 4, "tp": 2}, "tp must be 1, got 2; plan with --str"),
+        (
+            "refshard", {"dp_shard": 4, "pp": 2, "schedule": "zero-bubble", "checkpointing": "full"},
+            "'none' for schedule 'zero-bubble', got 'full'; plan with --checkpointing none or --schedule 1f1b",
+        ),
+        ("refshard", {"dp_shard": 8, "precision": "fp8"}, "precision must be 'bf16' or 'fp32', got 'fp8'"),
+        ("refshard", {"strategy": "simplefsdp", "dp_shard": 8}, "measure the strategy 'simplefsdp' on GPUs instead"),
+        ("refshard", {"model": "mixtral-8x7b", "dp_shard": 8}, "experts must be absent .* got a table; emit for"),
+        (
+            "megatron", {"model": "mixtral-8x7b", "strategy": "megatron", "dp_shard": 8},
+            "experts must be absent for what",
+        ),
+        ("megatron", {"model": "gemma3-1b", "strategy": "megatron", "dp_shard": 8}, "model: extra_norms must be false"),
+        ("torchtitan", {"model": "qwen3-8b", "dp_shard": 8}, "query_norm must be false for what is written"),
+        (
+            "accelerate", {"model": "mixtral-8x7b", "dp_shard": 8, "ep": 4},
+            "ep must be 1 for mixtral-8x7b, which has 8 experts, got 4; plan with --ep 1",
+        ),
+        ("refshard", {"strategy": "megatron", "dp_shard": 8}, "strategy must be one that it runs, got 'megatron'"),
+        ("refshard", {"dp_shard": 8, "compiled": True}, "measure the strategy 'fsdp2-compiled' on GPUs instead"),
+        ("refshard", {"dp_shard": 8, "offload": True}, "offload must be false, got true"),
+        ("fairscale", {"dp_shard": 8}, "no tool 'fairscale'; known: accelerate, deepspeed, megatron, "),
+        ("torchtitan", {"dp_shard": 12}, "world_size: must be at most 8, or a multiple of it"),
     ],
 )  # fmt: skip
 def test_refusals_say_rule_value_and_remedy(tool: str, fields: dict[str, Any], message: str) -> None:
@@ -125,12 +146,12 @@ def test_refusals_say_rule_value_and_remedy(tool: str, fields: dict[str, Any], m
 
 @pytest.mark.parametrize("strategy", PLANNED)
 def test_every_strategy_of_plans_has_a_tool(strategy: str) -> None:
-    asked = job(strategy=strategy, shard=8)
+    asked = job(strategy=strategy, dp_shard=8)
     assert emit("refshard", asked).files
     assert [tool for tool in TOOLS if _runs(tool, asked)]
 
 
-def _runs(tool: str, asked: Job) -> bool:
+def _runs(tool: str, asked: Setting) -> bool:
     try:
         return bool(emit(tool, asked).files)
     except SpecError:
@@ -140,57 +161,65 @@ def _runs(tool: str, asked: Job) -> bool:
 def test_suites_name_strategies_that_exist() -> None:
     assert not PLANNED_ONLY & ROWS.keys()
     assert {*COMPILED, *COMPILED.values()} <= ROWS.keys()
-    staged = {"pipeline", "schedule", "context parallel"}
+    staged = {"pp", "schedule", "cp"}
     assert all(staged - {"schedule"} <= ROWS[name].axes for name in STAGED)
-    assert all("tensor parallel" in ROWS[name].axes for name in SPLIT)
-    assert all("sequence parallel" in ROWS[name].axes for name in SPLIT_BY_SEQUENCE)
+    assert all("tp" in ROWS[name].axes for name in SPLIT)
+    assert all("sequence_parallel" in ROWS[name].axes for name in SPLIT_BY_SEQUENCE)
 
 
 @pytest.mark.parametrize("name", sorted(REFSHARD))
 def test_a_suite_is_one_case_as_asked(name: str) -> None:
-    asked = REFSHARD[name].configuration
+    asked = REFSHARD[name].job
     (text,) = emit("refshard", REFSHARD[name]).files.values()
     (case,) = parse_suite(text, "emitted").cases()
-    assert (case.strategy, case.world_size, case.global_batch) == (asked.strategy, asked.world_size, asked.global_batch)
-    assert (case.fidelity, case.cluster, case.tensor_parallel) == ("dryrun", "dgx-h100x32", asked.tensor)
-    assert (case.context_parallel, case.pipeline_parallel) == (asked.context, asked.pipeline)
-    assert (case.interleave, case.schedule) == (asked.interleave, asked.schedule)
-    assert case.sequence_parallel == (asked.tensor > 1 and asked.strategy == "fsdp2")
-    assert case.data_ranks == asked.data_ranks
-    assert case.microbatches == asked.microbatches
+    assert (case.job.strategy, case.job.gpus, case.job.global_batch) == (
+        asked.strategy,
+        asked.gpus,
+        asked.global_batch,
+    )
+    assert (case.protocol.fidelity, case.job.cluster, case.job.tp) == ("dryrun", "dgx-h100x32", asked.tp)
+    assert (case.job.cp, case.job.pp) == (asked.cp, asked.pp)
+    assert (case.job.interleave, case.job.schedule) == (asked.interleave, asked.schedule)
+    assert case.job.sequence_parallel == (asked.tp > 1 and asked.strategy == "fsdp2")
+    assert case.job.data_ranks == asked.data_ranks
+    assert case.job.microbatches == asked.microbatches
     check_case(case, cuda=True)
 
 
 @pytest.mark.parametrize(
     ("fields", "layers"),
     [
-        ({"shard": 8}, [0, 1, 2]),
-        ({"shard": 4, "pipeline": 2, "microbatches": 2}, [0, 1, 2, 16, 17, 18]),
+        ({"dp_shard": 8}, [0, 1, 2]),
+        ({"dp_shard": 4, "pp": 2, "microbatches": 2}, [0, 1, 2, 16, 17, 18]),
         (
-            {"shard": 4, "pipeline": 2, "interleave": 8, "schedule": "interleaved", "microbatches": 2},
+            {"dp_shard": 4, "pp": 2, "interleave": 8, "schedule": "interleaved", "microbatches": 2},
             [0, 1, 2, 3, 4, 6],
         ),
     ],
 )
 def test_layers_to_checkpoint_are_counted_on_each_rank_of_a_pipeline(fields: dict[str, Any], layers: list[int]) -> None:
-    (text,) = emit("refshard", job(checkpointing="3", **fields)).files.values()
+    (text,) = emit("refshard", job(checkpointing="first-3", **fields)).files.values()
     (case,) = parse_suite(text, "emitted").cases()
-    assert case.checkpointing == tuple(layers)
+    assert sorted(case.job.checkpointed(32).layers) == layers
+
+
+def renamed(given: Setting, model: str) -> Setting:
+    return msgspec.structs.replace(given, job=msgspec.structs.replace(given.job, model=model))
 
 
 def test_a_model_that_is_no_preset_is_written_beside_the_suite(tmp_path: Path) -> None:
-    given = job(shard=8)
-    found = emit("refshard", msgspec.structs.replace(given, model_name="mine.models:build"))
+    given = job(dp_shard=8)
+    found = emit("refshard", renamed(given, "mine.models:build"))
     (tmp_path / MODEL).write_text(found.files[MODEL])
     assert load_model(str(tmp_path / MODEL)) == given.model
     (case,) = parse_suite(found.files["refshard.toml"], "emitted").cases()
-    assert case.model == MODEL
+    assert case.job.model == MODEL
     assert any("not of its module" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("name", ["mine.models:build", "qwen3-8b", "mixtral-8x7b"])
 def test_accelerate_finds_the_blocks_of_a_model_that_is_no_llama_of_transformers_itself(name: str) -> None:
-    given = job(shard=8) if ":" in name else job(model=name, shard=8)
-    found = emit("accelerate", msgspec.structs.replace(given, model_name=name))
+    given = job(dp_shard=8) if ":" in name else job(model=name, dp_shard=8)
+    found = emit("accelerate", renamed(given, name))
     assert "cls_to_wrap" not in "".join(found.files.values())
     assert any("_no_split_modules" in note for note in found.notes)

@@ -31,7 +31,7 @@ MODEL, RANKS, STEPS = "llama-tiny", 8, 2
 HELD = 16
 """Multiprocessors of the cluster's 100: compute goes at 0.84 of its rate beside a collective."""
 NODE = msgspec.structs.replace(ENVIRONMENT, gpus=("NVIDIA H100 80GB HBM3",), gpu_memory_bytes=(80 * GIB,))
-STRATEGIES = sorted({case.strategy for case in load_suite(find_suite("emulated_gpu")).cases()})
+STRATEGIES = sorted({case.job.strategy for case in load_suite(find_suite("emulated_gpu")).cases()})
 QUICK = "refshard-yafsdp"
 
 
@@ -62,7 +62,7 @@ def found(request: pytest.FixtureRequest, driver: Path, tmp_path_factory: pytest
     folder = tmp_path_factory.mktemp("emulated")
     cluster = write_cluster(folder / "lab.toml", make_cluster(compute_beside_communication=0.84))
     case = {
-        "model": MODEL, "world_size": RANKS, "batch_per_rank": 1, "seq_len": 32, "device": "cuda", "precision": "bf16",
+        "model": MODEL, "gpus": RANKS, "batch_per_rank": 1, "seq_len": 32, "device": "cuda", "precision": "bf16",
         "measured_steps": STEPS, "traced_steps": 1, "time_limit_s": 300, "fidelity": "emulated",
         "cluster": str(cluster),
     }  # fmt: skip
@@ -90,13 +90,13 @@ def test_it_computes_and_gathers_in_bf16_and_reduces_in_fp32(found: Found) -> No
     proof = found.record.proof
     assert proof is not None
     sent = {one.op: one for one in proof.announced}
-    reduced = sent["all_reduce" if found.record.case.strategy == "ddp" else "reduce_scatter"]
+    reduced = sent["all_reduce" if found.record.case.job.strategy == "ddp" else "reduce_scatter"]
     # Flat parameters of the engine are padded, by less than a percent here.
     assert 4 * parameters <= reduced.bytes < 4.04 * parameters
     dtypes = {one.op: one.dtype for one in found.timeline.collectives if one.start is not None}
     assert dtypes.pop(reduced.op) == "float"
     assert set(dtypes.values()) <= {"c10::BFloat16"}
-    assert ("all_gather" in dtypes) == (found.record.case.strategy != "ddp")
+    assert ("all_gather" in dtypes) == (found.record.case.job.strategy != "ddp")
     assert found.record.peak_flops_per_s == pytest.approx(989e12, rel=2e-3), "the peak in bf16"
 
 
@@ -107,7 +107,7 @@ def test_each_collective_is_a_start_and_a_hold_on_one_stream(found: Found) -> No
     assert [line.split()[-1] for line in starts] == [line.split()[-1] for line in holds]
     case, proof = found.record.case, found.record.proof
     assert proof is not None
-    assert len(starts) >= case.total_steps * _count(proof.announced)
+    assert len(starts) >= case.protocol.total_steps * _count(proof.announced)
 
 
 def _count(announced: tuple[CollectiveCount, ...]) -> int:

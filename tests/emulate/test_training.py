@@ -21,7 +21,7 @@ from refshard.engine.placement import MODES
 from refshard.events.timeline import Kind
 from refshard.measure.trainer import Trainer
 from refshard.records import CollectiveCount
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.strategies import make_strategy
 from tests.emulate import FAST, make_cluster
 from tests.models import small_spec
@@ -36,9 +36,7 @@ def world(library: str = "nccl") -> EmulatedWorld:
 
 def trainer(strategy: Any, name: str, group: dist.ProcessGroup, **changes: Any) -> Trainer:
     fields: dict[str, Any] = {"model": "llama-tiny", "global_batch": WORLD, "seq_len": 16, "device": "cpu", **changes}
-    case = CaseSpec(
-        strategy=name, world_size=WORLD, fidelity="emulated", cluster="by-hand", threads_per_rank=1, **fields
-    )
+    case = Case.of(strategy=name, gpus=WORLD, fidelity="emulated", cluster="by-hand", threads_per_rank=1, **fields)
     return Trainer(case, small_spec(), strategy, group, torch.device("cpu"))
 
 

@@ -86,12 +86,9 @@ def test_every_way_of_writing_a_trace_reads_alike(tmp_path: Path) -> None:
     events = [kernel(name, 10 * i, 5) for i, name in enumerate(HOSTILE_NAMES)]
     whole = {"a": {"traceEvents": [1]}, "traceEvents": events, "distributedInfo": {"rank": 2}}
     texts = [
-        json.dumps(whole).encode(),
-        json.dumps(whole, indent=3).encode(),
-        b"\xef\xbb\xbf" + json.dumps(whole).encode(),
-        gzip.compress(json.dumps(whole).encode()),
-        json.dumps(events).encode(),
-    ]
+        json.dumps(whole).encode(), json.dumps(whole, indent=3).encode(), b"\xef\xbb\xbf" + json.dumps(whole).encode(),
+        gzip.compress(json.dumps(whole).encode()), json.dumps(events).encode(),
+    ]  # fmt: skip
     for number, text in enumerate(texts):
         path = tmp_path / f"{number}.json"
         path.write_bytes(text)
@@ -103,12 +100,9 @@ def test_every_way_of_writing_a_trace_reads_alike(tmp_path: Path) -> None:
 
 def test_the_schema_of_2021_reads_like_todays(tmp_path: Path) -> None:
     old = {
-        "Kernel": "kernel",
-        "Memcpy": "gpu_memcpy",
-        "Memset": "gpu_memset",
-        "Operator": "cpu_op",
+        "Kernel": "kernel", "Memcpy": "gpu_memcpy", "Memset": "gpu_memset", "Operator": "cpu_op",
         "Runtime": "cuda_runtime",
-    }
+    }  # fmt: skip
     then, now = (
         read_trace(
             written(
@@ -121,8 +115,7 @@ def test_the_schema_of_2021_reads_like_todays(tmp_path: Path) -> None:
             )
         )
         for generation, categories, tid, external in (
-            ("then", old.keys(), "25738", "external id"),
-            ("now", old.values(), 25738, "External id"),
+            ("then", old.keys(), "25738", "external id"), ("now", old.values(), 25738, "External id"),
         )
     )  # fmt: skip
     assert then.device.categories.tolist() == now.device.categories.tolist()
@@ -143,17 +136,13 @@ def test_numbers_that_json_does_not_know_are_absent_and_counted(tmp_path: Path) 
 ONE, TWO = (json.dumps(kernel(name, start, 2)) for name, start in (("a,}", 1), ("b", 5)))
 
 
-@pytest.mark.parametrize(
-    ("text", "skipped"),
-    [
-        (f"[{ONE}, {TWO},]", {"trailing_commas": 1}),
-        (f'{{"traceEvents": [{ONE}, {TWO} ,\n], "traceName": "x",}}', {"trailing_commas": 2}),
-        (f"[{ONE[:-2]},}},}},{TWO}]", {"trailing_commas": 2}),
-        (f"[{ONE}, {TWO}", {"unclosed_array": 1}),
-        (f"[{ONE},\n{TWO},\n", {"unclosed_array": 1}),
-        (f"[{ONE}, {TWO[:-2]},}}}}, ", {"unclosed_array": 1, "trailing_commas": 1}),
-    ],
-)
+@pytest.mark.parametrize(("text", "skipped"), [
+    (f"[{ONE}, {TWO},]", {"trailing_commas": 1}),
+    (f'{{"traceEvents": [{ONE}, {TWO} ,\n], "traceName": "x",}}', {"trailing_commas": 2}),
+    (f"[{ONE[:-2]},}},}},{TWO}]", {"trailing_commas": 2}), (f"[{ONE}, {TWO}", {"unclosed_array": 1}),
+    (f"[{ONE},\n{TWO},\n", {"unclosed_array": 1}),
+    (f"[{ONE}, {TWO[:-2]},}}}}, ", {"unclosed_array": 1, "trailing_commas": 1}),
+])  # fmt: skip
 def test_what_chrome_and_perfetto_allow_is_read(tmp_path: Path, text: str, skipped: dict[str, int]) -> None:
     path = tmp_path / "t.json"
     path.write_text(text)
@@ -180,15 +169,11 @@ def test_of_several_categories_the_first_known_counts(tmp_path: Path) -> None:
 
 def test_odd_events_are_left_out_and_counted(tmp_path: Path) -> None:
     events = [
-        kernel("good", 1, 2),
-        kernel("negative", 5, -1),
-        {**kernel("no time", 0, 0), "ts": None},
-        {**kernel("no name", 0, 0), "name": 7},
-        7,
+        kernel("good", 1, 2), kernel("negative", 5, -1), {**kernel("no time", 0, 0), "ts": None},
+        {**kernel("no name", 0, 0), "name": 7}, 7,
         {**kernel("odd arguments", 9, 1), "args": {"correlation": "seven", "stream": 3}},
-        {**kernel("no arguments", 11, 1), "args": []},
-        kernel("last", 12, 1),
-    ]
+        {**kernel("no arguments", 11, 1), "args": []}, kernel("last", 12, 1),
+    ]  # fmt: skip
     trace = read_trace(written(tmp_path / "t.json", events))  # type: ignore[arg-type]
     assert names(trace) == ["good", "odd arguments", "no arguments", "last"]
     assert trace.skipped == {
@@ -208,8 +193,7 @@ GOOD = json.dumps({"traceEvents": [kernel("a", 1, 2)], "traceName": "x"}).encode
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "not a Kineto trace (it is empty)"),
-        (b"  \n ", "not a Kineto trace (it is empty)"),
+        (b"", "not a Kineto trace (it is empty)"), (b"  \n ", "not a Kineto trace (it is empty)"),
         (b"hello", "not a Kineto trace (it is no JSON object)"),
         (b'{"a": 1}', "not a Kineto trace (it has no traceEvents)"),
         (b'{"b": {"traceEvents": []}}', "not a Kineto trace (it has no traceEvents)"),
@@ -219,11 +203,8 @@ GOOD = json.dumps({"traceEvents": [kernel("a", 1, 2)], "traceName": "x"}).encode
         (GOOD[:40], "truncated: it ends within its events"),
         (GOOD[: GOOD.index(b"]")], "truncated: it ends within its events"),
         (GOOD[: GOOD.index(b"]") + 1], "truncated: it ends within its events"),
-        (GOOD[:-1], "damaged before or after its events"),
-        (GOOD.replace(b'"dur"', b'dur"'), "damaged at byte"),
-        (b"[1, 2] 3", "damaged"),
-        (b"[" * 5000, "damaged"),
-        (b'{"traceEvents": [' + b'{"args":' * 5000, "damaged"),
+        (GOOD[:-1], "damaged before or after its events"), (GOOD.replace(b'"dur"', b'dur"'), "damaged at byte"),
+        (b"[1, 2] 3", "damaged"), (b"[" * 5000, "damaged"), (b'{"traceEvents": [' + b'{"args":' * 5000, "damaged"),
         (gzip.compress(GOOD * 100)[:-20], "truncated or damaged gzip"),
         (gzip.compress(GOOD)[:10] + b"\0" * 50, "truncated or damaged gzip"),
     ],
@@ -325,13 +306,8 @@ def test_times_keep_their_nanoseconds(tmp_path: Path) -> None:
 
 def test_memory_events_are_kept_in_the_order_of_time(tmp_path: Path) -> None:
     args = {
-        "Device Type": 1,
-        "Device Id": 0,
-        "Bytes": -512,
-        "Addr": 4096,
-        "Total Allocated": 512,
-        "Total Reserved": 2048,
-    }
+        "Device Type": 1, "Device Id": 0, "Bytes": -512, "Addr": 4096, "Total Allocated": 512, "Total Reserved": 2048,
+    }  # fmt: skip
     first = {"ph": "i", "s": "t", "name": "[memory]", "pid": 1, "tid": 1, "ts": 3, "args": {"Bytes": 8}}
     later = {**first, "tid": "2", "ts": 5, "args": args}
     trace = read_trace(written(tmp_path / "t.json", [later, event_of(2), first, {**first, "name": "else"}]))
@@ -378,23 +354,8 @@ SEEDS = {
                               **shaped([[3]], ["float"])), event("aten::mm", 3, 4)]).read_bytes(),
 }  # fmt: skip
 JUNK = [
-    b"9" * 30,
-    b"-",
-    b"e99",
-    b"null",
-    b"[",
-    b"{",
-    b"}",
-    b"]",
-    b'"',
-    b"\\",
-    b"NaN",
-    b",",
-    b"\0",
-    b"\xff",
-    b"1e400",
-    b"",
-]
+    b"9" * 30, b"-", b"e99", b"null", b"[", b"{", b"}", b"]", b'"', b"\\", b"NaN", b",", b"\0", b"\xff", b"1e400", b"",
+]  # fmt: skip
 
 
 def outcome(path: Path) -> str:

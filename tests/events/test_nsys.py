@@ -181,19 +181,16 @@ def test_an_export_without_processes_or_names_of_strings(tmp_path: Path) -> None
     assert found.figures.whole.unclassified_ns == 4
 
 
-@pytest.mark.parametrize(
-    ("sql", "message"),
-    [
-        ("CREATE TABLE t (a)", "an SQLite file, but no export of Nsight Systems (it has no table StringIds)"),
-        ("CREATE TABLE StringIds (id, value)", "holds no kernels and copies of a GPU; record it with nsys profile"),
-        ("CREATE TABLE StringIds (id, value); CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (begin)", "no columns start and"),
-        (
-            'CREATE TABLE StringIds (id, value); CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start, "end");'
-            "INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES ('soon', 3)",
-            "damaged: table CUPTI_ACTIVITY_KIND_KERNEL holds what is no integer",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("sql", "message"), [
+    ("CREATE TABLE t (a)", "an SQLite file, but no export of Nsight Systems (it has no table StringIds)"),
+    ("CREATE TABLE StringIds (id, value)", "holds no kernels and copies of a GPU; record it with nsys profile"),
+    ("CREATE TABLE StringIds (id, value); CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (begin)", "no columns start and"),
+    (
+        'CREATE TABLE StringIds (id, value); CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start, "end");'
+        "INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES ('soon', 3)",
+        "damaged: table CUPTI_ACTIVITY_KIND_KERNEL holds what is no integer",
+    ),
+])  # fmt: skip
 def test_what_is_no_export_is_refused(tmp_path: Path, sql: str, message: str) -> None:
     path = tmp_path / "a.sqlite"
     with closing(sqlite3.connect(path)) as database:

@@ -18,15 +18,12 @@ def kernels(count: int, start: float = 0) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("count", "far"),
-    [
-        (200, [event("gemm", 2 * HOUR_US, 5, cat="kernel", stream=7)]),
-        (200, [event("gemm", -1_790_857_026_000_000, 5, cat="kernel", stream=7)]),
-        (200, [event("aten::mm", 3, 2 * HOUR_US)]),
-        (4, [event("gemm", 2 * DAY_US, 5, cat="kernel", stream=7), event("aten::mm", -2 * DAY_US, 1)]),
-    ],
-)
+@pytest.mark.parametrize(("count", "far"), [
+    (200, [event("gemm", 2 * HOUR_US, 5, cat="kernel", stream=7)]),
+    (200, [event("gemm", -1_790_857_026_000_000, 5, cat="kernel", stream=7)]),
+    (200, [event("aten::mm", 3, 2 * HOUR_US)]),
+    (4, [event("gemm", 2 * DAY_US, 5, cat="kernel", stream=7), event("aten::mm", -2 * DAY_US, 1)]),
+])  # fmt: skip
 def test_events_far_from_the_others_are_left_out(tmp_path: Path, count: int, far: list[dict[str, Any]]) -> None:
     figures = analyse(write(tmp_path / "t.json", [*far[:1], *kernels(count), *far[1:]])).figures
     assert figures.whole.span_ns == 1000 * (10 * (count - 1) + 5)
@@ -35,15 +32,11 @@ def test_events_far_from_the_others_are_left_out(tmp_path: Path, count: int, far
     assert f"{len(far)} event" in warning.message
 
 
-@pytest.mark.parametrize(
-    "events",
-    [
-        [*kernels(50), *kernels(50, 2 * HOUR_US)],
-        [*kernels(1), *kernels(1, 2 * DAY_US)],
-        [*kernels(4), *kernels(1, 2 * HOUR_US)],
-        [step(0, 0, HOUR_US * 50), *kernels(200), *kernels(200, HOUR_US / 2), *kernels(1, HOUR_US * 49)],
-    ],
-)
+@pytest.mark.parametrize("events", [
+    [*kernels(50), *kernels(50, 2 * HOUR_US)], [*kernels(1), *kernels(1, 2 * DAY_US)],
+    [*kernels(4), *kernels(1, 2 * HOUR_US)],
+    [step(0, 0, HOUR_US * 50), *kernels(200), *kernels(200, HOUR_US / 2), *kernels(1, HOUR_US * 49)],
+])  # fmt: skip
 def test_pauses_stay(tmp_path: Path, events: list[dict[str, Any]]) -> None:
     assert "far_events" not in {one.code for one in analyse(write(tmp_path / "t.json", events)).figures.warnings}
 

@@ -62,20 +62,9 @@ def test_an_interval_that_ends_before_it_starts_is_refused() -> None:
 
 
 def test_busy_is_the_union_over_lanes() -> None:
-    def span(kind: Kind, lane: str, start: int, end: int) -> Span:
-        return Span(kind=kind, lane=lane, name="x", start=start, end=end)
-
-    timeline = Timeline(
-        rank=0,
-        windows=(),
-        spans=Spans.of(
-            [
-                span(Kind.COMPUTE, "stream 9", 5, 12),
-                span(Kind.COMM, "stream 20", 8, 20),
-                span(Kind.COMPUTE, "stream 7", 0, 10),
-            ]
-        ),
-    )
+    rows = (Kind.COMPUTE, "stream 9", 5, 12), (Kind.COMM, "stream 20", 8, 20), (Kind.COMPUTE, "stream 7", 0, 10)
+    spans = [Span(kind=kind, lane=lane, name="x", start=start, end=end) for kind, lane, start, end in rows]
+    timeline = Timeline(rank=0, windows=(), spans=Spans.of(spans))
     assert timeline.busy(Kind.COMPUTE).pairs == [(0, 12)]
     assert (timeline.busy(Kind.COMM) - timeline.busy(Kind.COMPUTE)).length == 8
 

@@ -21,7 +21,7 @@ from refshard.engine.placement import MODES
 from refshard.errors import UnsupportedError
 from refshard.measure.rank import describe, state_of
 from refshard.measure.trainer import Trainer
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.model import load_model
 from refshard.strategies import make_strategy
 from tests.fakecuda.child import check
@@ -65,9 +65,7 @@ def memory_that_this_nccl_lacks() -> list[list[str]]:
     assert group is not None
     said = [[_refused(partial(_shard_through, memory, mode)) for mode in MODES] for memory in MEMORIES]
     for memory, row in zip(MEMORIES, said):
-        case = CaseSpec(
-            strategy="fsdp2", model="llama-mini", world_size=2, global_batch=2, seq_len=8, comm_memory=memory
-        )
+        case = Case.of(strategy="fsdp2", model="llama-mini", gpus=2, global_batch=2, seq_len=8, comm_memory=memory)
         wrap = partial(Trainer, case, load_model("llama-mini"), make_strategy("fsdp2"), group, torch.device("cuda", 0))
         row.append(_refused(wrap))
     dist.destroy_process_group()

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from refshard.errors import RefshardError
 from refshard.fakecuda.build import extension
-from refshard.measure.launchers.ranks import rank_environment
+from refshard.measure.launchers.base import rank_environment
 
 _HOST = "127.0.0.1"
 _TIMEOUT_S = 1800

@@ -5,8 +5,8 @@ import pytest
 from refshard.engine.placement import MODES
 from refshard.measure.assemble import failure_of
 from refshard.measure.launchers.base import LaunchOutcome
-from refshard.measure.timing import RankResult
-from refshard.specs.case import CaseSpec
+from refshard.measure.rank import RankResult
+from refshard.specs.case import Case
 from tests.fakecuda.engine_checks import BACKENDS, CASES
 from tests.fakecuda.fresh import Seen, see
 
@@ -56,7 +56,7 @@ def test_a_case_of_which_one_rank_runs_out_of_memory_ends_oom(seen: Seen) -> Non
     assert first["error"].startswith("all_gather of unit '0' failed on rank 0; another rank has probably ended")
     ranks = [RankResult(rank=rank, **told) for rank, told in enumerate((first, second))]
     outcome = LaunchOutcome(failed_rank=0, error="rank 0 ended with exit status 1")
-    case = CaseSpec(strategy="refshard-fsdp", model="llama-mini", world_size=2, global_batch=2, seq_len=8)
+    case = Case.of(strategy="refshard-fsdp", model="llama-mini", gpus=2, global_batch=2, seq_len=8)
     state, error = failure_of(case, outcome, ranks, {})
     assert state == "oom"
     assert error.startswith("rank 1: OutOfMemoryError: CUDA out of memory.")

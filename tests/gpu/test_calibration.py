@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from refshard.fakecuda.activate import is_active
-from refshard.measure.calibration.plan import measure, read_profile
+from refshard.measure.calibration.profile import measure, read_profile
 from refshard.measure.launchers.local import LocalLauncher
 from tests.measure.calibrations import calibration
 

@@ -25,7 +25,7 @@ from refshard.events.timeline import Kind
 from refshard.fakecuda import is_active
 from refshard.measure.trainer import Trainer
 from refshard.records import CollectiveCount
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.strategies import strategy_for
 from tests.emulate import make_cluster
 from tests.fakecuda.recorded import racing
@@ -98,8 +98,8 @@ def watching() -> AbstractContextManager[list[str]]:
 
 def train(strategy: str, device: torch.device, world: EmulatedWorld, trace: Path) -> tuple[CollectiveCount, ...]:
     """Train a few steps in bf16, one of them traced; returns what the strategy announced."""
-    case = CaseSpec(
-        strategy=strategy, world_size=WORLD, fidelity="emulated", cluster="by-hand", device="cuda", precision="bf16",
+    case = Case.of(
+        strategy=strategy, gpus=WORLD, fidelity="emulated", cluster="by-hand", device="cuda", precision="bf16",
         model="llama-tiny", global_batch=WORLD, seq_len=64,
     )  # fmt: skip
     made = strategy_for(case, cuda=True)

@@ -34,12 +34,12 @@ def test_the_case_fails_with_the_cause_and_is_not_out_of_time(
     for name, value in planting(f"refshard-yafsdp 1 {place} {deed}").items():
         monkeypatch.setenv(name, value)
     suite = make_suite(
-        matrix={"strategy": ["refshard-yafsdp"], "world_size": [count], "model": ["llama-tiny"]},
+        matrix={"strategy": ["refshard-yafsdp"], "gpus": [count], "model": ["llama-tiny"]},
         case={"global_batch": count, "seq_len": 16, "device": "cuda", "time_limit_s": TIME_LIMIT_S},
     )
     gpus = {"gpus": ("NVIDIA H100 80GB HBM3",) * count, "gpu_memory_bytes": (MIB,) * count}  # for no reference
     node = msgspec.structs.replace(ENVIRONMENT, **gpus)
     launcher = FakeGpus() if is_active() else LocalLauncher()
     run = run_suite(suite, tmp_path / "run", launcher, Silent(), node)
-    (record,) = (record for record in run.launches if record.case.strategy == "refshard-yafsdp")
+    (record,) = (record for record in run.launches if record.case.job.strategy == "refshard-yafsdp")
     assert (record.state, record.error) == ("failed", ENDS[deed])

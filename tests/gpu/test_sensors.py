@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from refshard.fakecuda.activate import is_active
-from refshard.measure.gpus import describe_gpus, visible_uuids, watched_gpus
-from refshard.measure.nvml import gpu_sensors
+from refshard.measure.environment import describe_gpus
+from refshard.measure.load import watched_gpus
+from refshard.measure.nvml import gpu_sensors, visible_uuids
 
 pytestmark = [
     pytest.mark.gpu,

@@ -18,7 +18,7 @@ name = "test"
 {head}
 [matrix]
 strategy = [{strategies}]
-world_size = [{ranks}]
+gpus = [{ranks}]
 [case]
 model = "llama-tiny"
 global_batch = 2
@@ -86,5 +86,5 @@ def interrupted(run: Path) -> str:
 
 
 def only_case(run: Run, strategy: str) -> tuple[str, str | None, tuple[str, ...]]:
-    (record,) = (r for r in run.launches if r.case.strategy == strategy)
+    (record,) = (r for r in run.launches if r.case.job.strategy == strategy)
     return record.state, record.error, record.log_tail

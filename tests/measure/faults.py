@@ -8,7 +8,7 @@ from subprocess import Popen
 
 import psutil
 
-from refshard.measure.launchers.ranks import ask_for_stacks
+from refshard.measure.launchers.base import ask_for_stacks
 from refshard.measure.store import read_run
 from refshard.records import LaunchRecord, Run
 from tests.measure.commandline import processes_of, start, wait_for
@@ -57,7 +57,7 @@ def kill_within_collective(run: Path, strategy: str, victim: int) -> None:
 
 
 def record_of(run: Run, strategy: str) -> LaunchRecord:
-    (record,) = (record for record in run.launches if record.case.strategy == strategy)
+    (record,) = (record for record in run.launches if record.case.job.strategy == strategy)
     return record
 
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from refshard.measure.gpus import describe_gpus, watched_gpus
-from refshard.measure.load import watched_load
+from refshard.measure.environment import describe_gpus
+from refshard.measure.load import watched_gpus, watched_load
 from tests.fakecuda.child import check
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from refshard.measure.calibration.collectives import Agreement
-from refshard.measure.calibration.plan import measure, read_profile
+from refshard.measure.calibration.profile import measure, read_profile
 from refshard.measure.calibration.rank import Measurement, Ordered, OutOfStepError
 from refshard.measure.calibration.samples import Operations, RankSamples, Sample, samples_file
 from refshard.measure.launchers.local import LocalLauncher
@@ -72,7 +72,7 @@ def test_what_has_no_room_on_a_gpu_is_named_and_all_else_is_measured(tmp_path: P
 def test_a_rank_that_fails_in_a_collective_says_why_before_it_ends(tmp_path: Path) -> None:
     """Else it goes on: the others do not wait for it in a kernel."""
 
-    def fails() -> Iterator[Sample]:
+    def fails(_: Measurement) -> Iterator[Sample]:
         yield Operations(kernel_s=1e-6, host_s=1e-6)
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -113,7 +113,7 @@ def test_a_rank_that_is_killed_leaves_what_was_measured(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_calibrate_measures_this_machine_and_writes_a_profile(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "mine.toml"
-    done = refshard("calibrate", "--quick", "--ranks", "2", "--device", "cpu", "--out", path)
+    done = refshard("calibrate", "--quick", "--gpus", "2", "--device", "cpu", "--out", path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip().endswith(f"profile: {path}")
     assert "busbw" in done.stdout
@@ -134,7 +134,7 @@ def test_calibrate_measures_this_machine_and_writes_a_profile(tmp_path: Path) ->
 @pytest.mark.full
 def test_an_interrupted_calibration_keeps_its_samples_for_a_profile(tmp_path: Path) -> None:
     path, folder = tmp_path / "mine.toml", tmp_path / "mine.toml.samples"
-    process = start("calibrate", "--quick", "--ranks", "2", "--device", "cpu", "--out", path)
+    process = start("calibrate", "--quick", "--gpus", "2", "--device", "cpu", "--out", path)
     wait_for(lambda: has_measured(folder, "optimizer"), 240)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=1800)
@@ -184,7 +184,7 @@ def test_slurm_runs_a_calibration_as_a_job(tmp_path: Path, tmp_path_factory: pyt
     if found := obstacle():
         pytest.skip(found)
     path = tmp_path / "mine.toml"
-    asked = ("calibrate", "--quick", "--launcher", "slurm", "--ranks", "2", "--device", "cpu", "--out", path)
+    asked = ("calibrate", "--quick", "--launcher", "slurm", "--gpus", "2", "--device", "cpu", "--out", path)
     with running_slurm(tmp_path_factory.mktemp("slurm")) as cluster:
         process = start(*asked, "--sbatch", "--partition=main", env=cluster.environment)
         out, err = process.communicate(timeout=1800)

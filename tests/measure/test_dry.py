@@ -10,41 +10,38 @@ import pytest
 
 from refshard.analysis.kineto import read_timeline
 from refshard.analysis.overlap import collectives_per_step
-from refshard.commands.show import show
 from refshard.dryrun.overheads import overheads
 from refshard.dryrun.request import Pool
 from refshard.errors import SpecError
-from refshard.measure.dry.rank import ASKED_FILE, DryCase, DryResult, StepResult, rank_folder, ranks_of, result_file
+from refshard.measure.dry.rank import DryCase, DryResult, StepResult, rank_folder, ranks_of, result_file
 from refshard.measure.dry.record import NOT_CLAIMED, launch_dry, prove_dry, record_dry
-from refshard.measure.launchers.base import Job, Launcher, LaunchOutcome
+from refshard.measure.launchers.base import LaunchOutcome, Program
 from refshard.measure.launchers.local import LocalLauncher
 from refshard.measure.rank import trace_file
 from refshard.measure.run import blank_record, check_suite, run_suite
+from refshard.measure.worker import request_file
 from refshard.quantities import GIB, MIB, format_bytes
-from refshard.records import DERIVED, METRICS, Census, CollectiveCount, Environment, LaunchRecord, RunRecord, StepTrace
-from refshard.specs.case import CaseSpec
+from refshard.records import DERIVED, METRICS, Census, CollectiveCount, LaunchRecord, RunRecord, StepTrace
+from refshard.specs.case import Case
 from refshard.specs.cluster import load_cluster
 from refshard.specs.suite import SuiteSpec
 from refshard.specs.writing import to_toml
 from tests.fakecuda.needs import needs_device
-from tests.measure.fakes import ENVIRONMENT, Silent, make_suite
-from tests.report.printed import words
+from tests.measure.fakes import ENVIRONMENT, Silent, StandIn, make_suite
 
 DRY: dict[str, Any] = {
     "fidelity": "dryrun", "cluster": "dgx-h100x32", "model": "llama-tiny", "seq_len": 64, "batch_per_rank": 1,
 }  # fmt: skip
 TABLES: list[dict[str, Any]] = [
-    {"strategy": "ddp", "world_size": 8},
-    {"strategy": "fsdp1", "world_size": 8, "checkpointing": "full", "precision": "bf16"},
-    {"strategy": "fsdp2", "world_size": 16, "replicas": 2, "checkpointing": "selective", "microbatches": 2,
+    {"strategy": "ddp", "gpus": 8},
+    {"strategy": "fsdp1", "gpus": 8, "checkpointing": "full", "precision": "bf16"},
+    {"strategy": "fsdp2", "gpus": 16, "dp_replicate": 2, "checkpointing": "selective", "microbatches": 2,
      "batch_per_rank": 2, "precision": "bf16"},
-    {"strategy": "refshard-yafsdp", "world_size": 16, "tensor_parallel": 2},
-    {"strategy": "pipeline", "world_size": 2, "microbatches": 2, "global_batch": 4},
-    {"strategy": "simplefsdp", "world_size": 8},
-]  # fmt: skip
-MUON: list[dict[str, Any]] = [
-    {"strategy": "fsdp2-tuned", "world_size": 4, "optimizer": "muon"},
-    {"strategy": "refshard-fsdp", "world_size": 4, "optimizer": "muon", "precision": "bf16"},
+    {"strategy": "refshard-yafsdp", "gpus": 16, "tp": 2},
+    {"strategy": "pipeline", "gpus": 2, "microbatches": 2, "global_batch": 4},
+    {"strategy": "simplefsdp", "gpus": 8},
+    {"strategy": "fsdp2-tuned", "gpus": 4, "optimizer": "muon"},
+    {"strategy": "refshard-fsdp", "gpus": 4, "optimizer": "muon", "precision": "bf16"},
 ]  # fmt: skip
 HEADER = RunRecord(
     run_id="r", refshard="0", started_at="", suite=make_suite(), environment=ENVIRONMENT, planned=1
@@ -57,7 +54,7 @@ def dry_suite(tables: list[dict[str, Any]], **shared: Any) -> SuiteSpec:
 
 def run(folder: Path, suite: SuiteSpec) -> dict[str, LaunchRecord]:
     return {
-        record.case.strategy: record
+        record.case.job.strategy: record
         for record in run_suite(suite, folder, LocalLauncher(), Silent(), ENVIRONMENT).launches
     }
 
@@ -171,21 +168,11 @@ class TestRun:
         assert str(record.error).startswith("compiled cases are not dry-run")
         assert record.metrics == {}
 
-    def test_the_table_says_that_these_are_dry_runs(self, ran: dict[str, LaunchRecord], folder: Path) -> None:
-        del ran
-        told = words(show(folder))
-        assert "llama-tiny, global batch of 8 sequences of 64 tokens, dry run on dgx-h100x32" in told
-        assert "Not measured, but dry-run on dgx-h100x32" in told
-        assert "reserved" in told
-        assert "interval" not in told.replace("there is no interval", "")
-
     @pytest.mark.full
     def test_too_small_a_gpu_is_told_with_what_the_case_needs(self, tmp_path: Path) -> None:
         cluster = tmp_path / "small.toml"
         cluster.write_text(small_cluster(60 * MIB))
-        (record,) = run(
-            tmp_path / "run", dry_suite([{"strategy": "ddp", "world_size": 8}], cluster=str(cluster))
-        ).values()
+        (record,) = run(tmp_path / "run", dry_suite([{"strategy": "ddp", "gpus": 8}], cluster=str(cluster))).values()
         assert record.state == "oom"
         needs = record.metrics["peak_memory_bytes"] or 0
         assert needs > 4 * 4 * 4_951_296
@@ -196,7 +183,7 @@ class TestRun:
 
 
 KNOBS: dict[str, Any] = {
-    "model": "llama3-8b-cut3", "seq_len": 512, "world_size": 64, "precision": "bf16",
+    "model": "llama3-8b-cut3", "seq_len": 512, "gpus": 64, "precision": "bf16",
 }  # fmt: skip
 """Blocks of 436 MB in bf16 over the network between nodes: communication decides how long a step takes."""
 BLOCK = 218_112_000
@@ -213,7 +200,7 @@ def turned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LaunchRecord]:
     ]
     folder = tmp_path_factory.mktemp("turned") / "run"
     records = run_suite(dry_suite(tables, **KNOBS), folder, LocalLauncher(), Silent(), ENVIRONMENT).launches
-    return {r.case.comm_memory if r.case.comm_memory != "default" else r.case.strategy: r for r in records}
+    return {r.case.job.comm_memory if r.case.job.comm_memory != "default" else r.case.job.strategy: r for r in records}
 
 
 @pytest.mark.full
@@ -223,7 +210,7 @@ class TestKnobs:
     """A dry run follows FSDP2's knobs, and says of which it cannot."""
 
     def test_none_changes_what_is_communicated(self, turned: dict[str, LaunchRecord]) -> None:
-        ran = [record for record in turned.values() if record.case.comm_memory in ("default", "allocator")]
+        ran = [record for record in turned.values() if record.case.job.comm_memory in ("default", "allocator")]
         assert len(ran) == 5
         for record in ran:
             assert (record.state, record.error) == ("ok", None)
@@ -271,9 +258,7 @@ def small_cluster(usable_bytes: int) -> str:
     return to_toml(msgspec.structs.replace(cluster, hardware=hardware))
 
 
-CASE = CaseSpec(
-    strategy="fsdp2", world_size=8, global_batch=8, **{k: v for k, v in DRY.items() if k != "batch_per_rank"}
-)
+CASE = Case.of(strategy="fsdp2", gpus=8, global_batch=8, **{k: v for k, v in DRY.items() if k != "batch_per_rank"})
 GATHERS = CollectiveCount(op="all_gather", count=13, bytes=1000)
 REDUCES = CollectiveCount(op="reduce_scatter", count=7, bytes=700)
 STEP = StepResult(
@@ -298,17 +283,17 @@ OUT = DryResult(
 )  # fmt: skip
 
 
-class Leaves(Launcher):
+class Leaves(StandIn):
     """Leaves what ``answer`` says for each rank up to one that is not ok, and ends as ``launch`` says."""
 
     def __init__(self, answer: Callable[[DryCase], DryResult | None], launch: LaunchOutcome | None = None) -> None:
+        super().__init__(self._leave, "build")
         self.asked: list[DryCase] = []
         self._answer, self._launch = answer, launch or LaunchOutcome()
 
-    def launch(self, job: Job, folder: Path, on_progress: Callable[[str], None]) -> LaunchOutcome:
-        assert (job.program, job.processes) == ("dryrun", 1)
-        asked = msgspec.json.decode((folder / ASKED_FILE).read_bytes(), type=DryCase)
-        on_progress("build")
+    def _leave(self, program: Program, folder: Path) -> LaunchOutcome:
+        assert (program.name, program.processes) == ("dryrun", 1)
+        asked = msgspec.json.decode(request_file(folder, "dryrun").read_bytes(), type=DryCase)
         for rank in ranks_of(asked.case):
             self.asked.append(msgspec.structs.replace(asked, rank=rank))
             if (result := self._answer(self.asked[-1])) is None:
@@ -320,14 +305,8 @@ class Leaves(Launcher):
                 break
         return self._launch
 
-    def check(self, case: CaseSpec, *, oversubscribe: bool) -> None:
-        raise AssertionError("a dry run needs no cores")
 
-    def environment(self, threads: int, beside: Path, on_progress: Callable[[str], None]) -> Environment:
-        return ENVIRONMENT
-
-
-def record_of(launcher: Leaves, folder: Path, case: CaseSpec = CASE) -> LaunchRecord:
+def record_of(launcher: Leaves, folder: Path, case: Case = CASE) -> LaunchRecord:
     launched = launch_dry(case, launcher, folder, lambda _: None)
     return record_dry(blank_record(case, 0, HEADER, datetime.now(UTC)), launched)
 
@@ -338,10 +317,8 @@ def test_what_a_rank_leaves_becomes_the_record(tmp_path: Path) -> None:
     assert record.metrics["overlap_ratio"] == pytest.approx(0.75)
     assert record.metrics["tokens_per_s_gpu"] == pytest.approx(640)
     assert [record.metrics[f"peak_{name}_bytes"] for name in ("memory", "active", "reserved")] == [
-        3 * GIB,
-        4 * GIB,
-        5 * GIB,
-    ]
+        3 * GIB, 4 * GIB, 5 * GIB,
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -371,18 +348,32 @@ def test_a_rank_that_holds_more_padding_steps_all_that_it_holds() -> None:
     assert prove_dry(CASE, [msgspec.structs.replace(GOOD, stepped=11, held=12)]).failures
 
 
-def test_out_of_memory_is_run_again_without_a_limit(tmp_path: Path) -> None:
-    launcher = Leaves(lambda asked: OUT if asked.limited else GOOD)
+WITHIN = DryResult(state="oom", peak=msgspec.structs.replace(GOOD.peak, allocated=GIB // 2), refused="1.70 GiB")
+REPLAYED = msgspec.structs.replace(GOOD, limited=WITHIN)
+"""Memory that comes free earlier may also leave less room than the run met, if it is in pieces."""
+NEEDS = "out of memory: needs at least 3.00 GiB (5.00 GiB reserved), "
+PEAKS = {"peak_memory_bytes": 3 * GIB, "peak_active_bytes": 4 * GIB, "peak_reserved_bytes": 5 * GIB}
+
+
+@pytest.mark.parametrize(
+    ("limited", "unlimited", "error", "peaks"),
+    [
+        (OUT, GOOD, f"{NEEDS}2.00 GiB usable; 1.00 GiB were in use when it asked for 1.96 GiB", PEAKS),
+        (OUT, REPLAYED, f"{NEEDS}2.00 GiB usable; 512 MiB were in use when it asked for 1.70 GiB", PEAKS),
+        (REPLAYED, None, f"{NEEDS}8.00 GiB usable; 512 MiB were in use when it asked for 1.70 GiB", PEAKS),
+        (OUT, DryResult(state="failed", error="no"),
+         "out of memory: 1.00 GiB were in use when it asked for 1.96 GiB (2.00 GiB usable)", {}),
+    ],
+)  # fmt: skip
+def test_out_of_memory_is_run_again_without_a_limit_to_learn_what_is_needed(
+    limited: DryResult, unlimited: DryResult | None, error: str, peaks: dict[str, int], tmp_path: Path
+) -> None:
+    launcher = Leaves(lambda asked: limited if asked.limited else unlimited)
     record = record_of(launcher, tmp_path)
-    assert [asked.limited for asked in launcher.asked] == [True, False]
-    assert record.error == (
-        "out of memory: needs at least 3.00 GiB (5.00 GiB reserved), 2.00 GiB usable; 1.00 GiB were in use when it "
-        "asked for 1.96 GiB"
-    )
-    assert {name: value for name, value in record.metrics.items() if value is not None} == {
-        "peak_memory_bytes": 3 * GIB, "peak_active_bytes": 4 * GIB, "peak_reserved_bytes": 5 * GIB,
-    }  # fmt: skip
-    assert record.metrics.keys() == METRICS.keys() - DERIVED
+    assert [asked.limited for asked in launcher.asked] == [True] + [False] * (unlimited is not None)
+    assert (record.state, record.error) == ("oom", error)
+    assert {name: value for name, value in record.metrics.items() if value is not None} == peaks
+    assert not peaks or record.metrics.keys() == METRICS.keys() - DERIVED
 
 
 def test_what_fits_by_the_replay_counts_as_it_does_without_a_limit(tmp_path: Path) -> None:
@@ -401,62 +392,25 @@ def test_what_fits_by_the_replay_counts_as_it_does_without_a_limit(tmp_path: Pat
     assert trace_file(tmp_path, 0).read_text() == "trace"
 
 
-@pytest.mark.parametrize("limited", [True, False])
-def test_out_of_memory_is_told_as_the_replay_has_it(limited: bool, tmp_path: Path) -> None:
-    """Memory that comes free earlier may also leave less room than the run met, where it is in pieces."""
-    within = DryResult(state="oom", peak=msgspec.structs.replace(GOOD.peak, allocated=GIB // 2), refused="1.70 GiB")
-    needs = msgspec.structs.replace(GOOD, limited=within)
-    launcher = Leaves(lambda asked: needs if limited or not asked.limited else OUT)
-    record = record_of(launcher, tmp_path)
-    assert len(launcher.asked) == (1 if limited else 2)
-    assert record.state == "oom"
-    assert record.error == (
-        "out of memory: needs at least 3.00 GiB (5.00 GiB reserved), "
-        f"{'8.00' if limited else '2.00'} GiB usable; 512 MiB were in use when it asked for 1.70 GiB"
-    )
-
-
-def test_what_would_be_needed_may_stay_unknown(tmp_path: Path) -> None:
-    failed = DryResult(state="failed", error="no")
-    record = record_of(Leaves(lambda asked: OUT if asked.limited else failed), tmp_path)
-    assert record.error == "out of memory: 1.00 GiB were in use when it asked for 1.96 GiB (2.00 GiB usable)"
-    assert (record.state, record.metrics) == ("oom", {})
-
-
 @pytest.mark.parametrize(
     ("launch", "result", "state", "error"),
     [
-        (LaunchOutcome(), None, "failed", "the process ended without a result"),
-        (
-            LaunchOutcome(failed_rank=0, error="rank 0 ended with signal 11"),
-            None,
-            "failed",
-            "rank 0 ended with signal 11",
-        ),
-        (
-            LaunchOutcome(timed_out=True),
-            None,
-            "timeout",
-            "did not finish within time_limit_s = 600; the ranks were killed",
-        ),
-        (
-            LaunchOutcome(),
-            DryResult(state="failed", error="aten::odd: no meta kernel"),
-            "failed",
-            "aten::odd: no meta kernel",
-        ),
-        (LaunchOutcome(), DryResult(state="unsupported", error="no"), "unsupported", "no"),
+        ({}, None, "failed", "the process ended without a result"),
+        ({"failed_rank": 0, "error": "rank 0 ended with signal 11"}, None, "failed", "rank 0 ended with signal 11"),
+        ({"timed_out": True}, None, "timeout", "did not finish within time_limit_s = 600; the ranks were killed"),
+        ({}, DryResult(state="failed", error="no meta kernel"), "failed", "no meta kernel"),
+        ({}, DryResult(state="unsupported", error="no"), "unsupported", "no"),
     ],
 )
 def test_a_process_that_does_not_end_well_is_the_case_s_end(
-    launch: LaunchOutcome, result: DryResult | None, state: str, error: str, tmp_path: Path
+    launch: dict[str, Any], result: DryResult | None, state: str, error: str, tmp_path: Path
 ) -> None:
-    record = record_of(Leaves(lambda _: result, launch), tmp_path)
+    record = record_of(Leaves(lambda _: result, LaunchOutcome(**launch)), tmp_path)
     assert (record.state, record.error) == (state, error)
 
 
 def test_the_slowest_of_ranks_that_differ_counts(tmp_path: Path) -> None:
-    case = msgspec.structs.replace(CASE, strategy="pipeline", world_size=2, global_batch=2)
+    case = CASE.changed(strategy="pipeline", gpus=2, global_batch=2)
     slow = msgspec.structs.replace(STEP, step_s=0.4)
 
     def answer(asked: DryCase) -> DryResult:
@@ -471,7 +425,7 @@ def test_the_slowest_of_ranks_that_differ_counts(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_ends_badly_is_the_last(tmp_path: Path) -> None:
-    case = msgspec.structs.replace(CASE, strategy="pipeline", world_size=2, global_batch=2)
+    case = CASE.changed(strategy="pipeline", gpus=2, global_batch=2)
     launcher = Leaves(lambda _: DryResult(state="failed", error="no"))
     assert record_of(launcher, tmp_path, case).state == "failed"
     assert [asked.rank for asked in launcher.asked] == [0]
@@ -482,19 +436,19 @@ def test_a_rank_that_ends_badly_is_the_last(tmp_path: Path) -> None:
     [
         ({"cluster": "no-such"}, "cluster: no profile and no file 'no-such'"),
         ({"cluster": "lab-2x2gbit"}, "cluster must have CUDA GPUs for dryrun cases, but 'lab-2x2gbit' has none"),
-        ({"world_size": 12}, "on nodes of 8 ranks, got 12"),
+        ({"gpus": 12}, "on nodes of 8 ranks, got 12"),
     ],
 )
 def test_a_cluster_that_cannot_hold_the_case_is_refused_before_anything_runs(
     changes: dict[str, Any], message: str
 ) -> None:
-    suite = make_suite(matrix={"strategy": ["fsdp2"]}, case={**DRY, "world_size": 8, **changes})
+    suite = make_suite(matrix={"strategy": ["fsdp2"]}, case={**DRY, "gpus": 8, **changes})
     with pytest.raises(SpecError, match=message):
         check_suite(suite, LocalLauncher(), oversubscribe=False)
 
 
 @needs_device
 def test_a_world_of_any_size_needs_no_cores() -> None:
-    suite = dry_suite([{"strategy": "fsdp2", "world_size": 256}])
+    suite = dry_suite([{"strategy": "fsdp2", "gpus": 256}])
     (case,) = check_suite(suite, Leaves(lambda _: None), oversubscribe=False)
-    assert (case.processes, case.world_size) == (1, 256)
+    assert (case.processes, case.job.gpus) == (1, 256)

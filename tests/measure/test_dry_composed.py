@@ -16,27 +16,27 @@ from refshard.measure.dry.rank import DryResult, rank_folder, ranks_of, result_f
 from refshard.measure.launchers.local import LocalLauncher
 from refshard.measure.run import run_suite
 from refshard.records import LaunchRecord
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from tests.fakecuda.needs import needs_device
 from tests.measure.fakes import ENVIRONMENT, Silent, make_suite
 
 BF16: dict[str, Any] = {"strategy": "fsdp2", "precision": "bf16"}
 TABLES: dict[str, dict[str, Any]] = {
-    "pipeline": {"strategy": "fsdp2", "world_size": 8, "pipeline_parallel": 2, "microbatches": 4},
+    "pipeline": {"strategy": "fsdp2", "gpus": 8, "pp": 2, "microbatches": 4},
     "interleaved": {
-        **BF16, "world_size": 16, "pipeline_parallel": 2, "microbatches": 4, "interleave": 2, "schedule": "interleaved",
-        "tensor_parallel": 2, "checkpointing": "full",
+        **BF16, "gpus": 16, "pp": 2, "microbatches": 4, "interleave": 2, "schedule": "interleaved",
+        "tp": 2, "checkpointing": "full",
     },
     "zero bubble": {
-        **BF16, "world_size": 8, "pipeline_parallel": 2, "microbatches": 4, "schedule": "zero-bubble",
+        **BF16, "gpus": 8, "pp": 2, "microbatches": 4, "schedule": "zero-bubble",
     },
-    "ddp": {"strategy": "ddp", "world_size": 8, "pipeline_parallel": 2, "microbatches": 2},
-    "sequence": {**BF16, "world_size": 16, "tensor_parallel": 2, "sequence_parallel": True, "checkpointing": "full"},
-    "context": {**BF16, "world_size": 16, "context_parallel": 2, "checkpointing": "selective"},
-    "ddp, context": {"strategy": "ddp", "world_size": 8, "context_parallel": 2, "precision": "bf16"},
+    "ddp": {"strategy": "ddp", "gpus": 8, "pp": 2, "microbatches": 2},
+    "sequence": {**BF16, "gpus": 16, "tp": 2, "sequence_parallel": True, "checkpointing": "full"},
+    "context": {**BF16, "gpus": 16, "cp": 2, "checkpointing": "selective"},
+    "ddp, context": {"strategy": "ddp", "gpus": 8, "cp": 2, "precision": "bf16"},
     "all": {
-        **BF16, "world_size": 32, "pipeline_parallel": 2, "microbatches": 2, "context_parallel": 2,
-        "tensor_parallel": 2, "sequence_parallel": True, "replicas": 2, "checkpointing": "full",
+        **BF16, "gpus": 32, "pp": 2, "microbatches": 2, "cp": 2,
+        "tp": 2, "sequence_parallel": True, "dp_replicate": 2, "checkpointing": "full",
     },
 }  # fmt: skip
 
@@ -51,15 +51,11 @@ Ran = Callable[[str], LaunchRecord]
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """The record of a case, dry-run with the few or with the others."""
     shared = {"fidelity": "dryrun", "cluster": "dgx-h100x32", "model": "llama-tiny", "seq_len": 64, "global_batch": 16}
-
-    @cache
-    def launched(few: bool) -> dict[CaseSpec, LaunchRecord]:
-        suite = make_suite(matrix=[table for name, table in TABLES.items() if (name in FEW) is few], case=shared)
-        folder = tmp_path_factory.mktemp("dry") / "run"
-        launches = run_suite(suite, folder, LocalLauncher(), Silent(), ENVIRONMENT).launches
-        return {record.case: record for record in launches}
-
-    return lambda name: launched(name in FEW)[CaseSpec(**{**shared, **TABLES[name]})]
+    suite = make_suite(matrix=list(TABLES.values()), case=shared)
+    folder = tmp_path_factory.mktemp("dry") / "run"
+    launches = run_suite(suite, folder, LocalLauncher(), Silent(), ENVIRONMENT).launches
+    asked = {name: Case.of(**{**shared, **table}) for name, table in TABLES.items()}
+    return {name: next(one for one in launches if one.case == case) for name, case in asked.items()}
 
 
 @pytest.mark.processes
@@ -76,12 +72,12 @@ class TestRun:
         assert record.proof.failures == ()
         assert record.proof.traced == record.proof.announced != ()
 
-    @pytest.mark.parametrize("name", NAMES)
-    def test_one_rank_of_each_stage_is_followed(self, ran: Ran, name: str) -> None:
-        record = ran(name)
-        each = record.case.world_size // record.case.pipeline_parallel
-        assert [step.rank for step in record.steps] == list(range(0, record.case.world_size, each))
-        assert len(record.traces) == len(record.step_times_s) == record.case.pipeline_parallel
+    @pytest.mark.parametrize("name", TABLES)
+    def test_one_rank_of_each_stage_is_followed(self, ran: dict[str, LaunchRecord], name: str) -> None:
+        record = ran[name]
+        each = record.case.job.gpus // record.case.job.pp
+        assert [step.rank for step in record.steps] == list(range(0, record.case.job.gpus, each))
+        assert len(record.traces) == len(record.step_times_s) == record.case.job.pp
         assert record.metrics["step_time_s"] == max(step for (step,) in record.step_times_s)
 
     @pytest.mark.full
@@ -132,9 +128,7 @@ def test_no_rank_is_started_after_one_that_ended_badly(state: str, found: str, t
 
 
 def test_each_stage_is_told_by_its_first_rank() -> None:
-    case = CaseSpec(
-        strategy="fsdp2", world_size=32, model="llama-tiny", global_batch=8, pipeline_parallel=4, tensor_parallel=2
-    )
+    case = Case.of(strategy="fsdp2", gpus=32, model="llama-tiny", global_batch=8, pp=4, tp=2)
     assert ranks_of(case) == (0, 8, 16, 24)
-    alone = msgspec.structs.replace(case, strategy="pipeline", pipeline_parallel=1, tensor_parallel=1)
+    alone = case.changed(strategy="pipeline", pp=1, tp=1)
     assert ranks_of(alone) == tuple(range(32))

@@ -12,7 +12,7 @@ from refshard.measure.run import resume_run, run_suite
 from refshard.measure.store import read_run
 from refshard.quantities import MIB
 from refshard.records import Run
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.cluster import load_cluster
 from refshard.specs.suite import SuiteSpec
 from refshard.specs.writing import to_toml
@@ -21,27 +21,27 @@ from tests.measure.fakes import ENVIRONMENT, FakeLauncher, Silent, make_suite
 NODE = msgspec.structs.replace(ENVIRONMENT, gpus=("NVIDIA H100 80GB HBM3",) * 8)
 SUITE = make_suite(
     rounds=2,
-    matrix={"strategy": ["ddp", "refshard-fsdp"], "world_size": 8, "model": "llama-mini"},
+    matrix={"strategy": ["ddp", "refshard-fsdp"], "gpus": 8, "model": "llama-mini"},
     case={"global_batch": 8, "seq_len": 32, "precision": "bf16", "measured_steps": 3, "traced_steps": 1},
 )
 REASON = "dry run on dgx-h100: out of memory: needs at least 90.0 GiB"
 
 
-def measure(suite: SuiteSpec, folder: Path, skipped: dict[CaseSpec, str]) -> tuple[Run, list[str]]:
+def measure(suite: SuiteSpec, folder: Path, skipped: dict[Case, str]) -> tuple[Run, list[str]]:
     """The run, and the strategies that were launched."""
     launcher = FakeLauncher()
     done = run_suite(suite, folder, launcher, Silent(), NODE, oversubscribe=True, skipped=skipped)
-    return done, [case.strategy for case in launcher.launched]
+    return done, [case.job.strategy for case in launcher.launched]
 
 
-def case_of(strategy: str) -> CaseSpec:
-    return next(case for case in SUITE.cases() if case.strategy == strategy)
+def case_of(strategy: str) -> Case:
+    return next(case for case in SUITE.cases() if case.job.strategy == strategy)
 
 
 def test_a_skipped_case_is_a_record_with_the_reason_and_no_launch(tmp_path: Path) -> None:
     done, launched = measure(SUITE, tmp_path / "run", {case_of("ddp"): REASON})
     assert sorted(launched) == ["refshard-fsdp"] * 2 + ["single"] * 2
-    skipped = [record for record in done.launches if record.case.strategy == "ddp"]
+    skipped = [record for record in done.launches if record.case.job.strategy == "ddp"]
     assert [(record.state, record.error, record.round) for record in skipped] == [
         ("skipped", REASON, 0),
         ("skipped", REASON, 1),
@@ -57,7 +57,7 @@ def test_what_was_skipped_is_launched_once_a_resumed_run_no_longer_skips_it(tmp_
     resume_run(tmp_path / "run", again, Silent(), NODE, oversubscribe=True, skipped=skipped)
     done = resume_run(tmp_path / "run", all_, Silent(), NODE, oversubscribe=True)
     assert again.launched == []
-    assert [case.strategy for case in all_.launched] == ["ddp"] * 2
+    assert [case.job.strategy for case in all_.launched] == ["ddp"] * 2
     assert {record.state for record in done.launches} == {"ok"}
 
 
@@ -81,7 +81,7 @@ def test_dry_runs_say_what_will_not_fit_and_are_kept(tmp_path: Path, monkeypatch
     assert told[-1] == "dry run says: 1 of 2 cases will not fit"
     dry = folder_of_dry_runs(tmp_path / "run")
     before = (dry / "records.jsonl").read_bytes()
-    assert {record.case.strategy: record.state for record in read_run(dry).launches} == {
+    assert {record.case.job.strategy: record.state for record in read_run(dry).launches} == {
         "ddp": "oom",
         "refshard-fsdp": "ok",
     }
@@ -107,12 +107,14 @@ def test_without_gpus_nothing_is_dry_run(tmp_path: Path) -> None:
 
 def test_a_suite_as_dry_runs_has_its_measured_cases_once() -> None:
     tables = [
-        {"strategy": ["ddp", "fsdp2"], "world_size": 2},
-        {"strategy": "fsdp2", "world_size": 4, "fidelity": "emulated", "cluster": "dgx-a100"},
+        {"strategy": ["ddp", "fsdp2"], "gpus": 2},
+        {"strategy": "fsdp2", "gpus": 4, "fidelity": "emulated", "cluster": "dgx-a100"},
     ]
     suite = make_suite(matrix=tables, case={"model": "llama-mini", "global_batch": 8}, rounds=5)
     dry = suite.as_dry_run("dgx-h100")
-    measured = [case for case in suite.cases() if case.fidelity == "measured" and case.strategy != "single"]
+    measured = [
+        case for case in suite.cases() if case.protocol.fidelity == "measured" and case.job.strategy != "single"
+    ]
     assert list(dry.cases()) == [case.as_dry_run("dgx-h100") for case in measured]
     assert dry.most_rounds == 1
 

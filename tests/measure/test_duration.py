@@ -35,16 +35,14 @@ def test_an_estimate_grows_with_the_flops(more: dict[str, Any]) -> None:
 
 
 def test_an_estimate_grows_with_the_model_and_the_rounds() -> None:
-    larger = make_suite(
-        matrix={"strategy": ["single", "ddp", "refshard-yafsdp"], "world_size": 2, "model": "llama-mini"}
-    )
+    larger = make_suite(matrix={"strategy": ["single", "ddp", "refshard-yafsdp"], "gpus": 2, "model": "llama-mini"})
     assert estimated(larger).seconds > estimated(make_suite()).seconds
     assert estimated(make_suite(rounds=4)).seconds == pytest.approx(4 * estimated(make_suite()).seconds)
     assert estimated().unknown == estimated().seen_before == 0
 
 
 def test_ranks_that_are_not_here_compute_nothing_here(tmp_path: Path) -> None:
-    emulated = {"fidelity": "emulated", "cluster": "dgx-h100", "world_size": 8, "global_batch": 8, "device": "cpu"}
+    emulated = {"fidelity": "emulated", "cluster": "dgx-h100", "gpus": 8, "global_batch": 8, "device": "cpu"}
     of = {"strategy": "ddp", "model": "llama-mini", "seq_len": 512}
     alone = make_suite(matrix={**of, **emulated}, case={})
     two = make_suite(matrix={**of, **emulated, "resident_ranks": 2}, case={})
@@ -61,7 +59,7 @@ def test_the_time_on_gpus_that_have_run_nothing_is_not_known() -> None:
 
 
 def test_a_dry_run_takes_as_long_wherever_it_is() -> None:
-    matrix = {"strategy": "ddp", "model": "llama3-8b", "world_size": 8, "fidelity": "dryrun", "cluster": "dgx-h100"}
+    matrix = {"strategy": "ddp", "model": "llama3-8b", "gpus": 8, "fidelity": "dryrun", "cluster": "dgx-h100"}
     found = expected(make_suite(matrix=matrix, case={"batch_per_rank": 1}), {}, gpus=True)
     assert (found.launches, found.unknown) == (1, 0)
     assert 1 < found.seconds < 60
@@ -70,7 +68,7 @@ def test_a_dry_run_takes_as_long_wherever_it_is() -> None:
 def test_earlier_launches_are_the_median_of_those_that_ended_ok(tmp_path: Path) -> None:
     """Links, damaged runs and launches that failed count for nothing."""
     made = run(rounds=3, failed=False)
-    ddp = [place for place, record in enumerate(made.launches) if record.case.strategy == "ddp"]
+    ddp = [place for place, record in enumerate(made.launches) if record.case.job.strategy == "ddp"]
     for place, seconds in zip(ddp, (4.0, 100.0, 6.0)):
         made = with_record(made, place, duration_s=seconds)
     write(made, tmp_path / "first")

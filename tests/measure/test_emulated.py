@@ -9,7 +9,7 @@ from refshard.errors import SpecError
 from refshard.measure.launchers.base import LaunchOutcome
 from refshard.measure.run import check_suite, run_suite
 from refshard.records import CollectiveCount, LaunchRecord
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.suite import SuiteSpec
 from tests.emulate import make_cluster, write_cluster
 from tests.measure.fakes import ENVIRONMENT, FakeLauncher, Silent, good, make_suite, write_rank
@@ -24,7 +24,7 @@ def suite(lab: str, **changes: Any) -> SuiteSpec:
     """DDP and the engine on 1024 ranks of the cluster ``lab``."""
     case = {
         "batch_per_rank": 1, "measured_steps": 3, "traced_steps": 1, "device": "cpu", "fidelity": "emulated",
-        "cluster": lab, "world_size": 1024, **changes,
+        "cluster": lab, "gpus": 1024, **changes,
     }  # fmt: skip
     return make_suite(matrix={"strategy": ["ddp", "refshard-yafsdp"], "model": ["llama-tiny"]}, case=case)
 
@@ -36,7 +36,7 @@ def records(tmp_path: Path, suite: SuiteSpec, launcher: FakeLauncher) -> list[La
 def test_a_world_of_any_size_takes_as_many_processes_as_are_resident(tmp_path: Path, cluster: str) -> None:
     launcher = FakeLauncher()
     found = records(tmp_path, suite(cluster, resident_ranks=2), launcher)
-    assert [case.strategy for case in launcher.launched] == ["ddp", "refshard-yafsdp"], "no reference beside them"
+    assert [case.job.strategy for case in launcher.launched] == ["ddp", "refshard-yafsdp"], "no reference beside them"
     for record in found:
         assert (record.state, record.error, record.fidelity) == ("ok", None, "emulated")
         assert len(record.step_times_s) == len(record.traces) == 2
@@ -45,9 +45,11 @@ def test_a_world_of_any_size_takes_as_many_processes_as_are_resident(tmp_path: P
 
 
 def test_neither_losses_nor_parameters_are_held_against_anything(tmp_path: Path, cluster: str) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
         for rank in range(case.processes):
-            write_rank(case, folder, rank, losses=(9.0 + rank,) * case.total_steps, parameters_sha256=str(rank))
+            write_rank(
+                case, folder, rank, losses=(9.0 + rank,) * case.protocol.total_steps, parameters_sha256=str(rank)
+            )
         return LaunchOutcome()
 
     for record in records(tmp_path, suite(cluster, resident_ranks=2), FakeLauncher(outcome)):
@@ -58,7 +60,7 @@ def test_neither_losses_nor_parameters_are_held_against_anything(tmp_path: Path,
 
 
 def test_collectives_must_be_what_was_announced_all_the_same(tmp_path: Path, cluster: str) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
         good(case, folder)
         write_rank(case, folder, 0, announced=(CollectiveCount(op="all_reduce", count=2, bytes=800),))
         return LaunchOutcome()
@@ -72,7 +74,7 @@ def test_collectives_must_be_what_was_announced_all_the_same(tmp_path: Path, clu
     ("changes", "message"),
     [
         ({"cluster": "no-such"}, "cluster: no profile and no file 'no-such'"),
-        ({"world_size": 6}, "on nodes of 4 ranks, got 6"),
+        ({"gpus": 6}, "on nodes of 4 ranks, got 6"),
         ({"resident_ranks": 512}, r"resident_ranks: 512 ranks x 1 thread\(s\) exceed the \d+ cores here; lower it"),
         ({"fidelity": "simulated"}, "got 'simulated' for ddp-.*; use fidelity = 'dryrun'"),
     ],
@@ -87,7 +89,9 @@ def test_what_cannot_be_emulated_is_refused_before_anything_is_launched(
 def test_cases_that_are_not_measured_may_stand_beside_those_over_a_network(cluster: str) -> None:
     made = suite(cluster, resident_ranks=2)
     networked = make_suite(matrix=made.matrix, case=made.case, launcher="netlab", network={"hosts": 2, "rate": "2gbit"})
-    assert {case.fidelity for case in check_suite(networked, FakeLauncher(), oversubscribe=True)} == {"emulated"}
+    assert {case.protocol.fidelity for case in check_suite(networked, FakeLauncher(), oversubscribe=True)} == {
+        "emulated"
+    }
     uneven = make_suite(
         matrix=made.matrix, case={**made.case, "resident_ranks": 3}, launcher="netlab",
         network={"hosts": 2, "rate": "2gbit"},

@@ -11,11 +11,13 @@ from refshard import resources
 from refshard.measure.environment import (
     capture_environment,
     changes,
+    describe_sensors,
     differences,
     id_of,
     measure_gemm,
+    tf32_allowed,
+    variables,
 )
-from refshard.measure.gpus import describe_sensors, setting_changes, tf32_allowed, variables
 from refshard.measure.load import available_cores
 from refshard.measure.nvml import GpuReading
 from refshard.measure.store import read_run
@@ -38,16 +40,10 @@ def test_environment_describes_this_machine() -> None:
 
 @pytest.mark.processes
 def test_the_id_is_that_of_what_must_match_and_not_of_the_moment() -> None:
-    first, again = capture_environment(1), capture_environment(1)
-    assert first.id == again.id
-    assert capture_environment(2).id != first.id
-
-
-@pytest.mark.processes
-def test_times_over_a_network_are_not_comparable_with_others() -> None:
-    alone, joined = capture_environment(1), capture_environment(1, "2 hosts joined at 2 Gbit/s")
-    assert (alone.network, joined.network) == ("", "2 hosts joined at 2 Gbit/s")
-    assert joined.id not in (alone.id, capture_environment(1, "2 hosts joined at 1 Gbit/s").id)
+    first, other, joined = capture_environment(1), capture_environment(2), capture_environment(1, "2 hosts")
+    assert (first.network, joined.network) == ("", "2 hosts")
+    assert capture_environment(1).id == first.id
+    assert len({first.id, other.id, joined.id, capture_environment(1, "3 hosts").id}) == 4
 
 
 def test_gemm_leaves_the_number_of_threads_as_it_was() -> None:
@@ -56,46 +52,14 @@ def test_gemm_leaves_the_number_of_threads_as_it_was() -> None:
     assert torch.get_num_threads() == before
 
 
-BEFORE = replace(ENVIRONMENT, memory_bytes=10**9, git_commit="aa", git_dirty=False, code_sha256="c0")
-
-
-@pytest.mark.parametrize(
-    "now",
-    [
-        {"git_commit": "bb", "git_dirty": True},  # a page of documentation
-        {"hostname": "other", "argv": ("refshard", "run", "--resume", "x"), "gemm_flops_per_s": 2e11},
-        {"memory_bytes": 10**9 - 10**6},  # another boot of the same machine
-    ],
-)
-def test_what_changes_no_measurement_is_no_change(now: dict[str, object]) -> None:
-    assert changes(BEFORE, replace(BEFORE, **now)) == []
-
-
-@pytest.mark.parametrize(
-    ("now", "words"),
-    [
-        ({"code_sha256": "c1"}, "code_sha256 was 'c0' and is 'c1'"),  # an edit, committed or not
-        ({"memory_bytes": 2 * 10**9}, "memory_bytes was 1000000000 and is 2000000000"),
-        ({"network": "2 hosts"}, "network was '' and is '2 hosts'"),
-        ({"packages": {"numpy": "2"}}, "packages was {} and is {'numpy': '2'}"),
-    ],
-)
-def test_what_changes_a_measurement_is_told(now: dict[str, object], words: str) -> None:
-    assert changes(BEFORE, replace(BEFORE, **now)) == [words]
-
-
-def test_a_record_from_before_code_was_recorded_has_but_its_commit() -> None:
-    older = replace(BEFORE, code_sha256="")
-    assert changes(older, BEFORE) == []
-    assert changes(older, replace(BEFORE, git_commit="bb")) == ["git_commit was 'aa' and is 'bb'"]
-
-
 RECORDED = resources.root() / "profiles" / "recorded"
 H100 = GpuSettings(power_limit_w=700.0, max_sm_clock_mhz=1980, nvlinks={"switch": 18})
+BEFORE = replace(ENVIRONMENT, memory_bytes=10**9, git_commit="aa", git_dirty=False, code_sha256="c0")
 WITH_GPUS = replace(
     BEFORE, gpus=("NVIDIA H100 80GB HBM3",) * 2, gpu_memory_bytes=(85,) * 2, gpu_driver="570.86.15", cuda="12.8",
     nccl="2.26.2", gpu_settings=(H100, H100), variables={"NCCL_ALGO": "Ring", "CUDA_VISIBLE_DEVICES": "0,1"},
 )  # fmt: skip
+SLOWER = (H100, replace(H100, power_limit_w=500.0))
 
 
 @pytest.mark.parametrize("run", ["epyc-2-cores/quickstart", "xeon-2-cores/engine_network", "dryrun/llama3_8b_h100"])
@@ -109,42 +73,50 @@ def test_the_id_of_a_recorded_machine_without_gpus_is_still_that(run: str) -> No
 @pytest.mark.parametrize(
     "now",
     [
-        {"gpu_memory_bytes": (85, 84)},
-        {"gpu_driver": "580.1"},
-        {"cuda": "13.0"},
-        {"nccl": "2.28"},
-        {"tf32": True},
-        {"gpu_settings": (H100, replace(H100, power_limit_w=500.0))},
-        {"variables": {"NCCL_ALGO": "Tree", "CUDA_VISIBLE_DEVICES": "0,1"}},
-    ],
-)
-def test_what_decides_how_fast_gpus_are_is_part_of_the_id_and_a_change(now: dict[str, object]) -> None:
-    assert id_of(replace(WITH_GPUS, **now)) != id_of(WITH_GPUS)
-    assert len(changes(WITH_GPUS, replace(WITH_GPUS, **now))) == 1
-
-
-@pytest.mark.parametrize(
-    "now",
-    [
+        {"git_commit": "bb", "git_dirty": True},  # a page of documentation
+        {"hostname": "other", "argv": ("refshard", "run", "--resume", "x"), "gemm_flops_per_s": 2e11},
+        {"memory_bytes": 10**9 - 10**6},  # another boot of the same machine
         {"gpu_throttled": (("power cap",), ())},
         {"variables": {"NCCL_ALGO": "Ring", "CUDA_VISIBLE_DEVICES": "6,7", "NCCL_HOSTID": "b"}},
     ],
 )
-def test_the_moment_and_the_place_are_no_part_of_it(now: dict[str, object]) -> None:
-    assert id_of(replace(WITH_GPUS, **now)) == id_of(WITH_GPUS)
+def test_what_changes_no_measurement_is_no_change(now: dict[str, object]) -> None:
     assert changes(WITH_GPUS, replace(WITH_GPUS, **now)) == []
+    assert id_of(replace(WITH_GPUS, **now)) == id_of(WITH_GPUS)
 
 
-def test_a_change_of_one_gpus_settings_names_the_gpu_and_the_setting() -> None:
-    slower = replace(WITH_GPUS, gpu_settings=(H100, replace(H100, power_limit_w=500.0)))
-    assert differences(WITH_GPUS, slower) == ["power_limit_w of GPU 1 was 700.0 and is 500.0"]
-    assert setting_changes((H100,), ()) == ["gpu_settings were known of 1 GPUs and are of 0"]
+@pytest.mark.parametrize(
+    ("now", "change", "comparable"),
+    [
+        ({"code_sha256": "c1"}, "code_sha256 was 'c0' and is 'c1'", True),  # an edit, committed or not
+        ({"memory_bytes": 2 * 10**9}, "memory_bytes was 1000000000 and is 2000000000", True),
+        ({"packages": {"numpy": "2"}}, "packages was {} and is {'numpy': '2'}", True),
+        ({"network": "2 hosts"}, "network was '' and is '2 hosts'", False),
+        ({"gpu_memory_bytes": (85, 84)}, "gpu_memory_bytes was (85, 85) and is (85, 84)", False),
+        ({"gpu_driver": "580.1"}, "gpu_driver was '570.86.15' and is '580.1'", False),
+        ({"cuda": "13.0"}, "cuda was '12.8' and is '13.0'", False),
+        ({"nccl": "2.28"}, "nccl was '2.26.2' and is '2.28'", False),
+        ({"tf32": True}, "tf32 was False and is True", False),
+        ({"gpu_settings": SLOWER}, "power_limit_w of GPU 1 was 700.0 and is 500.0", False),
+        ({"gpu_settings": ()}, "gpu_settings were known of 2 GPUs and are of 0", False),
+        ({"variables": {"NCCL_ALGO": "Tree", "CUDA_VISIBLE_DEVICES": "0,1"}}, "NCCL_ALGO was Ring and is Tree", False),
+        ({"variables": {"NCCL_DEBUG": "INFO", "NCCL_ALGO": "Ring"}}, "NCCL_DEBUG was not set and is INFO", False),
+    ],
+)
+def test_what_changes_a_measurement_is_told_and_what_decides_its_times_is_part_of_the_id(
+    now: dict[str, object], change: str, comparable: bool
+) -> None:
+    after = replace(WITH_GPUS, **now)
+    assert changes(WITH_GPUS, after) == [change]
+    assert (id_of(after) == id_of(WITH_GPUS)) is comparable
+    among_hosts = not now.keys() & {"memory_bytes", "network", "variables"}
+    assert differences(WITH_GPUS, after) == ([change] if among_hosts else [])
 
 
-def test_a_change_of_a_variable_names_it() -> None:
-    now = replace(WITH_GPUS, variables={"NCCL_DEBUG": "INFO", "NCCL_ALGO": "Ring"})
-    assert changes(WITH_GPUS, now) == ["NCCL_DEBUG was not set and is INFO"]
-    assert differences(WITH_GPUS, now) == []
+def test_a_record_from_before_code_was_recorded_has_but_its_commit() -> None:
+    older = replace(BEFORE, code_sha256="")
+    assert changes(older, BEFORE) == []
+    assert changes(older, replace(BEFORE, git_commit="bb")) == ["git_commit was 'aa' and is 'bb'"]
 
 
 def test_variables_are_those_of_cuda_nccl_and_the_allocator_without_where_files_lie() -> None:
@@ -176,4 +148,3 @@ def test_sensors_fill_settings_and_throttling_of_each_gpu() -> None:
         "gpu_settings": (H100, H100),
         "gpu_throttled": ((), ("temperature",)),
     }
-    assert describe_sensors(None) == {}

@@ -40,7 +40,7 @@ strategy = ["ddp", "fsdp2", "refshard-fsdp", "refshard-yafsdp", "refshard-zero1"
 strategy = ["refshard-zero2"]
 time_limit_s = {LIMIT_S}
 [case]
-world_size = 2
+gpus = 2
 model = "llama-tiny"
 global_batch = 2
 seq_len = 16
@@ -100,7 +100,7 @@ def test_the_rest_of_the_suite_is_done(beaten: Run) -> None:
     assert beaten.end is not None
     assert beaten.end.states == {"ok": 2, "failed": 5, "timeout": 1}
     assert not beaten.end.interrupted
-    assert {r.case.strategy for r in beaten.launches if r.state == "ok"} == {"single"}, "with either time limit"
+    assert {r.case.job.strategy for r in beaten.launches if r.state == "ok"} == {"single"}, "with either time limit"
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "refshard-fsdp", "refshard-yafsdp"])
@@ -131,9 +131,9 @@ def test_out_of_time_says_where_each_rank_stood(beaten: Run) -> None:
 
 
 def test_a_resumed_run_repeats_what_failed_and_only_that(beaten: Run, mended: Run) -> None:
-    assert [r.case.strategy for r in mended.launches if r.state != "ok"] == ["refshard-zero2"]
+    assert [r.case.job.strategy for r in mended.launches if r.state != "ok"] == ["refshard-zero2"]
     again = [r for r in mended.launches if r not in beaten.launches]
-    assert sorted(r.case.strategy for r in again) == sorted(FAILED)
+    assert sorted(r.case.job.strategy for r in again) == sorted(FAILED)
     assert launches(mended) == launches(beaten)
     assert mended.end is not None
     assert mended.end.states == {"ok": 7, "timeout": 1}
@@ -204,7 +204,7 @@ def test_a_killed_run_is_resumed_and_has_one_writer(tmp_path: Path, refused: Cal
     with (run / RECORDS).open("ab") as file:
         file.write(b'{"type":"case","schema":1,"run_id":"run"')
     before = check_left(run)
-    assert ([r.case.strategy for r in before.launches], before.end) == (["single"], None)
+    assert ([r.case.job.strategy for r in before.launches], before.end) == (["single"], None)
     assert refshard("run", "--resume", run).returncode == 0
     check_mended(run, before)
 

@@ -16,11 +16,11 @@ from refshard.measure.interruption import Interruption, interruptible
 from refshard.measure.launchers.base import LaunchOutcome
 from refshard.measure.run import resume_run, run_suite
 from refshard.measure.store import read_run
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from tests.measure.fakes import ENVIRONMENT, FakeLauncher, Silent, good, make_suite
 
 WATCHED = {
-    (run.__file__, name) for name in ("run_suite", "_run_missing", "launch_case", "_keep_traces")
+    (run.__file__, name) for name in ("run_suite", "_launch_all", "open_run", "launch", "_launched", "_keep")
 } | {
     (store.__file__, name) for name in ("__init__", "append", "close", "_write", "_lock", "__exit__")
 } | {
@@ -56,10 +56,11 @@ def signal_at(line: int, *numbers: signal.Signals) -> Iterator[list[int]]:
 def interrupted(folder: Path, line: int) -> bool:
     """Whether a run into ``folder`` came to the ``line``-th line, and was interrupted there."""
 
-    def outcome(case: CaseSpec, work: Path) -> LaunchOutcome:
-        return good(case, work) if case.strategy == "single" else LaunchOutcome(failed_rank=0, error="rank 0 failed")
+    def outcome(case: Case, work: Path) -> LaunchOutcome:
+        job = case.job
+        return good(case, work) if job.strategy == "single" else LaunchOutcome(failed_rank=0, error="rank 0 failed")
 
-    suite = make_suite(matrix={"strategy": ["single", "ddp"], "world_size": [2], "model": ["llama-tiny"]})
+    suite = make_suite(matrix={"strategy": ["single", "ddp"], "gpus": [2], "model": ["llama-tiny"]})
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     try:
         with interruptible(), signal_at(line, signal.SIGTERM) as ran:
@@ -98,17 +99,18 @@ def test_whatever_line_is_interrupted_the_run_is_whole_and_can_be_resumed(tmp_pa
     assert states >= {(0, True), (1, True), (2, True)}, "each number of records was what an interruption left"
 
 
-def test_an_interruption_within_another_is_passed_on() -> None:
+def test_the_first_signal_within_nested_interruptions_is_passed_on() -> None:
     done: list[object] = []
 
     def work() -> None:
         with Interruption() as outer:
             with Interruption():
+                signal.raise_signal(signal.SIGTERM)
                 signal.raise_signal(signal.SIGINT)
                 done.append("inner")
             done.append(outer.received)
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match="SIGTERM"), interruptible():
         work()
     assert done == ["inner", True]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from refshard.measure.timing import limited_memory
+from refshard.measure.rank import limited_memory
 from refshard.quantities import GIB
 
 CPU = torch.device("cpu")

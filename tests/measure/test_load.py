@@ -1,19 +1,28 @@
-"""How busy the machine was: what ranks saw becomes one figure, and looking changes nothing else."""
+"""How busy the machine was, and how its GPUs ran: what ranks saw becomes figures, and looking changes nothing else."""
 
 import gzip
 import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Literal
+from threading import Event
+from typing import Any, Literal
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from refshard.measure.load import RankLoad, load_of, probe, watched_load
-from refshard.measure.timing import RankResult, measure
-from refshard.specs.case import CaseSpec
+from refshard.measure.load import RankLoad, load_of, probe, sampled, use_of, watched_gpus, watched_load
+from refshard.measure.nvml import GpuReading
+from refshard.measure.rank import RankResult, measure
+from refshard.records import GpuUse
+from refshard.specs.case import Case
 from tests.distributed.ranks import run_ranks
 from tests.fakecuda.fresh import see
+from tests.measure.sensors import FakeSensors
+
+COOL = GpuReading(power_w=400.0, sm_clock_mhz=1980)
+HOT = GpuReading(power_w=700.0, sm_clock_mhz=1400, throttled=("power cap",))
 
 
 def rank(
@@ -26,32 +35,27 @@ def rank(
     )  # fmt: skip
 
 
-def test_what_the_ranks_of_a_host_did_not_use_is_of_others() -> None:
-    found = load_of([rank(1.5), rank(1.0)])
+@pytest.mark.parametrize(
+    ("ranks", "other_cores", "probes"),
+    [
+        ([rank(1.5), rank(1.0)], (4.0 - 2.5) / 2.0, (0.05, 0.05)),
+        # The slowest rank and the busiest host count.
+        ([rank(2.0, probes=(0.04, 0.09)), rank(1.0, host="b", probes=(0.06, 0.05))], 1.5, (0.06, 0.09)),
+        ([rank(4.1)], 0.0, (0.05, 0.05)),  # clocks that disagree
+        ([rank(1.0, busy=None)], None, (0.05, 0.05)),
+    ],
+)
+def test_what_the_ranks_of_a_host_did_not_use_is_of_others(
+    ranks: list[RankLoad], other_cores: float | None, probes: tuple[float, float]
+) -> None:
+    found = load_of(ranks)
     assert found is not None
-    assert found.other_cores == pytest.approx((4.0 - 2.5) / 2.0)
-    assert found.cores == 4
+    assert found.other_cores == (other_cores and pytest.approx(other_cores))
+    assert (found.probe_before_s, found.probe_after_s, found.cores) == (*probes, 4)
 
 
-def test_the_slowest_rank_and_the_busiest_host_count() -> None:
-    found = load_of([rank(2.0, probes=(0.04, 0.09)), rank(1.0, host="b", probes=(0.06, 0.05))])
-    assert found is not None
-    assert (found.probe_before_s, found.probe_after_s) == (0.06, 0.09)
-    assert found.other_cores == pytest.approx(1.5)
-
-
-def test_clocks_that_disagree_make_no_negative_load() -> None:
-    found = load_of([rank(4.1)])
-    assert found is not None
-    assert found.other_cores == 0.0
-
-
-def test_what_the_system_does_not_tell_is_none() -> None:
-    found = load_of([rank(1.0, busy=None)])
-    assert found is not None
-    assert found.other_cores is None
-    assert load_of([rank(1.0), None]) is None
-    assert load_of([]) is None
+def test_a_rank_that_did_not_look_leaves_nothing_known() -> None:
+    assert load_of([rank(1.0), None]) is load_of([]) is None
 
 
 def test_a_watched_stretch_is_probed_before_and_after() -> None:
@@ -70,8 +74,11 @@ def test_a_probe_leaves_random_numbers_and_gradients_alone() -> None:
     assert torch.is_grad_enabled()
 
 
-def test_an_error_in_the_timed_steps_passes_through() -> None:
-    with pytest.raises(MemoryError), watched_load(torch.device("cpu")) as found:
+@pytest.mark.parametrize(
+    "watch", [lambda: watched_load(torch.device("cpu")), lambda: sampled(FakeSensors([[HOT]]), interval_s=3600)]
+)
+def test_an_error_in_the_timed_steps_passes_through(watch: Callable[[], AbstractContextManager[list[Any]]]) -> None:
+    with pytest.raises(MemoryError), watch() as found:
         raise MemoryError
     assert found == []
 
@@ -93,8 +100,8 @@ def test_the_fake_device_has_memory_and_no_sensors() -> None:
 
 
 def measured(trace: Path) -> RankResult:
-    case = CaseSpec(
-        strategy="single", world_size=1, model="llama-tiny", global_batch=1, seq_len=16, measured_steps=3,
+    case = Case.of(
+        strategy="single", gpus=1, model="llama-tiny", global_batch=1, seq_len=16, measured_steps=3,
         traced_steps=1,
     )  # fmt: skip
     assert dist.group.WORLD is not None
@@ -113,3 +120,55 @@ def test_a_rank_says_what_it_saw_and_no_probe_is_in_its_trace_or_census(tmp_path
     names = {event["name"] for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
     assert "aten::mm" in names
     assert "aten::ones" not in names
+
+
+def test_samples_become_means_extremes_and_counts() -> None:
+    cool = GpuReading(power_w=400.0, sm_clock_mhz=2000)
+    assert use_of(3, [cool, HOT, HOT]) == GpuUse(
+        gpu=3, samples=3, power_w=600.0, max_power_w=700.0, sm_clock_mhz=1600.0, min_sm_clock_mhz=1400,
+        throttled={"power cap": 2},
+    )  # fmt: skip
+
+
+def test_what_no_sample_tells_is_none() -> None:
+    assert use_of(0, [GpuReading()]) == GpuUse(gpu=0, samples=1)
+
+
+class Told(FakeSensors):
+    """Says when the last GPU has been read ``rounds`` times."""
+
+    def __init__(self, readings: list[list[GpuReading]], rounds: int) -> None:
+        super().__init__(readings)
+        self.done, self._left = Event(), rounds
+
+    def reading(self, gpu: int) -> GpuReading:
+        if gpu == self.count - 1:
+            self._left -= 1
+            if self._left == 0:
+                self.done.set()
+        return super().reading(gpu)
+
+
+def test_gpus_are_sampled_until_the_steps_end() -> None:
+    sensors = Told([[COOL], [COOL, HOT]], rounds=2)
+    with sampled(sensors, interval_s=0.001) as found:
+        assert sensors.done.wait(timeout=60)
+        assert found == []
+    cool, hot = found
+    assert (cool.gpu, cool.throttled, cool.power_w) == (0, {}, 400.0)
+    assert hot.gpu == 1
+    assert hot.samples >= 2
+    assert hot.throttled == {"power cap": hot.samples - 1}
+
+
+def test_steps_shorter_than_an_interval_have_one_sample() -> None:
+    with sampled(FakeSensors([[HOT]]), interval_s=3600) as found:
+        pass
+    assert found == [use_of(0, [HOT])]
+
+
+@pytest.mark.parametrize("watch", [lambda: sampled(None), lambda: watched_gpus(torch.device("cpu"))])
+def test_without_sensors_or_gpus_nothing_is_seen(watch: Callable[[], AbstractContextManager[list[GpuUse]]]) -> None:
+    with watch() as found:
+        pass
+    assert found == []

@@ -12,6 +12,7 @@ from refshard.events.timeline import Meaning, Timeline
 from refshard.measure.trainer import mark_units
 from refshard.models.activation import checkpoint_layers
 from refshard.models.llama import Llama, initialise, next_token_loss
+from refshard.specs.layers import checkpointing_of
 from tests.models import small_spec
 
 BLOCKS = tuple(f"model.layers.{i}" for i in range(3))
@@ -21,7 +22,7 @@ OUTSIDE = ("model.embed_tokens", "model.norm+lm_head")
 def traced(path: Path, checkpointing: str, *, marked: bool) -> Timeline:
     model = Llama(small_spec())
     initialise(model, 0)
-    checkpoint_layers(model, checkpointing)
+    checkpoint_layers(model, checkpointing_of(checkpointing, len(model.model.layers)))
     if marked:
         mark_units([(group.name, group.modules) for group in group_units(model, None)])
     optimizer = torch.optim.AdamW(model.parameters())

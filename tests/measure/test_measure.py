@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from refshard.measure.timing import RankResult, measure
+from refshard.measure.rank import RankResult, measure
 from refshard.measure.trainer import Trainer
 from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
-from refshard.specs.case import CaseSpec, Tuning, Workload
+from refshard.specs.case import Case
+from refshard.specs.job import Tuning, Workload
 from refshard.strategies.base import Loop, Strategy
 from refshard.strategies.loop import PlainLoop
 from refshard.strategies.world import World
@@ -52,7 +53,7 @@ class Watching(Strategy):
         return iter(())
 
 
-def watch(case: CaseSpec) -> Watching:
+def watch(case: Case) -> Watching:
     assert dist.group.WORLD is not None
     strategy = Watching()
     trainer = Trainer(case, small_spec(), strategy, dist.group.WORLD, torch.device("cpu"))
@@ -60,9 +61,9 @@ def watch(case: CaseSpec) -> Watching:
     return strategy
 
 
-def case(microbatches: int = 1, workload: Workload = "training") -> CaseSpec:
-    return CaseSpec(
-        strategy="single", world_size=1, model="small", global_batch=8, seq_len=8, microbatches=microbatches,
+def case(microbatches: int = 1, workload: Workload = "training") -> Case:
+    return Case.of(
+        strategy="single", gpus=1, model="small", global_batch=8, seq_len=8, microbatches=microbatches,
         workload=workload,
     )  # fmt: skip
 
@@ -86,8 +87,8 @@ def test_gradients_of_microbatches_add_up_to_those_of_the_batch() -> None:
 
 
 def measured(tuning: Tuning, trace: Path) -> RankResult:
-    tuned = CaseSpec(
-        strategy="single", world_size=1, model="llama-tiny", global_batch=1, seq_len=16, tuning=tuning,
+    tuned = Case.of(
+        strategy="single", gpus=1, model="llama-tiny", global_batch=1, seq_len=16, tuning=tuning,
         measured_steps=3, traced_steps=1,
     )  # fmt: skip
     assert dist.group.WORLD is not None

@@ -24,10 +24,10 @@ STRATEGIES = ("ddp", "fsdp2", "refshard-yafsdp")
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LaunchRecord]:
     case = {"global_batch": 8, "seq_len": 32, "measured_steps": 2, "traced_steps": 1, "device": "cuda"}
-    matrix = {"strategy": list(STRATEGIES), "world_size": [RANKS], "model": ["llama-mini"]}
+    matrix = {"strategy": list(STRATEGIES), "gpus": [RANKS], "model": ["llama-mini"]}
     suite = make_suite(matrix=matrix, case={**case, "precision": "bf16", "checkpointing": "full"})
     run = run_suite(suite, tmp_path_factory.mktemp("node") / "run", FakeGpus(), Silent(), NODE)
-    return {record.case.strategy: record for record in run.launches}
+    return {record.case.job.strategy: record for record in run.launches}
 
 
 def test_no_rank_holds_the_reference(found: dict[str, LaunchRecord]) -> None:
@@ -35,30 +35,27 @@ def test_no_rank_holds_the_reference(found: dict[str, LaunchRecord]) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_case_ends_ok_and_is_proved_by_its_reduced_model(found: dict[str, LaunchRecord], strategy: str) -> None:
+def test_a_case_ends_ok_with_all_figures_and_is_proved_by_its_reduced_model(
+    found: dict[str, LaunchRecord], strategy: str
+) -> None:
     record = found[strategy]
     assert (record.state, record.error) == ("ok", None)
     assert (record.device, record.backend) == ("NVIDIA H100 80GB HBM3", "nccl")
     assert record.proof is not None
     assert record.proof.parity_of.startswith("the same case reduced to 2 layers")
-    parity = record.metrics["loss_parity"]
-    assert parity is not None
-    assert parity < 1e-5
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_mfu_is_held_against_the_gpus_dense_bf16_peak(found: dict[str, LaunchRecord], strategy: str) -> None:
-    record = found[strategy]
+    metrics = {name: value for name, value in record.metrics.items() if value is not None}
+    assert metrics["loss_parity"] < 1e-5
     assert record.peak_flops_per_s == pytest.approx(989e12, rel=2e-3)
-    assert record.metrics["mfu"] is not None
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_steps_are_held_against_steps_that_nothing_waits_for(found: dict[str, LaunchRecord], strategy: str) -> None:
-    record = found[strategy]
-    assert (ratio := record.metrics["synchronisation"]) is not None
-    assert ratio > 0
-    assert len(record.losses) == record.case.total_steps + 2 + WARMUP_STEPS + record.case.traced_steps
+    assert metrics["mfu"] > 0
+    assert metrics["synchronisation"] > 0
+    assert len(record.losses) == record.case.protocol.total_steps + 2 + WARMUP_STEPS + record.case.protocol.traced_steps
+    assert len(record.gpu_memory) == RANKS
+    for one in record.gpu_memory:
+        assert 0 < one.requested_bytes <= one.allocated_bytes <= one.active_bytes <= one.reserved_bytes
+        assert one.reserved_bytes <= one.used_bytes < one.total_bytes == load_hardware("h100-sxm-80gb").memory_bytes
+        assert (one.outside_bytes, one.retries, one.ooms) == (0, 0, 0)
+    assert record.metrics["peak_memory_bytes"] == max(one.allocated_bytes for one in record.gpu_memory)
+    assert record.metrics["peak_reserved_bytes"] == max(one.reserved_bytes for one in record.gpu_memory)
 
 
 def test_ranks_of_what_shards_hold_a_part(found: dict[str, LaunchRecord]) -> None:
@@ -69,15 +66,3 @@ def test_ranks_of_what_shards_hold_a_part(found: dict[str, LaunchRecord]) -> Non
     for name in STRATEGIES[1:]:
         assert (peak := peaks[name]) is not None
         assert peak < peaks["ddp"] / 2, name
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_each_rank_tells_its_gpus_memory_by_kind(found: dict[str, LaunchRecord], strategy: str) -> None:
-    record = found[strategy]
-    assert len(record.gpu_memory) == RANKS
-    for one in record.gpu_memory:
-        assert 0 < one.requested_bytes <= one.allocated_bytes <= one.active_bytes <= one.reserved_bytes
-        assert one.reserved_bytes <= one.used_bytes < one.total_bytes == load_hardware("h100-sxm-80gb").memory_bytes
-        assert (one.outside_bytes, one.retries, one.ooms) == (0, 0, 0)
-    assert record.metrics["peak_memory_bytes"] == max(one.allocated_bytes for one in record.gpu_memory)
-    assert record.metrics["peak_reserved_bytes"] == max(one.reserved_bytes for one in record.gpu_memory)

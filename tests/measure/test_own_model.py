@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from refshard.errors import SpecError
-from refshard.measure.assemble import COUNTED, rates, recompute_words
+from refshard.measure.assemble import rates, recompute_text
 from refshard.measure.launchers.local import LocalLauncher
 from refshard.measure.run import check_suite, named_files, resume_run, run_suite
 from refshard.records import Run
@@ -49,7 +49,7 @@ def test_the_pages_example_is_measured_and_proven(suite: SuiteSpec, tmp_path: Pa
     launches = run(suite, tmp_path / "run").launches
     assert [(record.state, record.error) for record in launches] == [("ok", None)] * 4
     for record in launches:
-        assert record.flops_convention == COUNTED
+        assert record.flops_convention == "matrix products, attention and convolutions, counted by torch"
         assert record.flops_per_token == launches[0].flops_per_token
         assert record.metrics["tflops"]
         assert record.proof is not None
@@ -63,14 +63,14 @@ def test_the_pages_example_is_measured_and_proven(suite: SuiteSpec, tmp_path: Pa
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_the_pages_example_is_dry_run_on_gpus_that_are_not_here(suite: SuiteSpec, tmp_path: Path) -> None:
     launches = run(suite.as_dry_run("dgx-h100"), tmp_path / "run").launches
-    assert {record.case.strategy: (record.state, record.error) for record in launches} == dict.fromkeys(
+    assert {record.case.job.strategy: (record.state, record.error) for record in launches} == dict.fromkeys(
         ["ddp", "fsdp2", "refshard-yafsdp"], ("ok", None)
     )
     assert all(record.flops_per_token and record.metrics["mfu"] for record in launches)
 
 
 def own_suite(model: str, **case: object) -> SuiteSpec:
-    matrix = {"strategy": ["ddp"], "world_size": [2], "model": [model]}
+    matrix = {"strategy": ["ddp"], "gpus": [2], "model": [model]}
     return make_suite(matrix=matrix, case={"global_batch": 4, "device": "cpu", **case})
 
 
@@ -109,8 +109,8 @@ def test_a_run_keeps_the_dimensions_of_a_file_and_is_not_resumed_without_it(tmp_
 
 
 def test_recomputed_layers_are_told_of_as_many_as_the_module_has() -> None:
-    case = msgspec.structs.replace(own_suite(OWN).cases()[-1], checkpointing="every-2")
-    assert recompute_words(case, 5) == "forward of 2 of 5 layers, not counted"
+    case = own_suite(OWN).cases()[-1].changed(checkpointing="every-2")
+    assert recompute_text(case, 5) == "forward of 2 of 5 layers, not counted"
 
 
 def test_flops_that_are_not_known_are_absent_not_zero(tmp_path: Path) -> None:

@@ -9,20 +9,21 @@ import torch
 
 from refshard.measure.launchers.base import LaunchOutcome
 from refshard.measure.launchers.local import LocalLauncher
-from refshard.measure.reduced import REDUCED_FILE, Reduced, ReducedLosses, reduced_for
+from refshard.measure.reduced import Reduced, ReducedLosses, reduced_file, reduced_for
 from refshard.measure.run import run_suite
 from refshard.models.llama import Llama
 from refshard.quantities import GIB, MIB
 from refshard.records import LaunchRecord
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.model import load_model
 from refshard.specs.suite import SuiteSpec
 from tests.measure.fakes import ENVIRONMENT, FakeLauncher, Silent, make_suite, write_rank
 
 SMALL = msgspec.structs.replace(ENVIRONMENT, memory_bytes=100 * MIB)
 H100S = msgspec.structs.replace(ENVIRONMENT, gpus=("H100",) * 8, gpu_memory_bytes=(80 * GIB,) * 8)
-LARGE = CaseSpec(
-    strategy="fsdp2", world_size=8, model="llama3-8b", global_batch=8, seq_len=8192, precision="bf16", data="mine.bin",
+H200_BYTES = 150_109_106_176
+LARGE = Case.of(
+    strategy="fsdp2", gpus=8, model="llama3-8b", global_batch=8, seq_len=8192, precision="bf16", data="mine.bin",
     checkpointing=(0, 31),
 )  # fmt: skip
 
@@ -40,61 +41,55 @@ def test_a_reduced_model_is_small_and_counts_its_parameters(name: str, layers: i
     assert (spec.n_heads, spec.n_kv_heads, spec.head_dim) == (whole.n_heads, whole.n_kv_heads, 16)
 
 
-def test_a_reference_that_fits_needs_no_reduction() -> None:
-    case = msgspec.structs.replace(LARGE, model="llama3.2-1b", global_batch=8, seq_len=128, checkpointing="none")
-    assert reduced_for(case, H100S) is None
-
-
 def test_a_reference_that_does_not_fit_is_reduced_in_fp32_on_the_same_ranks() -> None:
     reduced = reduced_for(LARGE, H100S)
     assert reduced is not None
-    case = msgspec.structs.replace(LARGE, precision="fp32", seq_len=128, data="synthetic", checkpointing="full")
+    case = LARGE.changed(precision="fp32", seq_len=128, data="synthetic", checkpointing="full")
     assert reduced.case == case
     assert reduced.model == load_model("llama3-8b").reduced(2)
     assert reduced.why == "one unsharded rank would need about 3,196 GiB, and has 80.0 GiB"
-    assert reduced.words.startswith("the same case reduced to 2 layers of width 512, a vocabulary of 2,048, 128 tokens")
+    assert reduced.text.startswith("the same case reduced to 2 layers of width 512, a vocabulary of 2,048, 128 tokens")
 
 
-@pytest.mark.parametrize("model", ["llama3.2-1b", "qwen3-4b"])
-def test_a_reference_whose_scores_do_not_fit_is_reduced(model: str) -> None:
-    """In fp32, Llama 3.2 1B's scores of 8,192 tokens took 128 GiB: it ran out of an H200's memory."""
-    h200 = msgspec.structs.replace(ENVIRONMENT, gpus=("H200",), gpu_memory_bytes=(150_109_106_176,))
-    case = msgspec.structs.replace(LARGE, model=model, world_size=1, global_batch=1, checkpointing="selective")
-    assert reduced_for(case, h200) is not None
-    assert reduced_for(msgspec.structs.replace(case, seq_len=2048), h200) is None
-    served = msgspec.structs.replace(case, workload="inference", checkpointing="none")
-    assert reduced_for(served, h200) is None
-    assert reduced_for(served, msgspec.structs.replace(h200, gpu_memory_bytes=(30 * GIB,))) is not None
+SCORES = {"gpus": 1, "global_batch": 1, "checkpointing": "selective"}
+SERVED = {**SCORES, "model": "llama3.2-1b", "workload": "inference", "checkpointing": "none"}
+QWEN = {"model": "qwen3-8b", "seq_len": 1024, "checkpointing": "none"}
 
 
-def test_a_reference_whose_optimizer_does_not_fit_is_reduced() -> None:
-    """Qwen 3 8B, whose AdamW alone takes 122 GiB; the smallest fits an H100."""
-    qwen = msgspec.structs.replace(LARGE, model="qwen3-8b", seq_len=1024, checkpointing="none")
-    reduced = reduced_for(qwen, H100S)
-    assert reduced is not None
-    assert reduced.model == load_model("qwen3-8b").reduced(2)
-    assert reduced_for(msgspec.structs.replace(qwen, model="qwen3-0.6b"), H100S) is None
-
-
-def test_a_pipeline_keeps_a_layer_for_each_rank() -> None:
-    case = msgspec.structs.replace(LARGE, strategy="pipeline", checkpointing="none", precision="fp32")
-    reduced = reduced_for(case, H100S)
-    assert reduced is not None
-    assert reduced.model.n_layers == 8
-
-
-def test_where_nothing_is_known_of_memory_the_reference_is_tried() -> None:
-    assert reduced_for(LARGE, msgspec.structs.replace(H100S, gpu_memory_bytes=())) is None
+@pytest.mark.parametrize(
+    ("changes", "memory_bytes", "layers"),
+    [
+        ({"model": "llama3.2-1b", "seq_len": 128, "checkpointing": "none"}, 80 * GIB, None),
+        # In fp32, Llama 3.2 1B's scores of 8,192 tokens took 128 GiB: it ran out of an H200's memory.
+        ({**SCORES, "model": "llama3.2-1b"}, H200_BYTES, 2),
+        ({**SCORES, "model": "qwen3-4b"}, H200_BYTES, 2),
+        ({**SCORES, "model": "llama3.2-1b", "seq_len": 2048}, H200_BYTES, None),
+        ({**SCORES, "model": "qwen3-4b", "seq_len": 2048}, H200_BYTES, None),
+        (SERVED, H200_BYTES, None),
+        (SERVED, 30 * GIB, 2),
+        (QWEN, 80 * GIB, 2),  # its AdamW alone takes 122 GiB
+        ({**QWEN, "model": "qwen3-0.6b"}, 80 * GIB, None),
+        ({"strategy": "pipeline", "checkpointing": "none", "precision": "fp32"}, 80 * GIB, 8),  # a layer a rank
+        ({}, None, None),  # where nothing is known of memory the reference is tried
+    ],
+)
+def test_a_reference_is_reduced_if_its_scores_optimizer_or_parameters_do_not_fit(
+    changes: dict[str, Any], memory_bytes: int | None, layers: int | None
+) -> None:
+    gpus = msgspec.structs.replace(H100S, gpu_memory_bytes=() if memory_bytes is None else (memory_bytes,) * 8)
+    case = LARGE.changed(**changes)
+    reduced = reduced_for(case, gpus)
+    assert (reduced and reduced.model) == (layers and load_model(case.job.model).reduced(layers))
 
 
 def by_strategy(suite: SuiteSpec, tmp_path: Path, launcher: Any) -> dict[str, LaunchRecord]:
     found = run_suite(suite, tmp_path / "run", launcher, Silent(), SMALL)
     assert found.header.planned == len(found.launches)
-    return {record.case.strategy: record for record in found.launches}
+    return {record.case.job.strategy: record for record in found.launches}
 
 
 def _suite(*strategies: str, **case: Any) -> SuiteSpec:
-    matrix = {"strategy": list(strategies), "world_size": [2], "model": ["llama-mini"]}
+    matrix = {"strategy": list(strategies), "gpus": [2], "model": ["llama-mini"]}
     shared = {"global_batch": 2, "seq_len": 16, "measured_steps": 1, "traced_steps": 1, "device": "cpu", **case}
     return make_suite(matrix=matrix, case=shared)
 
@@ -102,9 +97,9 @@ def _suite(*strategies: str, **case: Any) -> SuiteSpec:
 def leaving(reference: tuple[float, ...], error: str = "") -> FakeLauncher:
     """A launcher whose ranks leave losses of 3 and 5 of the reduced case, and rank 0 those of its reference."""
 
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
-        reduced = msgspec.json.decode((folder / REDUCED_FILE).read_bytes(), type=Reduced)
-        assert reduced.case.strategy == case.strategy
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
+        reduced = msgspec.json.decode(reduced_file(folder).read_bytes(), type=Reduced)
+        assert reduced.case.job.strategy == case.job.strategy
         for rank in range(case.processes):
             alone = {"reference": reference, "error": error} if rank == 0 else {}
             write_rank(case, folder, rank, reduced=ReducedLosses(losses=(3.0 + 2 * rank,) * 10, **alone))  # type: ignore[arg-type]
@@ -116,7 +111,7 @@ def leaving(reference: tuple[float, ...], error: str = "") -> FakeLauncher:
 def test_no_reference_is_launched_and_parity_is_the_reduced_cases(tmp_path: Path) -> None:
     launcher = leaving(reference=(4.0,) * 9 + (4.00001,))
     ddp = by_strategy(_suite("ddp", precision="bf16"), tmp_path, launcher)["ddp"]
-    assert [case.strategy for case in launcher.launched] == ["ddp"]
+    assert [case.job.strategy for case in launcher.launched] == ["ddp"]
     assert (ddp.state, ddp.error) == ("ok", None)
     assert ddp.metrics["loss_parity"] == pytest.approx(2.5e-6, rel=1e-3)
     assert ddp.proof is not None
@@ -145,7 +140,7 @@ def test_a_reduced_reference_that_fails_leaves_the_timing_valid(tmp_path: Path) 
 def test_a_reference_that_the_suite_asks_for_is_launched_whatever_it_needs(tmp_path: Path) -> None:
     launcher = FakeLauncher()
     found = by_strategy(_suite("single", "ddp"), tmp_path, launcher)
-    assert [case.strategy for case in launcher.launched] == ["single", "ddp"]
+    assert [case.job.strategy for case in launcher.launched] == ["single", "ddp"]
     proof = found["ddp"].proof
     assert proof is not None
     assert (proof.loss_parity, proof.parity_of) == (0.0, ""), "the case's own losses are held"

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,14 +14,15 @@ from refshard.measure.load import RankLoad
 from refshard.measure.rank import rank_file, trace_file
 from refshard.measure.run import check_suite, mark_latest, resume_run, round_order, run_suite
 from refshard.measure.store import RECORDS, read_run
-from refshard.records import DERIVED, METRICS, CollectiveCount, GpuMemory, GpuUse, LaunchRecord, Load, Run
-from refshard.specs.case import CaseSpec
+from refshard.records import DERIVED, METRICS, CollectiveCount, GpuMemory, GpuUse, LaunchRecord, Load, Proof, Run
+from refshard.specs.case import Case
 from refshard.specs.model import load_model
 from refshard.specs.suite import SuiteSpec
 from tests.analysis.handmade import event, shaped, step, write
-from tests.measure.fakes import ANNOUNCED, ENVIRONMENT, FakeLauncher, Silent, good, make_suite, write_rank
+from tests.measure.fakes import ANNOUNCED, ENVIRONMENT, FakeLauncher, Silent, good, leaving, make_suite, write_rank
 
 H200_DDP = Path(__file__).parents[1] / "analysis/h200/ddp.json.gz"
+AXES = {"strategy": ["single", "ddp", "refshard-fsdp"], "gpus": [2], "model": ["llama-tiny"]}
 _NONE_ON_A_CPU = ("peak_active_bytes", "peak_reserved_bytes", "synchronisation")
 
 
@@ -29,7 +31,33 @@ def run(tmp_path: Path, launcher: FakeLauncher, suite: SuiteSpec | None = None) 
 
 
 def by_strategy(found: Run) -> dict[str, LaunchRecord]:
-    return {record.case.strategy: record for record in found.launches}
+    return {record.case.job.strategy: record for record in found.launches}
+
+
+def proof_of(record: LaunchRecord) -> Proof:
+    assert record.proof is not None
+    return record.proof
+
+
+def raising(error: BaseException, strategy: str = "") -> FakeLauncher:
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
+        if strategy in ("", case.job.strategy):
+            raise error
+        return good(case, folder)
+
+    return FakeLauncher(outcome)
+
+
+def tracing(*events: dict[str, Any], strategy: str = "ddp", ranks: tuple[int, ...] = (0, 1)) -> FakeLauncher:
+    """Some ranks of cases of ``strategy`` leave a trace with one step and these events."""
+
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
+        good(case, folder)
+        for rank in ranks if case.job.strategy == strategy else ():
+            write(trace_file(folder, rank), [step(1, 0, 100), *events], rank=rank)
+        return LaunchOutcome()
+
+    return FakeLauncher(outcome)
 
 
 def test_metrics_of_a_case_in_closed_form(tmp_path: Path) -> None:
@@ -58,121 +86,141 @@ def test_metrics_of_a_case_in_closed_form(tmp_path: Path) -> None:
     )
     assert record.metrics.keys() == METRICS.keys() - DERIVED
     assert record.peak_source.startswith("measured fp32 matrix product, 1 thread")
-    assert record.step_times_s[0] == pytest.approx((0.1, 0.2, 0.3))
-    assert record.step_times_s[1] == pytest.approx((0.15, 0.25, 0.35))
+    assert [list(times) for times in record.step_times_s] == [
+        pytest.approx([0.1, 0.2, 0.3]),
+        pytest.approx([0.15, 0.25, 0.35]),
+    ]
 
 
-def test_every_round_launches_every_case_references_first(tmp_path: Path) -> None:
-    launcher = FakeLauncher()
-    found = run(tmp_path, launcher, make_suite(rounds=3))
+def test_every_round_launches_every_case_references_first_and_the_observer_sees_it(tmp_path: Path) -> None:
+    launcher, observer = FakeLauncher(), Silent()
+    found = run_suite(make_suite(rounds=3), tmp_path / "run", launcher, observer, ENVIRONMENT)
     assert len(found.launches) == found.header.planned == 9
     assert [r.round for r in found.launches] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    assert [c.strategy for c in launcher.launched[:2]] == ["single", "ddp"]
+    assert [c.job.strategy for c in launcher.launched[:2]] == ["single", "ddp"]
     assert found.end is not None
     assert (found.end.cases, found.end.states, found.end.interrupted) == (9, {"ok": 9}, False)
+    assert observer.told[:4] == ["start 1/9 single 0", "measure 1/1", "end ok", "start 2/9 ddp 0"]
+    for record in found.launches:
+        assert len(record.traces) == record.case.job.gpus
+        assert all((tmp_path / "run" / trace).is_file() for trace in record.traces)
+    assert msgspec.json.decode(msgspec.json.encode(found), type=Run) == found
 
 
 def test_round_order_favours_no_strategy() -> None:
     strategies = ["ddp", "fsdp2", "fsdp2-tuned", "refshard-fsdp", "refshard-yafsdp"]
-    cases = make_suite(matrix={"strategy": strategies, "world_size": [2], "model": ["llama-tiny"]}).cases()
-    orders = {tuple(c.strategy for c in round_order(cases, round_)) for round_ in range(8)}
-    assert round_order(cases, 0)[0].strategy == "single"
-    assert round_order(cases, 0)[1].strategy == "ddp"
+    cases = make_suite(matrix={**AXES, "strategy": strategies}).cases()
+    orders = {tuple(c.job.strategy for c in round_order(cases, round_)) for round_ in range(8)}
+    assert [case.job.strategy for case in round_order(cases, 0)[:2]] == ["single", "ddp"]
     assert all(sorted(order) == sorted(["single", *strategies]) for order in orders)
     assert len({order.index("ddp") for order in orders}) > 3, "not even ddp keeps its place"
 
 
-def test_a_failed_case_is_recorded_and_the_run_goes_on(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
-        if case.strategy == "ddp":
-            write_rank(case, folder, 0, state="failed", error="ValueError: no")
-            return LaunchOutcome(
-                error="rank 0 ended with exit status 1", log_tail=("Traceback", told, "ValueError: no")
-            )
-        return good(case, folder)
+def test_a_table_runs_its_own_number_of_rounds(tmp_path: Path) -> None:
+    tables = [{**AXES, "strategy": "ddp"}, {**AXES, "strategy": "refshard-fsdp", "seq_len": 64, "rounds": 1}]
+    found = run(tmp_path, FakeLauncher(), make_suite(matrix=tables, rounds=2))
+    assert found.header.planned == len(found.launches) == 6
+    assert sorted((r.round, r.case.job.strategy) for r in found.launches) == [
+        (0, "ddp"), (0, "refshard-fsdp"), (0, "single"), (0, "single"), (1, "ddp"), (1, "single"),
+    ]  # fmt: skip
 
-    told = 'File "/home/me/refshard/refshard/engine/unit.py", line 3, in refill'
-    found = by_strategy(run(tmp_path, FakeLauncher(outcome)))
+
+def test_a_failed_case_is_recorded_without_paths_and_the_run_goes_on(tmp_path: Path) -> None:
+    line = 'File "/home/me/refshard/refshard/engine/unit.py", line 3, in refill'
+    launch = LaunchOutcome(error="rank 0 ended with exit status 1", log_tail=("Traceback", line, "ValueError: no"))
+    found = by_strategy(run(tmp_path, leaving("ddp", {"state": "failed", "error": "ValueError: no"}, launch=launch)))
     assert (found["ddp"].state, found["ddp"].error) == ("failed", "rank 0: ValueError: no")
     assert found["ddp"].log_tail == ("Traceback", 'File "refshard/engine/unit.py", line 3, in refill', "ValueError: no")
+    proof = proof_of(found["refshard-yafsdp"])
     assert found["refshard-yafsdp"].state == "ok"
-    proof = found["refshard-yafsdp"].proof
-    assert proof is not None
-    assert proof.bit_identical_to_ddp is None
-    assert "no ddp case" in proof.bits_note
+    assert (proof.bit_identical_to_ddp, "no ddp case" in proof.bits_note) == (None, True)
+
+
+LOST = {"state": "failed", "error": "RuntimeError: connection closed by peer"}
+KILLED = LaunchOutcome(out_of_memory=True, failed_rank=1, error="rank 1 ended with signal 9 (SIGKILL)")
 
 
 @pytest.mark.parametrize(
-    ("launch", "changes", "state", "error"),
+    ("ranks", "launch", "state", "error"),
     [
-        (
-            LaunchOutcome(timed_out=True),
-            {},
-            "timeout",
-            "did not finish within time_limit_s = 600; the ranks were killed",
-        ),
-        (
-            LaunchOutcome(),
-            {"state": "oom", "error": "OutOfMemoryError: 3 GiB"},
-            "oom",
-            "rank 1: OutOfMemoryError: 3 GiB",
-        ),
+        ([LOST, {}], LaunchOutcome(timed_out=True), "timeout",
+         "did not finish within time_limit_s = 600; the ranks were killed"),
+        ([LOST, {"state": "oom", "error": "OutOfMemoryError: 3 GiB"}], None, "oom", "rank 1: OutOfMemoryError: 3 GiB"),
+        ([LOST], KILLED, "oom", "rank 1 ended with signal 9 (SIGKILL): killed by the kernel's OOM killer"),
+        ([{"state": "unsupported", "error": "no forward without backward"}],
+         LaunchOutcome(failed_rank=1, error="rank 1 ended with exit status 1"), "unsupported",
+         "rank 1: no forward without backward"),
+        ([LOST | {"failed_at_s": 9.2}, {"state": "failed", "error": "ValueError: no", "failed_at_s": 9.1}],
+         LaunchOutcome(failed_rank=0, error="rank 0 ended with exit status 1"), "failed", "rank 1: ValueError: no"),
     ],
-)
+    ids=["timeout", "oom", "killed for memory", "unsupported", "the first error is the cause"],
+)  # fmt: skip
 def test_terminal_states(
-    tmp_path: Path, launch: LaunchOutcome, changes: dict[str, str], state: str, error: str
+    tmp_path: Path, ranks: list[dict[str, Any]], launch: LaunchOutcome | None, state: str, error: str
 ) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
-        good(case, folder)
-        if case.strategy != "ddp":
-            return LaunchOutcome()
-        write_rank(case, folder, 0, state="failed", error="RuntimeError: connection closed by peer")
-        write_rank(case, folder, 1, **changes)
-        return launch
-
-    record = by_strategy(run(tmp_path, FakeLauncher(outcome)))["ddp"]
+    record = by_strategy(run(tmp_path, leaving("ddp", *ranks, launch=launch)))["ddp"]
     assert (record.state, record.error) == (state, error)
 
 
-def test_a_rank_that_left_nothing_is_a_failure_with_the_launchers_cause(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
-        write_rank(case, folder, 0)
-        if case.world_size == 1:
+@pytest.mark.parametrize(
+    ("left", "error"),
+    [
+        (None, "rank 1 ended with signal 9 (SIGKILL)"),
+        ('{"rank": 1, "state": "ok", "losses": [null]}', "a rank left a damaged result: Expected `float`, got `null`"),
+    ],
+)
+def test_a_missing_or_damaged_result_fails_its_case_only(tmp_path: Path, left: str | None, error: str) -> None:
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
+        good(case, folder)
+        if case.job.strategy != "ddp":
             return LaunchOutcome()
-        write_rank(case, folder, 0, state="failed", error="RuntimeError: connection closed by peer")
+        write_rank(case, folder, 0, **LOST)
+        rank_file(folder, 1).unlink()
+        if left is not None:
+            rank_file(folder, 1).write_text(left)
         return LaunchOutcome(failed_rank=1, error="rank 1 ended with signal 9 (SIGKILL)")
 
-    record = by_strategy(run(tmp_path, FakeLauncher(outcome)))["ddp"]
-    assert (record.state, record.error) == ("failed", "rank 1 ended with signal 9 (SIGKILL)")
+    found = by_strategy(run(tmp_path, FakeLauncher(outcome)))
+    assert found["ddp"].state == "failed"
+    assert str(found["ddp"].error).startswith(error)
+    assert found["refshard-yafsdp"].state == "ok"
+
+
+GATHERS = (CollectiveCount(op="all_gather", count=2, bytes=8),)
+SEND = CollectiveCount(op="send", count=1, bytes=8)
+SMALL, LARGE = (CollectiveCount(op="all_to_all", count=1, bytes=size) for size in (8, 16))
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("ranks", "reason"),
     [
-        ({"wrapped_units": ()}, "the model was not wrapped: it has no unit"),
-        (
-            {"wrapped_units": ("root", "model.layers.1.mlp")},
-            "blocks outside any unit: model.layers.0, " + ", ".join(f"model.layers.{i}" for i in range(2, 6)),
-        ),
-        ({"step_times_s": (0.1,)}, "a rank left fewer losses or step times than steps"),
-        (
-            {"announced": (CollectiveCount(op="all_gather", count=2, bytes=8),)},
-            "the plan announced 2 all_gather of 8 B, the trace shows 1 all_reduce of 400 B",
-        ),
-        ({"losses": (5.001,) * 13}, "losses differ from one unsharded rank by 0.22, more than 1e-05"),
+        ([{"wrapped_units": ()}], "the model was not wrapped: it has no unit"),
+        ([{"wrapped_units": ("root", "model.layers.1.mlp")}],
+         "blocks outside any unit: model.layers.0, " + ", ".join(f"model.layers.{i}" for i in range(2, 6))),
+        ([{"step_times_s": (0.1,)}], "a rank left fewer losses or step times than steps"),
+        ([{"announced": GATHERS}], "the plan announced 2 all_gather of 8 B, the trace shows 1 all_reduce of 400 B"),
+        ([{"losses": (5.001,) * 13}], "losses differ from one unsharded rank by 0.22, more than 1e-05"),
+        ([{}, {"parameters_sha256": "other"}], "the ranks ended with different parameters"),
+        ([{}, {"announced": (*ANNOUNCED, SEND)}],  # rank 1's own, of which rank 0 has none
+         "the plan announced 1 all_reduce of 400 B, 1 send of 8 B, the trace shows 1 all_reduce of 400 B"),
     ],
-)
-def test_what_is_not_proven_does_not_count(tmp_path: Path, changes: dict[str, object], reason: str) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
-        good(case, folder)
-        if case.strategy == "refshard-yafsdp":
-            for rank in range(2):
-                write_rank(case, folder, rank, **changes)
-        return LaunchOutcome()
-
-    suite = make_suite()
-    record = by_strategy(run(tmp_path, FakeLauncher(outcome), suite))["refshard-yafsdp"]
+)  # fmt: skip
+def test_what_is_not_proven_does_not_count(tmp_path: Path, ranks: list[dict[str, Any]], reason: str) -> None:
+    record = by_strategy(run(tmp_path, leaving("refshard-yafsdp", *ranks)))["refshard-yafsdp"]
     assert (record.state, record.error) == ("failed", f"proof of run: {reason}")
+    assert proof_of(record).announced == ranks[0].get("announced", ANNOUNCED), "rank 0's"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "differ"),
+    [(ANNOUNCED, (), True), ((SMALL,), (LARGE,), False), ((SMALL,), (LARGE, SMALL), True)],
+    ids=["none", "ranks own matrices of different sizes", "more"],
+)
+def test_all_ranks_announce_the_same_collectives(
+    tmp_path: Path, first: tuple[CollectiveCount, ...], second: tuple[CollectiveCount, ...], differ: bool
+) -> None:
+    record = by_strategy(run(tmp_path, leaving("ddp", {"announced": first}, {"announced": second})))["ddp"]
+    assert ("the ranks announced different collectives" in str(record.error)) is differ
 
 
 def test_a_trace_that_holds_less_than_was_asked_for_is_no_proof(tmp_path: Path) -> None:
@@ -183,32 +231,18 @@ def test_a_trace_that_holds_less_than_was_asked_for_is_no_proof(tmp_path: Path) 
 
 
 def test_unknown_collectives_and_silent_ones_are_no_proof(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
-        good(case, folder)
-        if case.strategy == "ddp":
-            events = [step(1, 0, 100), event("c10d::send", 5, 1, **shaped([[100]], ["float"]))]
-            for rank in range(2):
-                write(trace_file(folder, rank), events, rank=rank)
-        return LaunchOutcome()
-
-    record = by_strategy(run(tmp_path, FakeLauncher(outcome)))["ddp"]
+    launcher = tracing(event("c10d::send", 5, 1, **shaped([[100]], ["float"])))
+    record = by_strategy(run(tmp_path, launcher))["ddp"]
     assert "the trace shows 1 send of 400 B" in str(record.error)
     assert "collectives were issued, but the trace shows no communication" in str(record.error)
 
 
 def test_collectives_of_unknown_size_are_not_checked_and_leave_the_timing_valid(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
-        good(case, folder)
-        if case.strategy == "ddp":
-            events = [step(1, 0, 100), event("c10d::allreduce_", 5, 1, **shaped([[[100]], []], ["TensorList", ""])),
-                      event("gloo:all_reduce", 40, 40, cat="user_annotation", tid=2)]  # fmt: skip
-            write(trace_file(folder, 1), events, rank=1)
-        return LaunchOutcome()
-
-    record = by_strategy(run(tmp_path, FakeLauncher(outcome)))["ddp"]
-    assert record.proof is not None
+    reduce = event("c10d::allreduce_", 5, 1, **shaped([[[100]], []], ["TensorList", ""]))
+    launcher = tracing(reduce, event("gloo:all_reduce", 40, 40, cat="user_annotation", tid=2), ranks=(1,))
+    record = by_strategy(run(tmp_path, launcher))["ddp"]
     assert (record.state, record.error, record.metrics["step_time_s"]) == ("ok", None, 0.25)
-    assert record.proof.collectives_note.startswith(
+    assert proof_of(record).collectives_note.startswith(
         "not checked, because rank 1: the trace does not hold the size of all_reduce"
     )
 
@@ -217,64 +251,23 @@ def test_ddp_on_one_gpu_is_proved_by_its_real_trace(tmp_path: Path) -> None:
     """NCCL launches no kernel for a group of one rank; DDP's operators hide the dtype in a list of tensors."""
     parameters = load_model("llama3.2-1b").params
 
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
         announced = (CollectiveCount(op="all_reduce", count=65, bytes=4 * parameters),)
-        write_rank(case, folder, 0, **({"announced": announced} if case.strategy == "ddp" else {}))
-        if case.strategy == "ddp":
+        write_rank(case, folder, 0, **({"announced": announced} if case.job.strategy == "ddp" else {}))
+        if case.job.strategy == "ddp":
             shutil.copy(H200_DDP, trace_file(folder, 0))
         return LaunchOutcome()
 
-    matrix = {"strategy": ["single", "ddp"], "world_size": [1], "model": ["llama3.2-1b"]}
+    matrix = {"strategy": ["single", "ddp"], "gpus": [1], "model": ["llama3.2-1b"]}
     record = by_strategy(run(tmp_path, FakeLauncher(outcome), make_suite(matrix=matrix)))["ddp"]
-    assert record.proof is not None
-    assert (record.state, record.error) == ("ok", None)
-    assert record.proof.traced == record.proof.announced
-    assert record.proof.collectives_note == ""
-    assert record.metrics["comm_s"] == 0.0
-
-
-def test_a_damaged_result_fails_its_case_only(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
-        good(case, folder)
-        if case.strategy == "ddp":
-            rank_file(folder, 0).write_text('{"rank": 0, "state": "ok", "losses": [null]}')
-        return LaunchOutcome()
-
-    found = by_strategy(run(tmp_path, FakeLauncher(outcome)))
-    assert found["ddp"].state == "failed"
-    assert str(found["ddp"].error).startswith("a rank left a damaged result: Expected `float`, got `null`")
-    assert found["refshard-yafsdp"].state == "ok"
-
-
-def test_the_kernels_out_of_memory_killer_means_oom(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
-        if case.strategy != "ddp":
-            return good(case, folder)
-        return LaunchOutcome(out_of_memory=True, failed_rank=1, error="rank 1 ended with signal 9 (SIGKILL)")
-
-    record = by_strategy(run(tmp_path, FakeLauncher(outcome)))["ddp"]
-    assert (record.state, record.error) == (
-        "oom", "rank 1 ended with signal 9 (SIGKILL): killed by the kernel's OOM killer",
-    )  # fmt: skip
-
-
-def test_ranks_with_different_parameters_are_no_proof(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
-        good(case, folder)
-        if case.strategy == "ddp":
-            write_rank(case, folder, 1, parameters_sha256="other")
-        return LaunchOutcome()
-
-    record = by_strategy(run(tmp_path, FakeLauncher(outcome)))["ddp"]
-    assert record.error == "proof of run: the ranks ended with different parameters"
-
-
-AXES = {"strategy": ["single", "ddp", "refshard-fsdp"], "world_size": [2], "model": ["llama-tiny"]}
+    proof = proof_of(record)
+    assert (record.state, record.error, record.metrics["comm_s"]) == ("ok", None, 0.0)
+    assert (proof.traced, proof.collectives_note) == (proof.announced, "")
 
 
 def test_flops_of_inference_are_those_of_forward_and_the_convention_says_so(tmp_path: Path) -> None:
     suite = make_suite(matrix={**AXES, "workload": ["training", "inference"]})
-    found = {(r.case.strategy, r.case.workload): r for r in run(tmp_path, FakeLauncher(), suite).launches}
+    found = {(r.case.job.strategy, r.case.job.workload): r for r in run(tmp_path, FakeLauncher(), suite).launches}
     training, inference = (found["ddp", workload] for workload in ("training", "inference"))
     assert training.flops_convention == "A: 6(N-E) + 12LHQT (torchtitan)"
     assert inference.flops_convention.startswith("A: 2(N-E) + 4LHQT, forward only")
@@ -284,14 +277,16 @@ def test_flops_of_inference_are_those_of_forward_and_the_convention_says_so(tmp_
 
 
 def test_ranks_may_infer_without_communication_but_not_train(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
-        for rank in range(case.world_size):
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
+        for rank in range(case.job.gpus):
             write_rank(case, folder, rank, announced=())
             write(trace_file(folder, rank), [step(1, 0, 100), event("aten::mm", 10, 50)], rank=rank)
         return LaunchOutcome()
 
     suite = make_suite(matrix={**AXES, "workload": ["training", "inference"]})
-    found = {(r.case.strategy, r.case.workload): r for r in run(tmp_path, FakeLauncher(outcome), suite).launches}
+    found = {
+        (r.case.job.strategy, r.case.job.workload): r for r in run(tmp_path, FakeLauncher(outcome), suite).launches
+    }
     assert found["ddp", "inference"].state == "ok"
     assert "training on several ranks needs them" in str(found["ddp", "training"].error)
 
@@ -299,7 +294,7 @@ def test_ranks_may_infer_without_communication_but_not_train(tmp_path: Path) -> 
 def test_recompute_is_recorded_and_counts_for_nothing(tmp_path: Path) -> None:
     suite = make_suite(matrix={**AXES, "checkpointing": ["none", "every-4", [0, 5]]})
     records = run(tmp_path, FakeLauncher(), suite).launches
-    found = {r.case.checkpointing: r for r in records if r.case.strategy == "ddp"}
+    found = {r.case.job.checkpointing: r for r in records if r.case.job.strategy == "ddp"}
     assert {policy: r.recompute for policy, r in found.items()} == {
         "none": "none",
         "every-4": "forward of 1 of 6 layers, not counted",
@@ -308,59 +303,19 @@ def test_recompute_is_recorded_and_counts_for_nothing(tmp_path: Path) -> None:
     assert len({r.flops_per_token for r in found.values()}) == 1
 
 
-def test_a_reference_that_recomputes_or_accumulates_is_held_against_one_that_does_not(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
+def test_a_reference_that_accumulates_is_compared_with_one_that_does_not(tmp_path: Path) -> None:
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
         good(case, folder)
-        if case.microbatches > 1:
-            write_rank(case, folder, 0, losses=(5.5,) * case.total_steps)
+        if case.job.microbatches > 1:
+            write_rank(case, folder, 0, losses=(5.5,) * case.protocol.total_steps)
         return LaunchOutcome()
 
     launcher = FakeLauncher(outcome)
     records = run(tmp_path, launcher, make_suite(matrix={**AXES, "microbatches": [2, 1]}, rounds=2)).launches
     assert launcher.launched[0] == launcher.launched[0].reference()
-    alone = {r.case.microbatches: r for r in records if r.case.strategy == "single"}
+    alone = {r.case.job.microbatches: r for r in records if r.case.job.strategy == "single"}
     assert alone[1].state == "ok"
     assert "losses differ from one unsharded rank by" in str(alone[2].error)
-
-
-def test_sharded_gradients_of_microbatches_are_summed_in_another_order_than_ddps(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
-        for rank in range(case.world_size):
-            write_rank(case, folder, rank, parameters_sha256=case.strategy)
-        return LaunchOutcome()
-
-    records = run(tmp_path, FakeLauncher(outcome), make_suite(matrix={**AXES, "microbatches": [2]})).launches
-    (fsdp,) = (r.proof for r in records if r.case.strategy == "refshard-fsdp")
-    assert fsdp is not None
-    assert fsdp.bits_note.endswith("DDP sums microbatches before reducing; reducing each microbatch changes the order")
-
-
-MESSAGES = (CollectiveCount(op="send", count=1, bytes=8),)
-
-
-def test_each_rank_is_held_to_its_own_messages_and_all_to_the_same_collectives(tmp_path: Path) -> None:
-    def outcome(second: tuple[CollectiveCount, ...], first: tuple[CollectiveCount, ...] = ()) -> FakeLauncher:
-        def leave(case: CaseSpec, folder: Path) -> LaunchOutcome:
-            for rank in range(case.world_size):
-                announced = second if rank else first
-                write_rank(case, folder, rank, **({"announced": announced} if rank or first else {}))
-            return LaunchOutcome()
-
-        return FakeLauncher(leave)
-
-    found = by_strategy(run(tmp_path / "a", outcome((*ANNOUNCED, *MESSAGES))))["ddp"]
-    assert found.error == (
-        "proof of run: the plan announced 1 all_reduce of 400 B, 1 send of 8 B, the trace shows 1 all_reduce of 400 B"
-    ), "rank 1's own, of which rank 0 has none"
-    assert found.proof is not None
-    assert found.proof.announced == ANNOUNCED
-    found = by_strategy(run(tmp_path / "b", outcome(())))["ddp"]
-    assert "the ranks announced different collectives" in str(found.error)
-    one, two = (CollectiveCount(op="all_to_all", count=1, bytes=size) for size in (8, 16))
-    found = by_strategy(run(tmp_path / "c", outcome((two,), (one,))))["ddp"]
-    assert "the ranks announced" not in str(found.error), "they own matrices of different sizes"
-    found = by_strategy(run(tmp_path / "d", outcome((two, one), (one,))))["ddp"]
-    assert "the ranks announced different collectives" in str(found.error)
 
 
 @pytest.mark.parametrize(
@@ -378,153 +333,68 @@ def test_each_rank_is_held_to_its_own_messages_and_all_to_the_same_collectives(t
 def test_losses_may_differ_by_what_the_arithmetic_loses(
     tmp_path: Path, axes: dict[str, object], off: float, state: str
 ) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
-        scale = 1.0 if case == case.reference() else 1.0 + off
-        for rank in range(case.world_size):
-            write_rank(case, folder, rank, losses=(5.0 * scale,) * case.total_steps)
-        return LaunchOutcome()
-
-    record = by_strategy(run(tmp_path, FakeLauncher(outcome), make_suite(matrix={**AXES, **axes})))["refshard-fsdp"]
+    launcher = leaving("", {"losses": tuple((5.0 - 0.1 * i) * (1 + off) for i in range(50))})
+    record = by_strategy(run(tmp_path, launcher, make_suite(matrix={**AXES, **axes})))["refshard-fsdp"]
     assert record.state == state, record.error
 
 
-def test_the_longest_compilation_is_recorded_apart_from_the_steps(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
-        for rank in range(case.world_size):
-            write_rank(case, folder, rank, compile_s=20.0 + rank if case.strategy == "ddp" else 0.0)
-        return LaunchOutcome()
-
-    found = by_strategy(run(tmp_path, FakeLauncher(outcome)))
-    assert (found["ddp"].compile_s, found["single"].compile_s) == (21.0, None)
-
-
-def test_how_busy_the_machine_was_is_recorded_of_all_ranks(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
-        for rank in range(case.world_size):
-            seen = RankLoad(
-                host="h", cores=2, probe_before_s=0.05, probe_after_s=(0.06, 0.07)[rank], wall_s=2.0, own_cpu_s=1.0,
-                host_cpu_s=3.0,
-            )  # fmt: skip
-            write_rank(case, folder, rank, load=seen if case.strategy == "ddp" else None)
-        return LaunchOutcome()
-
-    found = by_strategy(run(tmp_path, FakeLauncher(outcome)))
-    assert found["ddp"].load == Load(probe_before_s=0.05, probe_after_s=0.07, other_cores=0.5, cores=2)
-    assert found["single"].load is None
-
-
-def test_a_gpus_mfu_is_held_against_its_profile_and_throttling_is_a_warning(tmp_path: Path) -> None:
-    hot = GpuUse(gpu=1, samples=4, power_w=700.0, throttled={"power cap": 3})
-
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
-        for rank in range(case.world_size):
-            write_rank(case, folder, rank, device="NVIDIA H100 80GB HBM3", gpu_use=() if rank else (hot,))
-        return LaunchOutcome()
-
-    record = by_strategy(run(tmp_path, FakeLauncher(outcome)))["ddp"]
-    assert record.gpu_use == (hot,)
-    assert record.warnings == ("GPU 1 was throttled (power cap) during the measured steps: in 3 of 4 samples",)
-    assert record.peak_flops_per_s == 67e12
-    assert record.metrics["mfu"] == pytest.approx((record.metrics["tflops"] or 0) / 67)
-
-
-def test_a_gpus_memory_is_kept_of_each_rank_and_retries_are_a_warning(tmp_path: Path) -> None:
-    fields = dict.fromkeys(GpuMemory.__struct_fields__, 0)
-    less = GpuMemory(**{**fields, "active_bytes": 60, "reserved_bytes": 70, "total_bytes": 80})
-    more = GpuMemory(**{**fields, "active_bytes": 50, "reserved_bytes": 75, "total_bytes": 80, "retries": 2})
-
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
-        for rank in range(case.world_size):
-            write_rank(case, folder, rank, gpu_memory=more if rank else less)
-        return LaunchOutcome()
-
-    record = by_strategy(run(tmp_path, FakeLauncher(outcome)))["ddp"]
-    assert record.gpu_memory == (less, more)
-    assert (record.metrics["peak_active_bytes"], record.metrics["peak_reserved_bytes"]) == (60, 75)
-    (warning,) = record.warnings
-    assert warning.startswith("GPU memory ran short 2 times during the measured steps (2 on rank 1): ")
-
-
-def test_what_a_strategy_cannot_do_is_unsupported_with_its_reason(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
-        if case.strategy != "ddp":
-            return good(case, folder)
-        for rank in range(2):
-            write_rank(case, folder, rank, state="unsupported", error="no forward without backward")
-        return LaunchOutcome(failed_rank=1, error="rank 1 ended with exit status 1")
-
-    record = by_strategy(run(tmp_path, FakeLauncher(outcome)))["ddp"]
-    assert (record.state, record.error) == ("unsupported", "rank 1: no forward without backward")
-
-
-def test_a_table_runs_its_own_number_of_rounds(tmp_path: Path) -> None:
-    tables = [{**AXES, "strategy": "ddp"}, {**AXES, "strategy": "refshard-fsdp", "seq_len": 64, "rounds": 1}]
-    found = run(tmp_path, FakeLauncher(), make_suite(matrix=tables, rounds=2))
-    assert found.header.planned == len(found.launches) == 6
-    launches = [(r.round, r.case.strategy) for r in found.launches]
-    assert sorted(launches) == [
-        (0, "ddp"), (0, "refshard-fsdp"), (0, "single"), (0, "single"), (1, "ddp"), (1, "single"),
-    ]  # fmt: skip
-
-
 def test_a_reference_that_does_not_end_well_leaves_parity_unknown_and_the_timing_valid(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
-        return LaunchOutcome(timed_out=True) if case.strategy == "single" else good(case, folder)
-
-    found = by_strategy(run(tmp_path, FakeLauncher(outcome)))
-    ddp = found["ddp"]
+    ddp = by_strategy(run(tmp_path, leaving("single", launch=LaunchOutcome(timed_out=True))))["ddp"]
     assert (ddp.state, ddp.metrics["step_time_s"], ddp.metrics["loss_parity"]) == ("ok", 0.25, None)
-    assert ddp.proof is not None
-    assert ddp.proof.parity_note == (
+    assert proof_of(ddp).parity_note == (
         "not compared, because the case of one unsharded rank ended in state timeout: did not finish within time_limit_"
         "s = 600; the ranks were killed"
     )
 
 
-def test_bits_are_compared_with_ddp(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
-        good(case, folder)
-        if case.strategy == "refshard-fsdp":
-            for rank in range(2):
-                write_rank(case, folder, rank, parameters_sha256="other")
-        return LaunchOutcome()
-
-    matrix = {"strategy": ["ddp", "refshard-fsdp", "refshard-yafsdp"], "world_size": [2], "model": ["llama-tiny"]}
-    found = by_strategy(run(tmp_path, FakeLauncher(outcome), make_suite(matrix=matrix)))
-    same, other = found["refshard-yafsdp"].proof, found["refshard-fsdp"].proof
-    assert same is not None
-    assert other is not None
+@pytest.mark.parametrize(
+    ("axes", "note"),
+    [
+        ({}, "the final parameters differ, although the order cannot matter with two ranks"),
+        ({"microbatches": [2]}, "DDP sums microbatches before reducing; reducing each microbatch changes the order"),
+    ],
+)
+def test_bits_are_compared_with_ddp(tmp_path: Path, axes: dict[str, object], note: str) -> None:
+    suite = make_suite(matrix={**AXES, "strategy": ["ddp", "refshard-fsdp", "refshard-yafsdp"], **axes})
+    found = by_strategy(run(tmp_path, leaving("refshard-fsdp", {"parameters_sha256": "other"}), suite))
+    same, other = proof_of(found["refshard-yafsdp"]), proof_of(found["refshard-fsdp"])
     assert (same.bit_identical_to_ddp, same.bits_note) == (True, "")
-    assert other.bit_identical_to_ddp is False
-    assert other.bits_note.startswith("the final parameters differ, although the order cannot matter with two ranks")
     assert same.announced == same.traced == ANNOUNCED
+    assert (other.bit_identical_to_ddp, note in other.bits_note) == (False, True)
 
 
-def test_an_interruption_closes_the_store_and_passes_through(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
-        if case.strategy == "ddp":
-            raise KeyboardInterrupt
-        return good(case, folder)
+def test_what_ranks_saw_beside_their_steps_is_recorded(tmp_path: Path) -> None:
+    """The longest compilation, how busy the machine was, and its memory, which warns of retries."""
+    seen = RankLoad(
+        host="h", cores=2, probe_before_s=0.05, probe_after_s=0.06, wall_s=2.0, own_cpu_s=1.0, host_cpu_s=3.0
+    )
+    fields = dict.fromkeys(GpuMemory.__struct_fields__, 0)
+    less = GpuMemory(**{**fields, "active_bytes": 60, "reserved_bytes": 70, "total_bytes": 80})
+    more = GpuMemory(**{**fields, "active_bytes": 50, "reserved_bytes": 75, "total_bytes": 80, "retries": 2})
+    busier = msgspec.structs.replace(seen, probe_after_s=0.07)
+    ranks = [
+        {"compile_s": 20.0, "load": seen, "gpu_memory": less}, {"compile_s": 21.0, "load": busier, "gpu_memory": more}
+    ]  # fmt: skip
+    found = by_strategy(run(tmp_path, leaving("ddp", *ranks)))
+    ddp, single = found["ddp"], found["single"]
+    assert (ddp.compile_s, single.compile_s) == (21.0, None)
+    assert ddp.load == Load(probe_before_s=0.05, probe_after_s=0.07, other_cores=0.5, cores=2)
+    assert single.load is None
+    assert ddp.gpu_memory == (less, more)
+    assert (ddp.metrics["peak_active_bytes"], ddp.metrics["peak_reserved_bytes"]) == (60, 75)
+    (warning,) = ddp.warnings
+    assert warning.startswith("GPU memory ran short 2 times during the measured steps (2 on rank 1): ")
 
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, FakeLauncher(outcome))
-    found = read_run(tmp_path / "run")
-    assert [r.case.strategy for r in found.launches] == ["single"]
-    assert found.end is not None
-    assert (found.end.interrupted, found.end.states) == (True, {"ok": 1})
 
-
-def test_traces_are_kept_under_the_run(tmp_path: Path) -> None:
-    found = run(tmp_path, FakeLauncher())
-    for record in found.launches:
-        assert len(record.traces) == record.case.world_size
-        assert all((tmp_path / "run" / trace).is_file() for trace in record.traces)
-
-
-def test_observer_is_told_in_order(tmp_path: Path) -> None:
-    observer = Silent()
-    run_suite(make_suite(), tmp_path / "run", FakeLauncher(), observer, ENVIRONMENT)
-    assert observer.told[:4] == ["start 1/3 single 0", "measure 1/1", "end ok", "start 2/3 ddp 0"]
+def test_a_gpus_peak_is_that_of_its_profile_and_throttling_is_a_warning(tmp_path: Path) -> None:
+    hot, device = GpuUse(gpu=1, samples=4, power_w=700.0, throttled={"power cap": 3}), "NVIDIA H100 80GB HBM3"
+    record = by_strategy(run(tmp_path, leaving("ddp", {"device": device, "gpu_use": (hot,)}, {"device": device})))[
+        "ddp"
+    ]
+    assert record.gpu_use == (hot,)
+    assert record.warnings == ("GPU 1 was throttled (power cap) during the measured steps: in 3 of 4 samples",)
+    assert record.peak_flops_per_s == 67e12
+    assert record.metrics["mfu"] == pytest.approx((record.metrics["tflops"] or 0) / 67)
 
 
 def test_a_folder_that_holds_something_is_refused_untouched(tmp_path: Path) -> None:
@@ -543,23 +413,23 @@ def test_a_folder_that_holds_something_is_refused_untouched(tmp_path: Path) -> N
     [
         ({"strategy": ["dpp"]}, {}, r"strategy: no strategy 'dpp'; did you mean 'ddp'\?"),
         ({"model": ["llama-huge"]}, {}, r"model: no preset 'llama-huge'"),
-        ({"world_size": [4096]}, {"batch_per_rank": 1}, r"world_size: 4096 ranks x 1 thread\(s\) exceed the \d+ cores"),
+        ({"gpus": [4096]}, {"batch_per_rank": 1}, r"gpus: 4096 ranks x 1 thread\(s\) exceed the \d+ cores"),
         ({}, {"global_batch": 4, "data": "/no/such.npy"}, "no/such.npy"),
-        ({}, {"global_batch": 4, "checkpointing": "every-7"}, "K must be at most the model's 6 layers, got 'every-7'"),
+        ({}, {"global_batch": 4, "checkpointing": "every-7"}, "its number must be at most the 6 layers, got 'every-7'"),
         ({}, {"global_batch": 4, "checkpointing": [6]}, r"checkpointing: layers must lie in 0..5, got 6"),
     ],
 )
 def test_wrong_suites_are_refused_before_anything_is_launched(
     matrix: dict[str, list[object]], shared: dict[str, object], message: str
 ) -> None:
-    whole = {"strategy": ["ddp"], "world_size": [2], "model": ["llama-tiny"], **matrix}
+    whole = {"strategy": ["ddp"], "gpus": [2], "model": ["llama-tiny"], **matrix}
     suite = make_suite(matrix=whole, case={"device": "cpu", **(shared or {"global_batch": 4})})
     with pytest.raises(SpecError, match=message):
         check_suite(suite, FakeLauncher(), oversubscribe=False)
 
 
 def test_oversubscription_is_allowed_when_asked_for() -> None:
-    matrix = {"strategy": ["ddp"], "world_size": [64], "model": ["llama-tiny"]}
+    matrix = {"strategy": ["ddp"], "gpus": [64], "model": ["llama-tiny"]}
     suite = make_suite(matrix=matrix, case={"batch_per_rank": 1, "device": "cpu"})
     assert len(check_suite(suite, FakeLauncher(), oversubscribe=True)) == 2
 
@@ -571,16 +441,30 @@ def test_latest_points_to_the_newest_run(tmp_path: Path) -> None:
     assert (tmp_path / "latest").resolve() == tmp_path / "b"
 
 
-def test_records_survive_a_round_trip(tmp_path: Path) -> None:
-    found = run(tmp_path, FakeLauncher())
-    again = msgspec.json.decode(msgspec.json.encode(found), type=Run)
-    assert again == found
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (KeyboardInterrupt(), KeyboardInterrupt),
+        (OSError(28, "No space left on device", "logs"), LaunchError),
+    ],
+)
+def test_an_interruption_or_a_full_disk_here_closes_the_store_and_ends_the_run(
+    tmp_path: Path, error: BaseException, raised: type[BaseException]
+) -> None:
+    with pytest.raises(raised) as ended:
+        run(tmp_path, raising(error, "ddp"))
+    found = read_run(tmp_path / "run")
+    assert [r.case.job.strategy for r in found.launches] == ["single"]
+    assert found.end is not None
+    assert (found.end.interrupted, found.end.states) == (True, {"ok": 1})
+    said = "cannot be launched ([Errno 28] No space left on device: 'logs'); correct that and resume "
+    assert raised is KeyboardInterrupt or said in str(ended.value)
 
 
 def test_a_resumed_run_launches_what_is_missing_and_what_failed(tmp_path: Path) -> None:
     """Killed while the fourth of six launches ran; the second had failed."""
 
-    def dying(case: CaseSpec, folder: Path) -> LaunchOutcome:
+    def dying(case: Case, folder: Path) -> LaunchOutcome:
         if len(launcher.launched) == 2:
             return LaunchOutcome(failed_rank=1, error="rank 1 ended with signal 9 (SIGKILL)")
         if len(launcher.launched) == 4:
@@ -598,7 +482,7 @@ def test_a_resumed_run_launches_what_is_missing_and_what_failed(tmp_path: Path) 
 
     second, observer = FakeLauncher(), Silent()
     after = resume_run(folder, second, observer, ENVIRONMENT)
-    assert second.launched[0].strategy == "ddp", "what failed comes first, as it did"
+    assert second.launched[0].job.strategy == "ddp", "what failed comes first, as it did"
     assert len(second.launched) == 4
     assert observer.told[0] == "start 1/4 ddp 0"
     assert len({(record.spec_hash, record.round) for record in after.launches}) == len(after.launches) == 6
@@ -614,52 +498,18 @@ def test_a_resumed_run_launches_what_is_missing_and_what_failed(tmp_path: Path) 
 
 
 def test_a_resumption_that_is_cut_short_counts_what_it_has_not_repeated_yet(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
-        return good(case, folder) if case.strategy == "single" else LaunchOutcome(failed_rank=1, error="rank 1 failed")
-
-    def interrupted(_case: CaseSpec, _folder: Path) -> LaunchOutcome:
-        raise KeyboardInterrupt
-
-    before = run(tmp_path, FakeLauncher(outcome))
+    failed = {"state": "failed", "error": "no"}
+    before = run(tmp_path, leaving("", failed, launch=LaunchOutcome(failed_rank=1, error="rank 1 failed")))
     with pytest.raises(KeyboardInterrupt):
-        resume_run(tmp_path / "run", FakeLauncher(interrupted), Silent(), ENVIRONMENT)
+        resume_run(tmp_path / "run", raising(KeyboardInterrupt()), Silent(), ENVIRONMENT)
     found = read_run(tmp_path / "run")
     assert found.launches == before.launches
     assert found.end is not None
     assert (found.end.cases, found.end.states, found.end.interrupted) == (3, {"ok": 1, "failed": 2}, True)
 
 
-def test_what_this_process_cannot_write_ends_the_run_with_the_cause(tmp_path: Path) -> None:
-    def outcome(_case: CaseSpec, _folder: Path) -> LaunchOutcome:
-        raise OSError(28, "No space left on device", "logs")
-
-    with pytest.raises(
-        LaunchError, match=r"cannot be launched \(\[Errno 28\] No space left on device: 'logs'\); correct"
-    ):
-        run(tmp_path, FakeLauncher(outcome))
-    found = read_run(tmp_path / "run")
-    assert found.end is not None
-    assert found.end.interrupted
-
-
-def test_the_error_that_came_first_is_the_cause(tmp_path: Path) -> None:
-    """Whichever rank's process ended first."""
-
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
-        if case.strategy == "single":
-            return good(case, folder)
-        write_rank(case, folder, 0, state="failed", error="RuntimeError: connection closed by peer", failed_at_s=9.2)
-        write_rank(case, folder, 1, state="failed", error="ValueError: no", failed_at_s=9.1)
-        return LaunchOutcome(failed_rank=0, error="rank 0 ended with exit status 1")
-
-    assert by_strategy(run(tmp_path, FakeLauncher(outcome)))["ddp"].error == "rank 1: ValueError: no"
-
-
 def test_results_that_are_no_success_are_kept(tmp_path: Path) -> None:
-    def timing_out(_case: CaseSpec, _folder: Path) -> LaunchOutcome:
-        return LaunchOutcome(timed_out=True)
-
-    run(tmp_path, FakeLauncher(timing_out))
+    run(tmp_path, FakeLauncher(lambda _case, _folder: LaunchOutcome(timed_out=True)))
     launcher = FakeLauncher()
     assert {r.state for r in resume_run(tmp_path / "run", launcher, Silent(), ENVIRONMENT).launches} == {"timeout"}
     assert not launcher.launched
@@ -669,7 +519,7 @@ def test_a_run_is_not_resumed_with_another_file_under_the_same_name(tmp_path: Pa
     model = tmp_path / "mine.toml"
     preset = Path(__file__).parents[2] / "profiles" / "models" / "llama-tiny.toml"
     model.write_text(preset.read_text())
-    suite = make_suite(matrix={"strategy": ["ddp"], "world_size": [2], "model": [str(model)]})
+    suite = make_suite(matrix={"strategy": ["ddp"], "gpus": [2], "model": [str(model)]})
     started = run_suite(suite, tmp_path / "run", FakeLauncher(), Silent(), ENVIRONMENT)
     assert list(started.header.files) == [str(model)]
     assert resume_run(tmp_path / "run", FakeLauncher(), Silent(), ENVIRONMENT).end is not None

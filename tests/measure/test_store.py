@@ -17,10 +17,10 @@ from refshard.measure.launchers.base import LaunchOutcome
 from refshard.measure.run import resume_run, run_suite
 from refshard.measure.store import RECORDS, RunWriter, read_run
 from refshard.records import SCHEMA, EndRecord, LaunchRecord, Record, Run, RunRecord, State
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from tests.measure.fakes import ENVIRONMENT, FakeLauncher, Silent, good, make_suite
 
-SUITE = make_suite(matrix={"strategy": ["single", "ddp"], "world_size": [2], "model": ["llama-tiny"]})
+SUITE = make_suite(matrix={"strategy": ["single", "ddp"], "gpus": [2], "model": ["llama-tiny"]})
 
 
 @pytest.fixture
@@ -34,8 +34,9 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run in which one launch failed, was repeated once it was resumed, and failed again: two closing records."""
     folder = tmp_path_factory.mktemp("store") / "run"
 
-    def failing(case: CaseSpec, work: Path) -> LaunchOutcome:
-        return good(case, work) if case.strategy == "single" else LaunchOutcome(failed_rank=1, error="rank 1 failed")
+    def failing(case: Case, work: Path) -> LaunchOutcome:
+        job = case.job
+        return good(case, work) if job.strategy == "single" else LaunchOutcome(failed_rank=1, error="rank 1 failed")
 
     run_suite(SUITE, folder, FakeLauncher(failing), Silent(), ENVIRONMENT)
     resume_run(folder, FakeLauncher(failing), Silent(), ENVIRONMENT)
@@ -180,16 +181,6 @@ def test_a_run_has_one_writer(folder: Path) -> None:
         RunWriter(folder, reopen=True)
     with RunWriter(folder, reopen=True):
         pass  # the lock went with the first one
-
-
-def test_a_torn_line_is_cut_off_by_the_next_writer(folder: Path) -> None:
-    path = folder / RECORDS
-    whole = read_run(folder)
-    data = path.read_bytes()
-    path.write_bytes(data[: data.rindex(b"\n", 0, -1) - 5])
-    with RunWriter(folder, reopen=True) as writer:
-        writer.append(whole.launches[-1])
-    assert read_run(folder).launches == whole.launches
 
 
 def test_a_full_disk_leaves_whole_lines(folder: Path) -> None:

@@ -31,10 +31,10 @@ def test_a_policy_is_a_set_of_layers(policy: str | list[int], layers: set[int]) 
     [
         (
             "some",
-            r"checkpointing must be 'none', 'full', 'selective', 'every-K' or a list of layers, got 'some'; correct it",
+            r"checkpointing must be 'none', 'full', 'selective', 'every-K', 'first-N' or .*, got 'some'; correct it",
         ),
         ("every-0", r"checkpointing must be .*, got 'every-0'"),
-        ("every-6", r"checkpointing: K must be at most the model's 5 layers, got 'every-6'; write 'none' for none"),
+        ("every-6", r"checkpointing: its number must be at most the 5 layers, got 'every-6'; lower it"),
         ([1, 5], r"checkpointing: layers must lie in 0..4, got 5; name layers that the model has"),
     ],
 )
@@ -47,7 +47,7 @@ def step(policy: str | list[int]) -> tuple[Llama, list[str], Tensor, dict[str, T
     """One step's loss and gradients, and every call of a block that its hooks and of an MLP that its body saw."""
     model = Llama(small_spec(n_layers=4))
     initialise(model, 0)
-    checkpoint_layers(model, policy)
+    checkpoint_layers(model, checkpointing_of(policy, len(model.model.layers)))
     calls: list[str] = []
 
     def seen(name: str) -> None:
@@ -85,7 +85,7 @@ def test_a_checkpointed_layer_keeps_its_input_and_not_its_activations() -> None:
     def saved(policy: str) -> int:
         model = Llama(small_spec(n_layers=4))
         initialise(model, 0)
-        checkpoint_layers(model, policy)
+        checkpoint_layers(model, checkpointing_of(policy, len(model.model.layers)))
         held: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from torch import nn
 
 from refshard.models.activation import checkpoint_layers
 from refshard.models.llama import Llama, initialise, next_token_loss
+from refshard.specs.layers import checkpointing_of
 from refshard.specs.tuning import LORA
 from tests.models import small_spec
 
@@ -105,7 +106,7 @@ def test_dropout_is_off_in_the_proof_on_after_it_and_drawn_again_alike_in_recomp
     losses = []
     for policy in ("none", "full", "selective"):
         model = make()
-        checkpoint_layers(model, policy)
+        checkpoint_layers(model, checkpointing_of(policy, len(model.model.layers)))
         with torch.no_grad():  # B starts at 0, behind which nothing shows
             for name, parameter in model.named_parameters():
                 if ".lora_B." in name:

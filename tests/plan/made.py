@@ -1,31 +1,39 @@
-"""Configurations and estimates made for tests, and clusters whose numbers are round."""
+"""Jobs and estimates made for tests, and clusters whose numbers are round."""
 
 from typing import Any
 
 from refshard.plan.estimate import Estimates, estimate
 from refshard.plan.space import Candidates
 from refshard.specs.cluster import ClusterSpec, LinkSpec, load_cluster
-from refshard.specs.configuration import Configuration
 from refshard.specs.hardware import HardwareSpec, Rate
+from refshard.specs.job import Implementation, Job
 from refshard.specs.model import load_model
 
 SOURCE = "made for a test"
 
 
-def configuration(**fields: Any) -> Configuration:
-    """A configuration of FSDP2."""
-    return Configuration(**{"strategy": "fsdp2", **fields})
+def job(**fields: Any) -> Job:
+    """A job of FSDP2 and Llama 3 8B; the sizes of its mesh and its microbatch make its GPUs and its global batch.
+
+    Fields of the implementation are among the others.
+    """
+    given = {"strategy": "fsdp2", "model": "llama3-8b", "seq_len": 8192, "precision": "bf16", **fields}
+    own = {name: given.pop(name) for name in Implementation.__struct_fields__ if name in given}
+    data = given.pop("dp_shard", 1) * given.get("dp_replicate", 1)
+    given["gpus"] = data * given.get("cp", 1) * given.get("tp", 1) * given.get("pp", 1)
+    given["global_batch"] = data * given.pop("microbatch", 1) * given.get("microbatches", 1)
+    return Job(**given, implementation=Implementation(**own))
 
 
-def columns(*rows: Configuration) -> Candidates:
-    """The configurations as columns."""
+def columns(*rows: Job) -> Candidates:
+    """The jobs as columns."""
     return Candidates.of(rows)
 
 
 def estimated(
-    *rows: Configuration, model: str = "llama3-8b", cluster: str | ClusterSpec = "dgx-h100x16", seq_len: int = 8192
+    *rows: Job, model: str = "llama3-8b", cluster: str | ClusterSpec = "dgx-h100x16", seq_len: int = 8192
 ) -> Estimates:
-    """The estimates of configurations of a preset, on a profile's cluster."""
+    """The estimates of jobs of a preset, on a profile's cluster."""
     on = load_cluster(cluster) if isinstance(cluster, str) else cluster
     return estimate(load_model(model), on, seq_len, columns(*rows))
 

@@ -15,7 +15,7 @@ from refshard.plan.kernels import sizes_of
 from refshard.specs.cluster import ClusterSpec, LinkSpec, MeasuredCollective
 from refshard.specs.hardware import Rate
 from refshard.specs.model import load_model
-from tests.plan.made import cluster, configuration, estimated, hardware
+from tests.plan.made import cluster, estimated, hardware, job
 
 MODEL = load_model("llama3-8b")
 SIZES = sizes_of(MODEL, 1, 1)
@@ -47,8 +47,8 @@ def test_where_nothing_hides_it_a_step_communicates_what_the_strategy_says() -> 
     ddp = over("all_reduce", 4 * MODEL.params)
     megatron = over("reduce_scatter", 4 * MODEL.params) + over("all_gather", 2 * MODEL.params)
     found = exchanged(
-        configuration(shard=64), configuration(strategy="ddp", replicate=64),
-        configuration(strategy="megatron", shard=64), on=linked(),
+        job(dp_shard=64), job(strategy="ddp", dp_shard=64),
+        job(strategy="megatron", dp_shard=64), on=linked(),
     )  # fmt: skip
     assert found == pytest.approx([fsdp, ddp, megatron])
 
@@ -65,16 +65,14 @@ def test_hybrid_sharding_reduces_over_replicas_what_each_has() -> None:
     gathers = over("all_gather", 2 * unit, 8)
     expected = MODEL.n_layers * (2 * gathers + reduced(unit))
     expected += over("all_gather", 2 * ends, 8) + reduced(ends) + gathers
-    (found,) = exchanged(configuration(shard=8, replicate=8), on=linked())
+    (found,) = exchanged(job(dp_shard=8, dp_replicate=8), on=linked())
     assert found == pytest.approx(expected)
 
 
 def test_reduced_once_a_step_each_microbatch_only_gathers() -> None:
     unit, ends = SIZES.dense, SIZES.embedding + SIZES.head
     gathers = over("all_gather", 2 * unit)
-    each, once = exchanged(
-        *(configuration(shard=64, microbatches=4, reduce_each=flag) for flag in (True, False)), on=linked()
-    )
+    each, once = exchanged(*(job(dp_shard=64, microbatches=4, reduce_each=flag) for flag in (True, False)), on=linked())
     a_microbatch = MODEL.n_layers * (2 * gathers + over("reduce_scatter", 4 * unit))
     alone = over("all_gather", 2 * ends) + over("reduce_scatter", 4 * ends) + gathers
     assert each == pytest.approx(4 * (a_microbatch + alone))
@@ -83,16 +81,14 @@ def test_reduced_once_a_step_each_microbatch_only_gathers() -> None:
 
 
 def test_parameters_that_stay_are_gathered_once() -> None:
-    again, stays = exchanged(*(configuration(shard=64, reshard=flag) for flag in (True, False)), on=linked())
+    again, stays = exchanged(*(job(dp_shard=64, reshard=flag) for flag in (True, False)), on=linked())
     assert again - stays == pytest.approx(MODEL.n_layers * over("all_gather", 2 * SIZES.dense))
-    zero2, fsdp = exchanged(
-        *(configuration(strategy=f"refshard-{s}", shard=64) for s in ("zero2", "fsdp")), on=linked()
-    )
+    zero2, fsdp = exchanged(*(job(strategy=f"refshard-{s}", dp_shard=64) for s in ("zero2", "fsdp")), on=linked())
     assert fsdp - zero2 == pytest.approx(again - stays)
 
 
 def test_half_as_wide_reductions_take_half_as_long() -> None:
-    wide, half = exchanged(*(configuration(shard=64, reduction=dtype) for dtype in ("fp32", "bf16")), on=linked())
+    wide, half = exchanged(*(job(dp_shard=64, reduction=dtype) for dtype in ("fp32", "bf16")), on=linked())
     reduced = over("reduce_scatter", 4 * (MODEL.n_layers * SIZES.dense + SIZES.embedding + SIZES.head))
     assert wide - half == pytest.approx(reduced / 2, rel=1e-3)
 
@@ -100,21 +96,22 @@ def test_half_as_wide_reductions_take_half_as_long() -> None:
 @pytest.mark.parametrize("strategy", sorted(COST_MODELS))
 def test_one_rank_exchanges_nothing(strategy: str) -> None:
     """Copies around what would be exchanged are left where the strategy makes them."""
-    (found,) = exchanged(configuration(strategy=strategy), on=linked())
+    (found,) = exchanged(job(strategy=strategy), on=linked())
     assert found == pytest.approx(0, abs=1e-9)
 
 
 @given(
-    strategy=st.sampled_from(sorted(COST_MODELS)), shard=st.sampled_from([1, 8, 64]), replicate=st.sampled_from([1, 2]),
-    microbatch=st.sampled_from([1, 4]), microbatches=st.sampled_from([1, 4]), flags=st.tuples(*[st.booleans()] * 3),
+    strategy=st.sampled_from(sorted(COST_MODELS)), dp_shard=st.sampled_from([8, 64]),
+    dp_replicate=st.sampled_from([1, 2]), microbatch=st.sampled_from([1, 4]), microbatches=st.sampled_from([1, 4]),
+    flags=st.tuples(*[st.booleans()] * 3),
 )  # fmt: skip
 def test_it_is_never_negative_and_beside_compute_never_longer_than_alone(
-    strategy: str, shard: int, replicate: int, microbatch: int, microbatches: int, flags: tuple[bool, bool, bool]
+    strategy: str, dp_shard: int, dp_replicate: int, microbatch: int, microbatches: int, flags: tuple[bool, bool, bool]
 ) -> None:
     each, reshard, overlaps = flags
-    row = configuration(
-        strategy=strategy, shard=shard, replicate=replicate, microbatch=microbatch, microbatches=microbatches,
-        reduce_each=each, reshard=reshard, overlap_reduction=overlaps,
+    row = job(
+        strategy=strategy, dp_shard=dp_shard, dp_replicate=dp_replicate, microbatch=microbatch,
+        microbatches=microbatches, reduce_each=each, reshard=reshard, overlap_reduction=overlaps,
     )  # fmt: skip
     on = linked()
     computing = cluster(nodes=16, between=on.between, hardware=hardware(memory_bytes_per_s=ENDLESS))
@@ -126,7 +123,7 @@ def test_enough_compute_hides_all_but_the_first_gather_and_the_last_reduction() 
     ends = SIZES.embedding + SIZES.head
     slow = hardware(memory_bytes_per_s=ENDLESS, matmul=dict.fromkeys(("bf16", "fp32"), Rate(peak=1e12, efficiency=1.0)))
     on = cluster(nodes=16, between=linked().between, hardware=slow)
-    fsdp, ddp = exchanged(configuration(shard=64), configuration(strategy="ddp", replicate=64), on=on)
+    fsdp, ddp = exchanged(job(dp_shard=64), job(strategy="ddp", dp_shard=64), on=on)
     first = over("all_gather", 2 * SIZES.dense) + over("all_gather", 2 * ends)
     assert fsdp == pytest.approx(first + over("reduce_scatter", 4 * ends))
     assert ddp == pytest.approx(over("all_reduce", 4 * SIZES.dense))
@@ -140,7 +137,7 @@ def test_copies_around_collectives_are_kernels() -> None:
     link = LinkSpec(bytes_per_s=ENDLESS, latency_s=0.0)
     on = cluster(nodes=16, within=link, between=link, hardware=moving)
     names = ("fsdp2", "refshard-fsdp")
-    fsdp2, engine = exchanged(*(configuration(strategy=name, shard=64) for name in names), on=on)
+    fsdp2, engine = exchanged(*(job(strategy=name, dp_shard=64) for name in names), on=on)
     unit, cast = SIZES.dense, 6 * SIZES.dense / 64
     costs = {name: COST_MODELS[name] for name in names}
     copied = {name: (one.copies_out, one.copies_in, one.divides) for name, one in costs.items()}
@@ -153,9 +150,9 @@ def test_copies_around_collectives_are_kernels() -> None:
 
 def test_an_estimates_parts_add_up_to_its_step() -> None:
     rows = [
-        configuration(strategy="megatron", shard=4, tensor=8, pipeline=4, microbatches=8),
-        configuration(shard=128, microbatches=2), configuration(strategy="ddp", replicate=128),
-        configuration(strategy="megatron", shard=8, pipeline=16, microbatches=16, overlap_pipeline=False),
+        job(strategy="megatron", dp_shard=4, tp=8, pp=4, microbatches=8),
+        job(dp_shard=128, microbatches=2), job(strategy="ddp", dp_shard=128),
+        job(strategy="megatron", dp_shard=8, pp=16, microbatches=16, overlap_pipeline=False),
     ]  # fmt: skip
     found = estimated(*rows)
     parts = found.compute_s + found.exchange_s + found.waiting_s + found.optimizer_s + found.straggling_s
@@ -175,7 +172,5 @@ def test_over_gloo_some_strategies_exchange_parts_instead_of_what_gloo_would_do(
     unit, ends = SIZES.dense, SIZES.embedding + SIZES.head
     gathered = (2 * MODEL.n_layers * unit + ends + unit) * 2 / 2**30
     reduced = (MODEL.n_layers * unit + ends) * 4 / 2**30
-    found = exchanged(
-        *(configuration(strategy=name, shard=8) for name in ("fsdp2", "fsdp2-tuned", "refshard-fsdp")), on=on
-    )
+    found = exchanged(*(job(strategy=name, dp_shard=8) for name in ("fsdp2", "fsdp2-tuned", "refshard-fsdp")), on=on)
     assert found == pytest.approx([8 * gathered + 32 * reduced, 8 * gathered + 2 * reduced, 2 * gathered + 2 * reduced])

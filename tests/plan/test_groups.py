@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from refshard.costs import collective_cost, group_shape
 from refshard.plan.collectives import Groups, group_of
 from refshard.specs.cluster import CollectiveOp, load_cluster
-from tests.plan.made import cluster, columns, configuration
+from tests.plan.made import cluster, columns, job
 
 POWERS = st.sampled_from([1, 2, 4, 8, 16])
 
@@ -34,9 +34,9 @@ def test_an_uneven_group_has_all_of_its_ranks_and_is_never_taken_to_lie_closer(
 
 
 MESHES = [
-    configuration(shard=8), configuration(shard=4, replicate=4), configuration(shard=16, replicate=2, tensor=4),
-    configuration(shard=2, replicate=2, tensor=2, context=2), configuration(shard=4, tensor=8, pipeline=2),
-    configuration(shard=1, replicate=16),
+    job(dp_shard=8), job(dp_shard=4, dp_replicate=4), job(dp_shard=16, dp_replicate=2, tp=4),
+    job(dp_shard=2, dp_replicate=2, tp=2, cp=2), job(dp_shard=4, tp=8, pp=2),
+    job(strategy="ddp", dp_shard=16),
 ]  # fmt: skip
 
 
@@ -59,7 +59,8 @@ def test_collectives_take_what_they_take_over_their_ranks(op: CollectiveOp) -> N
     }  # fmt: skip
     for axes, seconds in found.items():
         for one, taken in zip(MESHES, seconds):
-            ranks = groups_of([one.tensor, one.context, one.shard, one.replicate, one.pipeline], axes)
+            shard, replicate = (1, one.data_ranks) if one.strategy == "ddp" else (one.dp_shard, one.dp_replicate)
+            ranks = groups_of([one.tp, one.cp, shard, replicate, one.pp], axes)
             expected = collective_cost(on, op, round(nbytes), group_shape(on, ranks))
             assert taken == pytest.approx(expected.seconds), (one, axes)
     latency = groups.latency("shards", op, rows)

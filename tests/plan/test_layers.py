@@ -46,8 +46,8 @@ def costs(
 ) -> LayerCosts:
     part = Share(**{"sequences": 1, "seq_len": SEQ_LEN, **share})
     within = Within(
-        tensor_shape=group_of(on, part.tensor, 1), context_shape=group_of(on, part.context, part.tensor),
-        expert_shape=group_of(on, part.expert, part.tensor), overlaps=overlaps, exchanges=exchanges,
+        tensor_shape=group_of(on, part.tp, 1), context_shape=group_of(on, part.cp, part.tp),
+        expert_shape=group_of(on, part.ep, part.tp), overlaps=overlaps, exchanges=exchanges,
     )  # fmt: skip
     return LayerCosts(model, on, part, within)
 
@@ -58,7 +58,7 @@ def products_flops(model: ModelSpec, share: Share) -> float:
     dense, mixed = feed_forward_linears(model), feed_forward_linears(model, dense=False) if routed else ()
     layers = [(model.n_layers, attention), (model.n_layers - routed, dense), (routed, mixed)]
     total = sum(count * sum(product_of(model, one, share).flops for one in linears) for count, linears in layers)
-    return total + 2 * share.tokens * model.dim * model.vocab / share.tensor
+    return total + 2 * share.tokens * model.dim * model.vocab / share.tp
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -71,20 +71,18 @@ def test_products_are_those_that_are_counted(name: str) -> None:
 
 
 @given(
-    name=st.sampled_from(MODELS), sequences=st.integers(1, 4), tensor=st.sampled_from([1, 2, 4]),
-    context=st.sampled_from([1, 2, 4]), expert=st.sampled_from([1, 2, 4]),
+    name=st.sampled_from(MODELS), sequences=st.integers(1, 4), tp=st.sampled_from([1, 2, 4]),
+    cp=st.sampled_from([1, 2, 4]), ep=st.sampled_from([1, 2, 4]),
 )  # fmt: skip
-def test_ranks_divide_the_products_between_them(
-    name: str, sequences: int, tensor: int, context: int, expert: int
-) -> None:
+def test_ranks_divide_the_products_between_them(name: str, sequences: int, tp: int, cp: int, ep: int) -> None:
     """All but those that are whole on each rank: routers, and latent attention's way down."""
     model = load_model(name)
     alone = Share(sequences=sequences, seq_len=SEQ_LEN)
-    part = Share(sequences=sequences, seq_len=SEQ_LEN, tensor=tensor, context=context, expert=expert)
+    part = Share(sequences=sequences, seq_len=SEQ_LEN, tp=tp, cp=cp, ep=ep)
     linears = [*attention_linears(model), *feed_forward_linears(model, dense=model.experts is None)]
     for one in linears:
-        together = tensor * context * product_of(model, one, part).flops
-        repeated = tensor if one.split == "whole" else 1
+        together = tp * cp * product_of(model, one, part).flops
+        repeated = tp if one.split == "whole" else 1
         assert together == pytest.approx(repeated * product_of(model, one, alone).flops), one
     assert {one.split for one in linears} - {"whole"} == {"columns", "rows"}
 
@@ -170,19 +168,19 @@ def test_tensor_parallelism_gathers_and_scatters_twice_a_pass() -> None:
     nbytes = 2 * SEQ_LEN * model.dim
     shape = group_of(on, 8, 1)
     both = sum(collective_cost(on, op, nbytes, shape).seconds for op in ("all_gather", "reduce_scatter"))
-    layer = costs(model, on, tensor=8).layer(dense=True)
+    layer = costs(model, on, tp=8).layer(dense=True)
     assert layer.forward_s == pytest.approx(2 * both)
     assert layer.input_s == pytest.approx(2 * both)
     assert layer.weight_s == pytest.approx(0)
     # Products in pieces hide nothing where they take no time; where they take long, all but the first piece.
-    assert costs(model, on, tensor=8, overlaps=True).layer(dense=True).forward_s == pytest.approx(2 * both)
+    assert costs(model, on, tp=8, overlaps=True).layer(dense=True).forward_s == pytest.approx(2 * both)
 
 
 def test_products_in_pieces_hide_all_of_tensor_parallelism_but_one_piece() -> None:
     model = load_model("llama3-8b")
     slow = made(matmul=dict.fromkeys(("bf16", "fp32"), Rate(peak=1e12, efficiency=1.0)))
     alone, beside, none = (
-        costs(model, slow, tensor=tensor, overlaps=overlaps).layer(dense=True).forward_s
+        costs(model, slow, tp=tensor, overlaps=overlaps).layer(dense=True).forward_s
         for tensor, overlaps in ((8, False), (8, True), (1, False))
     )
     exposed, left = alone - none / 8, beside - none / 8
@@ -194,15 +192,15 @@ def test_rings_hide_behind_attention_and_exchanges_do_not() -> None:
     model, on = load_model("llama3-8b"), instant()
     key_value = 2 * 2 * SEQ_LEN / 4 * model.n_kv_heads * model.head_dim
     hop = key_value / on.within.bytes_per_s
-    layer = costs(model, on, context=4).layer(dense=True)
+    layer = costs(model, on, cp=4).layer(dense=True)
     assert layer.forward_s == pytest.approx(3 * hop)
     assert layer.input_s == pytest.approx(3 * 2 * hop)
     heads = 2 * (model.n_heads + model.n_kv_heads) * model.head_dim
     exchanged = collective_cost(on, "all_to_all", round(2 * SEQ_LEN * heads), group_of(on, 4, 1)).seconds
-    assert costs(model, on, context=4, exchanges=True).layer(dense=True).forward_s == pytest.approx(exchanged)
+    assert costs(model, on, cp=4, exchanges=True).layer(dense=True).forward_s == pytest.approx(exchanged)
     slow = made(attention=dict.fromkeys(("bf16", "fp32"), Rate(peak=1e12, efficiency=1.0)))
-    hidden = costs(model, slow, context=4).layer(dense=True).forward_s
-    none = costs(model, slow, context=1).layer(dense=True)
+    hidden = costs(model, slow, cp=4).layer(dense=True).forward_s
+    none = costs(model, slow, cp=1).layer(dense=True)
     linear = none.weight_s / 4
     attention = (none.forward_s - none.weight_s) / 4 / 0.69
     assert hidden == pytest.approx(linear + attention)
@@ -213,8 +211,8 @@ def test_experts_exchange_each_token_with_those_that_it_is_routed_to_and_back() 
     assert model.experts is not None
     sent = 2 * SEQ_LEN * model.experts.active * model.dim * 8
     expected = 2 * collective_cost(on, "all_to_all", round(sent), group_of(on, 8, 1)).seconds
-    assert costs(model, on, expert=8).layer(dense=False).forward_s == pytest.approx(expected)
-    assert costs(model, on, expert=8).layer(dense=True).forward_s == pytest.approx(0)
+    assert costs(model, on, ep=8).layer(dense=False).forward_s == pytest.approx(expected)
+    assert costs(model, on, ep=8).layer(dense=True).forward_s == pytest.approx(0)
 
 
 def test_the_host_is_a_bound_where_kernels_are_short() -> None:

@@ -11,14 +11,13 @@ from refshard.plan.cost_models import COST_MODELS
 from refshard.plan.memory import PARTS
 from refshard.quantities import GIB, MIB
 from refshard.specs.model import load_model
-from tests.plan.made import configuration, estimated
+from tests.plan.made import estimated, job
 
 RECORDED = Path(__file__).parents[2] / "profiles" / "recorded" / "dryrun" / "llama3_8b_h100"
 POLICIES = ("none", "selective", "full")
 ROWS = [
-    configuration(strategy=strategy, microbatch=microbatch, microbatches=microbatches, checkpointing=policy, **axes)
+    job(strategy=strategy, microbatch=microbatch, microbatches=microbatches, checkpointing=policy, dp_shard=ranks)
     for strategy, policy, microbatch, microbatches, ranks in product(COST_MODELS, POLICIES, (1, 2), (1, 2), (8, 128))
-    for axes in [{"shard" if COST_MODELS[strategy].shards_optimizer else "replicate": ranks}]
 ]
 
 
@@ -28,17 +27,11 @@ def test_recorded_dry_runs_are_met() -> None:
     found = {}
     for record in read_run(RECORDED).launches:
         case, peak = record.case, record.metrics.get("peak_memory_bytes")
-        if peak is None or case.strategy not in COST_MODELS or case.data_ranks < case.world_size:
+        if peak is None or case.job.strategy not in COST_MODELS or case.job.data_ranks < case.job.gpus:
             continue
-        if case.strategy == "ddp":  # recorded before dry runs counted DDP's first bucket
+        if case.job.strategy == "ddp":  # recorded before dry runs counted DDP's first bucket
             continue
-        replicate = case.replicas if COST_MODELS[case.strategy].shards_optimizer else case.world_size
-        row = configuration(
-            strategy=case.strategy, shard=case.world_size // replicate, replicate=replicate, precision=case.precision,
-            microbatch=case.global_batch // case.world_size // case.microbatches, microbatches=case.microbatches,
-            checkpointing=case.checkpointing,
-        )  # fmt: skip
-        ours = estimated(row, model=case.model, cluster="dgx-h100x32", seq_len=case.seq_len).memory.peak[0]
+        ours = estimated(case.job, model=case.job.model, cluster="dgx-h100x32", seq_len=case.job.seq_len).memory.peak[0]
         found[case.name] = (float(ours) + 64 * MIB) / peak - 1
     worst = max(found, key=lambda name: abs(found[name]))
     assert len(found) > 40
@@ -56,44 +49,44 @@ def test_state_is_16_bytes_a_parameter_divided_by_the_shards() -> None:
     """fp32 masters, two averages and gradients, from the second microbatch on."""
     parameters = load_model("llama3-8b").params
     for shard in (8, 64):
-        memory = estimated(configuration(shard=shard, microbatches=2)).memory
+        memory = estimated(job(dp_shard=shard, microbatches=2)).memory
         state = memory.masters + memory.optimizer + memory.gradients
         assert float(state[0]) == pytest.approx(16 * parameters / shard)
 
 
 def test_replicas_divide_nothing_and_context_ranks_do() -> None:
     plain, replicated, context = estimated(
-        configuration(shard=8), configuration(shard=8, replicate=4), configuration(shard=8, context=4)
+        job(dp_shard=8), job(dp_shard=8, dp_replicate=4), job(dp_shard=8, cp=4)
     ).memory.masters
     assert plain == replicated == 4 * context
 
 
 def test_a_steps_only_microbatch_meets_no_gradients_of_an_earlier_one() -> None:
     """As long as there are more activations than gradients to come."""
-    one, two = estimated(configuration(shard=8, microbatches=1), configuration(shard=8, microbatches=2)).memory.peak
+    one, two = estimated(job(dp_shard=8, microbatches=1), job(dp_shard=8, microbatches=2)).memory.peak
     assert two - one == pytest.approx(4 * load_model("llama3-8b").params / 8)
 
 
 def test_gradients_that_are_reduced_once_a_step_add_up_unsharded() -> None:
-    rows = [configuration(shard=8, microbatches=2, reduce_each=flag) for flag in (True, False)]
+    rows = [job(dp_shard=8, microbatches=2, reduce_each=flag) for flag in (True, False)]
     each, once = estimated(*rows).memory.gradients
     assert once - each == pytest.approx(4 * load_model("llama3-8b").params)
 
 
 def test_offloaded_state_leaves_the_device() -> None:
-    memory = estimated(configuration(shard=8, microbatches=2, offload=True)).memory
+    memory = estimated(job(dp_shard=8, microbatches=2, offload=True)).memory
     assert (memory.masters[0], memory.optimizer[0], memory.gradients[0]) == (0, 0, 0)
     assert memory.activations[0] > 20 * GIB
 
 
 def test_each_checkpointed_layer_frees_as_much() -> None:
-    rows = [configuration(shard=8, microbatches=2, checkpointing=str(count)) for count in range(1, 33)]
+    rows = [job(dp_shard=8, microbatches=2, checkpointing=f"first-{count}") for count in range(1, 33)]
     kept = estimated(*rows).memory.activations
     assert np.diff(kept) == pytest.approx(np.full(31, kept[1] - kept[0]))
     assert kept[1] < kept[0]
     full, every = estimated(
-        configuration(shard=8, microbatches=2, checkpointing="full"),
-        configuration(shard=8, microbatches=2, checkpointing="every-2"),
+        job(dp_shard=8, microbatches=2, checkpointing="full"),
+        job(dp_shard=8, microbatches=2, checkpointing="every-2"),
     ).memory.activations
     assert full == kept[-1]
     assert every == pytest.approx(kept[15])
@@ -102,7 +95,7 @@ def test_each_checkpointed_layer_frees_as_much() -> None:
 def test_tensor_parallel_ranks_divide_what_a_layer_keeps() -> None:
     """Norms, residuals and products in parts: Megatron keeps its part of everything."""
     one, eight = estimated(
-        *(configuration(strategy="megatron", shard=8 // t, tensor=t, compiled=True) for t in (1, 8))
+        *(job(strategy="megatron", dp_shard=8 // t, tp=t, compiled=True) for t in (1, 8))
     ).memory.activations
     assert one == pytest.approx(8 * eight)
 
@@ -110,7 +103,7 @@ def test_tensor_parallel_ranks_divide_what_a_layer_keeps() -> None:
 def test_a_pipelines_first_rank_holds_a_microbatch_of_each_rank() -> None:
     """All of its layers' share for each; so the whole model's layers of one microbatch, however many ranks share it."""
     kept = estimated(
-        configuration(strategy="megatron"),
-        *(configuration(strategy="megatron", pipeline=p, microbatches=16) for p in (2, 4, 8)),
+        job(strategy="megatron"),
+        *(job(strategy="megatron", pp=p, microbatches=16) for p in (2, 4, 8)),
     ).memory.activations
     assert kept == pytest.approx(np.full(4, kept[0]))

@@ -6,7 +6,7 @@ import pytest
 from refshard.errors import SpecError
 from refshard.specs.cluster import ClusterSpec, load_cluster
 from refshard.specs.model import load_model
-from tests.plan.made import configuration, estimated
+from tests.plan.made import estimated, job
 
 MODEL = load_model("llama3-8b")
 LINK = 1e9
@@ -27,22 +27,22 @@ def test_a_slow_link_copies_masters_for_each_gather_and_gradients_for_each_reduc
     """4 bytes each: two gathers a microbatch, and a reduction a microbatch or a step. What compute hides does not
     count, and the GPU's optimizer does nothing.
     """
-    fields = {"shard": 8, "microbatches": microbatches, "reduce_each": each}
-    there, here = estimated(configuration(offload=True, **fields), configuration(**fields), cluster=linked()).step_s
-    found = estimated(configuration(offload=True, **fields), cluster=linked())
+    fields = {"dp_shard": 8, "microbatches": microbatches, "reduce_each": each}
+    there, here = estimated(job(offload=True, **fields), job(**fields), cluster=linked()).step_s
+    found = estimated(job(offload=True, **fields), cluster=linked())
     copies = copied * MODEL.params / 8 / LINK
-    optimizer = estimated(configuration(**fields), cluster=linked()).optimizer_s[0]
+    optimizer = estimated(job(**fields), cluster=linked()).optimizer_s[0]
     assert found.optimizer_s[0] == 0
     assert there == pytest.approx(here - optimizer + copies - found.compute_s[0])
 
 
 def test_a_quick_link_hides_beside_compute() -> None:
-    fields = {"shard": 8, "checkpointing": "full"}
-    there, here = (estimated(configuration(offload=flag, **fields), cluster=linked(1e12)) for flag in (True, False))
+    fields = {"dp_shard": 8, "checkpointing": "full"}
+    there, here = (estimated(job(offload=flag, **fields), cluster=linked(1e12)) for flag in (True, False))
     assert there.exchange_s[0] == here.exchange_s[0]
     assert there.step_s[0] == pytest.approx(here.step_s[0] - here.optimizer_s[0])
 
 
 def test_without_the_links_rate_it_is_refused() -> None:
     with pytest.raises(SpecError, match="host_link_bytes_per_s must be known, got 0; add it to the profile"):
-        estimated(configuration(shard=8, offload=True), cluster=linked(0.0))
+        estimated(job(dp_shard=8, offload=True), cluster=linked(0.0))

@@ -31,11 +31,11 @@ from refshard.plan.plan import (
     ranked,
 )
 from refshard.plan.search import AUTO, Found, search
-from refshard.plan.space import ALL, Space, configurations
+from refshard.plan.space import ALL, Space, candidates
 from refshard.quantities import GIB
 from refshard.specs.cluster import load_cluster
 from refshard.specs.model import load_model
-from tests.plan.made import columns, configuration
+from tests.plan.made import columns, job
 
 MODEL, CLUSTER, SEQ_LEN = load_model("llama3-8b"), load_cluster("dgx-h100x2"), 8192
 READER = Reader(model=MODEL, cluster=CLUSTER, seq_len=SEQ_LEN, price_usd=2.0, failures=Failures(), spread=load_spread())
@@ -44,15 +44,16 @@ READER = Reader(model=MODEL, cluster=CLUSTER, seq_len=SEQ_LEN, price_usd=2.0, fa
 @cache
 def found(usable: int = 40 * GIB) -> Found:
     space = Space(
-        strategies=("fsdp2", "megatron", "ddp"), world_sizes=(16,), global_batch=64, tensor=ALL, pipeline=ALL,
-        context=(1, 2), interleave=ALL, replicas=ALL, microbatch=(1, 2), checkpointing=(AUTO, "selective"),
+        strategies=("fsdp2", "megatron", "ddp"), tp=ALL, pp=ALL,
+        cp=(1, 2), interleave=ALL, dp_replicate=ALL, microbatch=(1, 2), checkpointing=(AUTO, "selective"),
+    same=job(dp_shard=16, microbatch=4),
     )  # fmt: skip
-    return search(MODEL, CLUSTER, SEQ_LEN, configurations(space, MODEL, CLUSTER, SEQ_LEN), usable)
+    return search(MODEL, CLUSTER, SEQ_LEN, candidates(space, MODEL, CLUSTER), usable)
 
 
 def family(row: Row) -> tuple[Any, ...]:
-    one = row.configuration
-    return one.strategy, one.tensor, one.context, one.pipeline, one.schedule
+    one = row.job
+    return one.strategy, one.tp, one.cp, one.pp, one.schedule
 
 
 @cache
@@ -72,7 +73,7 @@ def test_rows_are_the_best_of_each_family_best_first() -> None:
     assert {family(row): row.step_s for row in size.rows} == best
     assert len(size.rows) == len(best) > 10
     assert [row.step_s for row in size.rows] == sorted(best.values())
-    assert (size.considered, size.fitting, size.world_size) == (len(result.fits), len(rows), 16)
+    assert (size.considered, size.fitting, size.gpus) == (len(result.fits), len(rows), 16)
     assert READER.size(result, most=3).rows == size.rows[:3]
 
 
@@ -80,13 +81,13 @@ def test_rows_are_the_best_of_each_family_best_first() -> None:
 def test_strategies_of_which_nothing_fits_are_listed_with_the_least_that_they_need() -> None:
     little = 12 * GIB
     size = READER.size(found(little), most=1000)
-    fitting = {row.configuration.strategy for row in every(fits=True, usable=little)}
+    fitting = {row.job.strategy for row in every(fits=True, usable=little)}
     least: dict[str, int] = {}
     for row in every(fits=False, usable=little):
-        strategy = row.configuration.strategy
+        strategy = row.job.strategy
         if strategy not in fitting:
             least[strategy] = min(least.get(strategy, 10**15), row.peak_bytes)
-    assert {row.configuration.strategy: row.peak_bytes for row in size.unfit} == least != {}
+    assert {row.job.strategy: row.peak_bytes for row in size.unfit} == least != {}
     assert [row.peak_bytes for row in size.unfit] == sorted(least.values())
     assert not any(row.fits for row in size.unfit)
     assert all(row.fits for row in size.rows)
@@ -112,7 +113,7 @@ def test_no_configuration_is_faster_and_relevantly_smaller_than_one_of_the_front
 def test_a_rows_figures_follow_from_its_step_time() -> None:
     result = found()
     for row in READER.size(result, most=8).rows:
-        tokens = row.configuration.global_batch * SEQ_LEN
+        tokens = row.job.global_batch * SEQ_LEN
         assert row.tokens_per_s_gpu == pytest.approx(tokens / row.step_s / 16)
         flops = flops_per_token(MODEL, SEQ_LEN, row.flops_convention)
         assert row.tflops == pytest.approx(row.tokens_per_s_gpu * flops / 1e12)
@@ -123,12 +124,12 @@ def test_a_rows_figures_follow_from_its_step_time() -> None:
         assert row.low_s <= row.step_s <= row.high_s
         assert row.gpu_hours == pytest.approx(TRILLION / row.tokens_per_s_gpu / HOUR / row.goodput)
         assert row.cost_usd == 2 * row.gpu_hours
-        assert 0 <= row.checkpointed <= row.layers == -(-32 // row.configuration.pipeline)
+        assert 0 <= row.checkpointed <= row.layers == -(-32 // row.job.pp)
 
 
 def test_fp8_is_held_against_the_peak_of_fp8_and_layers_are_counted() -> None:
     rows = columns(
-        *(configuration(shard=16, precision="fp8", checkpointing=word) for word in ("none", "5", "every-3", "full"))
+        *(job(dp_shard=16, precision="fp8", checkpointing=word) for word in ("none", "first-5", "every-3", "full"))
     )
     result = search(MODEL, CLUSTER, SEQ_LEN, rows, 80 * GIB)
     made = [READER.row(result, place) for place in range(4)]
@@ -169,14 +170,14 @@ def test_failures_are_as_frequent_as_in_the_training_of_llama_3() -> None:
 
 def row(ranks: int, step_s: float, gpu_hours: float) -> Row:
     return Row(
-        configuration=configuration(shard=ranks), fits=True, kind="data, bf16", step_s=step_s, low_s=step_s,
+        job=job(dp_shard=ranks), fits=True, kind="data, bf16", step_s=step_s, low_s=step_s,
         high_s=step_s, tokens_per_s_gpu=1.0, tflops=1.0, mfu=0.5, parts={}, peak_bytes=1, memory={}, checkpointed=0,
         layers=1, goodput=1.0, gpu_hours=gpu_hours, cost_usd=gpu_hours,
     )  # fmt: skip
 
 
 def plan(*sizes: tuple[Row, ...]) -> Plan:
-    made = [Size(world_size=2**n, considered=9, fitting=9, rows=s, front=(), unfit=()) for n, s in enumerate(sizes)]
+    made = [Size(gpus=2**n, considered=9, fitting=9, rows=s, front=(), unfit=()) for n, s in enumerate(sizes)]
     return Plan(
         sizes=tuple(made), global_batch=1, seq_len=1, available_bytes=1, usable_bytes=1, price_usd=1.0,
         failures=Failures(),
@@ -188,7 +189,7 @@ def test_the_fastest_is_on_the_largest_size_that_has_any_and_the_cheapest_on_any
     made = plan((small, row(8, 9.5, 90.0)), (middle,), ())
     assert fastest(made) is middle
     assert cheapest(made) is small, "each size's first row is its best"
-    assert made.largest.world_size == 4
+    assert made.largest.gpus == 4
     assert fastest(plan((), ())) is None
     assert cheapest(plan((), ())) is None
 

@@ -10,22 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refshard.plan.search import AUTO, MODEL_PARALLEL_PART, Found, search
-from refshard.plan.space import ALL, Candidates, Space, configurations
+from refshard.plan.space import ALL, Candidates, Space, candidates
 from refshard.quantities import GIB
 from refshard.specs.cluster import load_cluster
-from refshard.specs.configuration import Configuration
+from refshard.specs.job import Job
 from refshard.specs.model import load_model
-from tests.plan.made import columns, configuration, estimated
+from tests.plan.made import columns, estimated, job
 
 SEQ_LEN = 8192
 SPACE = Space(
-    strategies=("fsdp2", "megatron", "ddp"), world_sizes=(16,), global_batch=64, tensor=ALL, pipeline=ALL,
-    context=(1, 2), interleave=ALL, replicas=ALL, microbatch=(1, 2), checkpointing=(AUTO, "selective"),
+    strategies=("fsdp2", "megatron", "ddp"), tp=ALL, pp=ALL,
+    cp=(1, 2), interleave=ALL, dp_replicate=ALL, microbatch=(1, 2), checkpointing=(AUTO, "selective"),
+    same=job(dp_shard=16, microbatch=4),
 )  # fmt: skip
 ON = load_cluster("dgx-h100x2")
 
 
-def automatic(*rows: Configuration) -> Candidates:
+def automatic(*rows: Job) -> Candidates:
     """These rows, with as few layers checkpointed as fit."""
     made = columns(*(msgspec.structs.replace(row, checkpointing="none") for row in rows))
     return Candidates(made.columns, {**made.labels, "checkpointing": (AUTO,)})
@@ -36,19 +37,20 @@ def found(rows: Candidates, usable: float, model: str = "llama3-8b") -> Found:
 
 
 @cache
-def needs(row: Configuration, model: str) -> dict[str, float]:
+def needs(row: Job, model: str) -> dict[str, float]:
     """Peaks by the number of layers that are checkpointed, none first."""
-    layers = -(-load_model(model).n_layers // row.pipeline)
-    words = ["none", *map(str, range(1, layers + 1))]
+    layers = -(-load_model(model).n_layers // row.pp)
+    words = ["none", *(f"first-{count}" for count in range(1, layers + 1))]
     rows = [msgspec.structs.replace(row, checkpointing=word) for word in words]
     return dict(zip(words, estimated(*rows, model=model, seq_len=SEQ_LEN).memory.peak.tolist()))
 
 
 ROWS: list[dict[str, Any]] = [
-    {"shard": 8}, {"shard": 128}, {"shard": 8, "microbatch": 2}, {"shard": 8, "microbatches": 4, "reduce_each": False},
-    {"strategy": "refshard-yafsdp", "shard": 16}, {"strategy": "refshard-zero1", "shard": 8}, {"strategy": "ddp"},
-    {"strategy": "megatron", "shard": 4, "tensor": 2, "pipeline": 4, "microbatches": 8, "compiled": True},
-    {"strategy": "megatron", "pipeline": 16, "microbatches": 16, "microbatch": 2},
+    {"dp_shard": 8}, {"dp_shard": 128}, {"dp_shard": 8, "microbatch": 2},
+    {"dp_shard": 8, "microbatches": 4, "reduce_each": False},
+    {"strategy": "refshard-yafsdp", "dp_shard": 16}, {"strategy": "refshard-zero1", "dp_shard": 8}, {"strategy": "ddp"},
+    {"strategy": "megatron", "dp_shard": 4, "tp": 2, "pp": 4, "microbatches": 8, "compiled": True},
+    {"strategy": "megatron", "pp": 16, "microbatches": 16, "microbatch": 2},
 ]  # fmt: skip
 
 
@@ -56,26 +58,26 @@ ROWS: list[dict[str, Any]] = [
 @given(usable_gib=st.floats(1, 200), chosen=st.lists(st.sampled_from(ROWS), min_size=1, max_size=4))
 @pytest.mark.parametrize("model", ["llama3-8b", "llama3-70b"])
 def test_as_few_layers_are_checkpointed_as_fit(model: str, usable_gib: float, chosen: list[dict[str, Any]]) -> None:
-    rows, usable = [configuration(**fields) for fields in chosen], usable_gib * GIB
+    rows, usable = [job(**fields) for fields in chosen], usable_gib * GIB
     resolved = found(automatic(*rows), usable, model).estimates.candidates
     for place, row in enumerate(rows):
-        peaks, word = needs(row, model), resolved.configuration(place).checkpointing
-        divided = row.tensor * row.context * row.pipeline > 1
+        peaks, word = needs(row, model), str(resolved.job(place).checkpointing)
+        divided = row.tp * row.cp * row.pp > 1
         limit = int(usable) * (MODEL_PARALLEL_PART if divided else 1.0)
         fitting = [count for count, peak in peaks.items() if peak <= limit]
         assert word == fitting[0] if fitting else peaks[word] == min(peaks.values())
 
 
 def test_policies_that_are_named_stay() -> None:
-    rows = [configuration(shard=8, checkpointing=word) for word in ("full", "none", "7")]
+    rows = [job(dp_shard=8, checkpointing=word) for word in ("full", "none", "first-7")]
     made = columns(*rows)
-    mixed = Candidates(made.columns, {**made.labels, "checkpointing": ("full", AUTO, "7")})
+    mixed = Candidates(made.columns, {**made.labels, "checkpointing": ("full", AUTO, "first-7")})
     resolved = found(mixed, 1000 * GIB).estimates.candidates
-    assert [resolved.configuration(place).checkpointing for place in range(3)] == ["full", "none", "7"]
+    assert [resolved.job(place).checkpointing for place in range(3)] == ["full", "none", "first-7"]
 
 
 def all_of(usable: int) -> tuple[Candidates, Found]:
-    rows = configurations(SPACE, load_model("llama3-8b"), ON, SEQ_LEN)
+    rows = candidates(SPACE, load_model("llama3-8b"), ON)
     return rows, search(load_model("llama3-8b"), ON, SEQ_LEN, rows, usable)
 
 
@@ -84,9 +86,9 @@ def test_every_configuration_is_estimated_once_and_those_that_fit_are_ranked() -
     rows, result = all_of(usable)
     assert len(result.estimates.step_s) == len(result.fits) == len(rows) > 100
     kept = result.estimates.candidates
-    for field in ("strategy", "tensor", "context", "pipeline", "shard", "replicate", "microbatch", "microbatches"):
+    for field in ("strategy", "tp", "cp", "pp", "dp_replicate", "microbatch", "microbatches"):
         assert (kept[field] == rows[field]).all(), "rows keep their order"
-    divided = kept["tensor"] * kept["context"] * kept["pipeline"] > 1
+    divided = kept["tp"] * kept["cp"] * kept["pp"] > 1
     limits = np.where(divided, MODEL_PARALLEL_PART, 1.0) * usable
     assert (result.fits == (result.estimates.memory.peak <= limits)).all()
     assert 0 < result.fits.sum() < len(rows)
@@ -106,7 +108,7 @@ def test_the_first_is_the_fastest_of_all_that_fit_one_by_one() -> None:
     rows, result = all_of(usable)
     best = np.inf
     for place in range(0, len(rows), 31):
-        row = result.estimates.candidates.configuration(place)
+        row = result.estimates.candidates.job(place)
         alone = estimated(row, cluster=ON, seq_len=SEQ_LEN)
         if alone.memory.peak[0] <= usable:
             best = min(best, float(alone.step_s[0]))

@@ -10,8 +10,8 @@ from refshard.specs.model import ModelSpec, load_model, parameter_count
 MODELS = sorted(resources.model_profiles())
 
 
-def on_one_rank(model: ModelSpec, tensor: int = 1, expert: int = 1) -> float:
-    sizes, routed = sizes_of(model, tensor, expert), routed_layers(model)
+def on_one_rank(model: ModelSpec, tp: int = 1, expert: int = 1) -> float:
+    sizes, routed = sizes_of(model, tp, expert), routed_layers(model)
     dense = (model.n_layers - routed) * sizes.dense
     return dense + routed * (sizes.routed + sizes.experts) + sizes.embedding + sizes.head
 
@@ -26,7 +26,7 @@ def test_parts_of_an_undivided_model_are_all_of_its_parameters(name: str) -> Non
 def test_ranks_that_divide_matrices_hold_all_of_them_and_norms_each(name: str) -> None:
     """Routers, latent attention's narrow products and learned positions are whole on each rank, too."""
     model = load_model(name)
-    twice = 2 * on_one_rank(model, tensor=2)
+    twice = 2 * on_one_rank(model, tp=2)
     assert parameter_count(model) <= twice <= 1.002 * parameter_count(model)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from refshard.plan.plan import KindSpread, Spread, kind_of, load_spread
-from tests.plan.made import configuration
+from tests.plan.made import job
 
 
 def spread(**kinds: tuple[float, float]) -> Spread:
@@ -17,15 +17,15 @@ def spread(**kinds: tuple[float, float]) -> Spread:
 @pytest.mark.parametrize(
     ("fields", "kind"),
     [
-        ({"shard": 64}, "data, bf16"),
-        ({"shard": 8, "replicate": 8, "precision": "fp8"}, "data, fp8"),
-        ({"tensor": 2}, "tensor or context, bf16"),
-        ({"context": 2, "precision": "fp32"}, "tensor or context, fp32"),
-        ({"tensor": 8, "context": 2, "pipeline": 2}, "pipeline, bf16"),
+        ({"dp_shard": 64}, "data, bf16"),
+        ({"dp_shard": 8, "dp_replicate": 8, "precision": "fp8"}, "data, fp8"),
+        ({"tp": 2}, "tensor or context, bf16"),
+        ({"cp": 2, "precision": "fp32"}, "tensor or context, fp32"),
+        ({"tp": 8, "cp": 2, "pp": 2}, "pipeline, bf16"),
     ],
 )
 def test_a_kind_is_what_is_divided_and_the_precision(fields: dict[str, Any], kind: str) -> None:
-    assert kind_of(configuration(**fields)) == kind
+    assert kind_of(job(**fields)) == kind
 
 
 def test_kinds_without_runs_of_their_own_have_the_figures_of_all() -> None:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refshard.plan.stages import deal, delayed_weights, held_by_first_backward, in_flight, step_seconds
-from refshard.specs.configuration import Configuration
-from tests.plan.made import columns, configuration
+from refshard.specs.job import Job
+from tests.plan.made import columns, job
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +71,10 @@ def _needs(task: Task, stretches: int) -> Iterator[Task]:
             yield Task(False, task.stretch + 1, task.microbatch)
 
 
-def pipelined(ranks: int, parts: int = 1, microbatches: int = 8, **fields: str) -> Configuration:
+def pipelined(ranks: int, parts: int = 1, microbatches: int = 8, **fields: str) -> Job:
     schedule = "interleaved" if parts > 1 else "1f1b"
     given = {"schedule": schedule, **fields}
-    return configuration(strategy="megatron", pipeline=ranks, interleave=parts, microbatches=microbatches, **given)
+    return job(strategy="megatron", pp=ranks, interleave=parts, microbatches=microbatches, **given)
 
 
 def law(times: Sequence[float], parts: int, microbatches: int) -> float:
@@ -155,9 +155,9 @@ def test_a_zero_bubble_schedule_waits_by_its_law_and_is_never_slower(
 
 
 def test_one_rank_waits_for_nobody() -> None:
-    step, waiting = step_seconds(columns(configuration(microbatches=3)), np.ones(1), np.ones(1), np.ones(1))
+    step, waiting = step_seconds(columns(job(microbatches=3)), np.ones(1), np.ones(1), np.ones(1))
     assert (step[0], waiting[0]) == (3.0, 0.0)
-    assert in_flight(columns(configuration(microbatches=3))).tolist() == [1.0]
+    assert in_flight(columns(job(microbatches=3))).tolist() == [1.0]
 
 
 def dealt(n_layers: int, ranks: int, parts: int = 1) -> list[int]:

@@ -4,26 +4,29 @@ The steps of a launch are spread evenly over +-1 % of a centre; the centres of r
 time in :data:`CASES`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from refshard.measure.store import RunWriter
-from refshard.quantities import MIB
+from refshard.quantities import GIB, MIB
 from refshard.records import (
     METRICS,
     CollectiveCount,
     EndRecord,
     Environment,
+    GpuMemory,
     LaunchRecord,
+    Load,
     Proof,
     Run,
     RunRecord,
 )
-from refshard.specs.case import CaseSpec, Fidelity
+from refshard.specs.case import Case, Fidelity
 from refshard.specs.suite import NetworkSpec, SuiteSpec
 
 HOSTILE = "</script><script>alert(1)</script>"
@@ -112,7 +115,7 @@ def header(rounds: int, planned: int) -> RunRecord:
             name="quickstart",
             about="Six strategies on two ranks of a laptop.",
             rounds=rounds,
-            matrix={"strategy": list(STRATEGIES), "world_size": [2]},
+            matrix={"strategy": list(STRATEGIES), "gpus": [2]},
             case={"model": "llama-mini", "global_batch": 8},
         ),
         environment=environment(),
@@ -147,11 +150,11 @@ CLUSTER = "dgx-h100"
 """Where cases take place that are not measured."""
 
 
-def spec(strategy: str, world_size: int = 2, fidelity: Fidelity = "measured") -> CaseSpec:
+def spec(strategy: str, world_size: int = 2, fidelity: Fidelity = "measured") -> Case:
     """The spec that all cases share, for one strategy."""
-    return CaseSpec(
+    return Case.of(
         strategy=strategy,
-        world_size=world_size,
+        gpus=world_size,
         model="llama-mini",
         global_batch=8,
         fidelity=fidelity,
@@ -282,14 +285,77 @@ def with_record(made: Run, place: int, **changes: object) -> Run:
     return msgspec.structs.replace(made, launches=tuple(records))
 
 
-def over_network(made: Run, words: str) -> Run:
-    """The run, had its ranks been joined by the network that ``words`` describe."""
-    joined = msgspec.structs.replace(made.header.environment, network=words)
-    return msgspec.structs.replace(made, header=msgspec.structs.replace(made.header, environment=joined))
+def over_network(made: Run, text: str) -> Run:
+    """The run with ranks on the network that ``text`` describes."""
+    env = msgspec.structs.replace(made.header.environment, network=text)
+    return msgspec.structs.replace(made, header=msgspec.structs.replace(made.header, environment=env))
 
 
 def on_hosts(made: Run, network: NetworkSpec) -> Run:
-    """The run, had its suite spread the ranks over the hosts of ``network``."""
-    suite = msgspec.structs.replace(made.header.suite, launcher="netlab", network=network)
-    joined = msgspec.structs.replace(made, header=msgspec.structs.replace(made.header, suite=suite))
-    return over_network(joined, network.description)
+    """The run with a suite that spreads its ranks over the hosts of ``network``."""
+    return over_network(with_suite(made, launcher="netlab", network=network), network.description)
+
+
+def with_suite(made: Run, **changes: object) -> Run:
+    """The run with another suite."""
+    suite = msgspec.structs.replace(made.header.suite, **changes)
+    return msgspec.structs.replace(made, header=msgspec.structs.replace(made.header, suite=suite))
+
+
+def with_spec(made: Run, strategies: Mapping[str, int] | None = None, **changes: object) -> Run:
+    """The run with the specs of all cases changed, or those of some strategies, which get new world sizes."""
+    records = []
+    for record in made.launches:
+        if strategies is None or record.case.job.strategy in strategies:
+            size = record.case.job.gpus if strategies is None else strategies[record.case.job.strategy]
+            case = record.case.changed(gpus=size, **changes)
+            record = msgspec.structs.replace(record, case=case, spec_hash=case.hash)
+        records.append(record)
+    return msgspec.structs.replace(made, launches=tuple(records))
+
+
+def joined(made: Run, *others: Run) -> Run:
+    """The run with the launches of others."""
+    return msgspec.structs.replace(made, launches=(*made.launches, *(r for one in others for r in one.launches)))
+
+
+def later(made: Run, name: str, hour: int = 12, **environment: Any) -> Run:
+    """The run with another id and start, on a machine that differs in ``environment``."""
+    env = msgspec.structs.replace(made.header.environment, **environment)
+    started = f"2026-03-01T{hour}:00:00Z"
+    header = msgspec.structs.replace(made.header, run_id=name, started_at=started, environment=env)
+    return msgspec.structs.replace(made, header=header)
+
+
+def quicker(made: Run, factor: float) -> Run:
+    """The run with every step taking ``factor`` of its time."""
+    for place, record in enumerate(made.launches):
+        times = tuple(tuple(factor * t for t in steps) for steps in record.step_times_s)
+        made = with_record(made, place, step_times_s=times)
+    return made
+
+
+def with_load(made: Run, loads: Mapping[str, Load]) -> Run:
+    """The run on a quiet machine, except while some strategies ran."""
+    quiet = Load(probe_before_s=0.05, probe_after_s=0.05, other_cores=0.0, cores=2)
+    for place, record in enumerate(made.launches):
+        made = with_record(made, place, load=loads.get(record.case.job.strategy, quiet))
+    return made
+
+
+def on_gpus(made: Run, *ranks: GpuMemory) -> Run:
+    """The run with all cases on GPUs with this memory."""
+    for place, record in enumerate(made.launches):
+        metrics = {**record.metrics, "peak_reserved_bytes": float(max(one.reserved_bytes for one in ranks))}
+        made = with_record(made, place, gpu_memory=ranks, metrics=metrics)
+    return made
+
+
+def gpu_memory(reserved_gib: float, **changes: Any) -> GpuMemory:
+    """The memory of a GPU of 79.2 GiB."""
+    fields = {
+        "allocated_bytes": 60 * GIB, "active_bytes": 61 * GIB, "reserved_bytes": int(reserved_gib * GIB),
+        "requested_bytes": 59 * GIB, "retries": 0, "ooms": 0, "used_bytes": int((reserved_gib + 2) * GIB),
+        "outside_bytes": 2 * GIB, "total_bytes": int(79.2 * GIB),
+    }  # fmt: skip
+    return GpuMemory(**{**fields, **changes})

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from refshard.analysis.analyse import Analysis
@@ -12,6 +14,7 @@ from refshard.analysis.figures import (
     CopyOverhead,
     GiveWay,
     MemoryPoint,
+    MessageFigures,
     RankWait,
     ReduceWait,
     StepFigures,
@@ -20,20 +23,11 @@ from refshard.analysis.figures import (
 )
 from refshard.analysis.jobs import Identity
 from refshard.analysis.overlap import breakdowns
-from refshard.events.timeline import (
-    KINDS,
-    UNKNOWN,
-    Collective,
-    Kind,
-    Meaning,
-    Spans,
-    Timeline,
-    Window,
-)
+from refshard.events.timeline import KINDS, UNKNOWN, Collective, Kind, Meaning, Spans, Timeline, Window
 from refshard.report.page import as_page
 from refshard.report.trace.answer import trace_answer
 
-US = 1000
+US, MS = 1000, 1_000_000
 WAITS = ((3, 4200, 17), (1, 900, 4))
 FEW = "Few steps were recorded: trace 5 or more."
 GEMM = "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_256x128_32x3_tn_align8>(Params)"
@@ -64,29 +58,17 @@ class Maker:
         self.rows.append((start, end, kind, lane, name, launch, step, code, int(under)))
         return end
 
-    def collective(self, op: str, lane: str, name: str, start: int, end: int, **known: object) -> int:
+    def collective(
+        self, op: str, lane: str, name: str, start: int, end: int, *, step: int, unit: str | None = None
+    ) -> int:
         """One collective, with its span; its end."""
-        unit, step = known.get("unit"), known.get("step")
-        assert isinstance(step, int)
-        assert unit is None or isinstance(unit, str)
         under = Meaning.REDUCE if op == "reduce_scatter" else Meaning.ALL_GATHER
         launch = start - 40 * US
         self.add(Kind.COMM, lane, name, start, end, launch=launch, step=step, unit=unit, under=under)
-        self.collectives.append(
-            Collective(
-                op=op,
-                bytes=436_207_616,
-                step=step,
-                group="default_pg",
-                group_size=8,
-                dtype="bf16",
-                unit=unit,
-                lane=lane,
-                launched=launch,
-                start=start,
-                end=end,
-            )
-        )
+        self.collectives.append(Collective(
+            op=op, bytes=436_207_616, step=step, group="default_pg", group_size=8, dtype="bf16", unit=unit, lane=lane,
+            launched=launch, start=start, end=end,
+        ))  # fmt: skip
         return end
 
     def timeline(self, windows: tuple[Window, ...], rank: int, *, on_device: bool) -> Timeline:
@@ -122,9 +104,7 @@ def gpu(*, rank: int = 0, layers: int = 24, kernels: int = 12, steps: int = 3, s
 
 def _gpu_step(maker: Maker, step: int, now: int, layers: int, kernels: int, slow_comm: float) -> int:
     gather, reduce = int(700 * US * slow_comm), int(1100 * US * slow_comm)
-    names = [f"model.layers.{n}" for n in range(layers)]
-    comm = now
-    ready: dict[str, int] = {}
+    names, comm, ready = [f"model.layers.{n}" for n in range(layers)], now, dict[str, int]()
 
     def gathered(unit: str, after: int) -> int:
         nonlocal comm
@@ -185,15 +165,15 @@ def cpu(*, rank: int = 0, layers: int = 6, steps: int = 2) -> Timeline:
             order = range(layers) if phase == "forward" else range(layers - 1, -1, -1)
             for layer in order:
                 unit = f"layers.{layer}"
-                known = {"step": step, "unit": unit, "under": meaning}
+                known: dict[str, Any] = {"step": step, "unit": unit, "under": meaning}
                 lane, length = f"gloo {4 + layer % 2}", (700 + 90 * layer) * US
                 if phase == "forward":
                     maker.collective("all_gather", lane, "gloo:all_gather", now, now + length, unit=unit, step=step)
                 for n in range(4):
                     start = now + (100 if n or phase == "backward" else 400) * US
                     now = start + 320 * US
-                    maker.add(Kind.COMPUTE, "main", "aten::linear", start, now, **known)  # type: ignore[arg-type]
-                    maker.add(Kind.COMPUTE, "main", "aten::addmm", start + 20 * US, now - 20 * US, **known)  # type: ignore[arg-type]
+                    maker.add(Kind.COMPUTE, "main", "aten::linear", start, now, **known)
+                    maker.add(Kind.COMPUTE, "main", "aten::addmm", start + 20 * US, now - 20 * US, **known)
                 if phase == "backward":
                     maker.collective("all_to_all", lane, "gloo:all_to_all", now, now + length, unit=unit, step=step)
         now += 1500 * US
@@ -216,13 +196,10 @@ def figures(timeline: Timeline, *, file: str = "rank0.json.gz", job: int = 0, wo
     return TraceFigures(
         file=file, job=job, rank=timeline.rank, world_size=world_size,
         backend="nccl" if timeline.on_device else "gloo",
-        device="NVIDIA H100 80GB HBM3" if timeline.on_device else "cpu", events=len(spans), whole=whole,
-        giveway=giveway, copies=copies, reduce_wait=wait,
+        device="NVIDIA H100 80GB HBM3" if timeline.on_device else "cpu",
+        events=len(spans), whole=whole, giveway=giveway, copies=copies, reduce_wait=wait,
         steps=tuple(
-            StepFigures(
-                step=w.step, start_ns=w.start, breakdown=part,
-                giveway=giveway, copies=copies, reduce_wait=wait,
-            )
+            StepFigures(step=w.step, start_ns=w.start, breakdown=part, giveway=giveway, copies=copies, reduce_wait=wait)
             for w, part in zip(timeline.windows, parts)
         ),
         units=unit_figures(timeline), collectives=collective_figures(timeline),
@@ -230,6 +207,37 @@ def figures(timeline: Timeline, *, file: str = "rank0.json.gz", job: int = 0, wo
         memory=_memory(timeline),
         warnings=(TraceWarning(code="few-steps", message=FEW, count=len(timeline.windows)),),
     )  # fmt: skip
+
+
+def made(
+    *, span: int = 100, compute: int = 60, comm: int = 50, exposed: int = 20, host: int | None = 5,
+    dependency: int | None = 10, call: int = 0, lost: int = 1, copies: int = 0, lone: int = 0, **others: Any,
+) -> TraceFigures:  # fmt: skip
+    """Two equal steps, times in ms; 5 ms of other work next to compute, communication and 15 ms of idle."""
+    base = figures(SMALL)
+    part = msgspec.structs.replace(
+        base.whole, span_ns=span * MS, busy_ns=(span - 15) * MS, compute_ns=compute * MS, comm_ns=comm * MS,
+        exposed_ns=exposed * MS, idle_ns=15 * MS, idle_launch_ns=None if host is None else host * MS,
+        idle_call_ns=None if host is None else call * MS, idle_back_to_back_ns=None if host is None else 0,
+        idle_dependency_ns=None if dependency is None else dependency * MS,
+        idle_unknown_ns=(15 - (host or 0) - call - (dependency or 0)) * MS, lone_copy_ns=lone * MS,
+    )  # fmt: skip
+    step = msgspec.structs.replace(
+        base.steps[0], breakdown=part, giveway=msgspec.structs.replace(base.giveway, lost_ns=lost * MS),
+        copies=msgspec.structs.replace(base.copies, exposed_ns=copies * MS),
+    )  # fmt: skip
+    return msgspec.structs.replace(base, **{"steps": (step, step), "whole": part, "waits_for": (), **others})
+
+
+def message(**others: Any) -> MessageFigures:
+    """Six all-reduces of 16 MiB inside a node."""
+    known = {
+        "op": "all_reduce", "group": "3 [0-7]", "description": "mesh_tp", "group_size": 8, "nodes": 1, "count": 6,
+        "bytes": 96 * 2**20, "least_bytes": 2**24, "most_bytes": 2**24, "exposed_ns": 18 * MS, "waiting_ns": None,
+        "bus_bandwidth": 3.5e9, "transfer_bandwidth": None, "largest_bandwidth": 4e9, "link_bandwidth": 300e9,
+        "is_latency_bound": False,
+    }  # fmt: skip
+    return MessageFigures(**{**known, **others})
 
 
 def _memory(timeline: Timeline) -> tuple[MemoryPoint, ...]:
@@ -276,3 +284,6 @@ def renamed(timeline: Timeline, name: str) -> Timeline:
         for c in timeline.collectives
     )
     return replace(timeline, spans=spans, collectives=collectives)
+
+
+SMALL = gpu(layers=4)

@@ -10,11 +10,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from refshard.errors import RefshardError, UnsupportedError
-from refshard.measure.launchers.ranks import rank_environment
+from refshard.measure.launchers.base import rank_environment
 from refshard.measure.trainer import Trainer
 from refshard.models.llama import Llama, initialise
 from refshard.records import parity_tolerance
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.strategies import make_strategy
 from refshard.strategies.table import ROWS
 from tests.distributed.ranks import run_ranks
@@ -71,9 +71,9 @@ class Counting(CountingMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def case_of(name: str, scenario: str) -> CaseSpec:
-    fields = {"world_size": 1 if name == "single" else 2, **SCENARIOS[scenario]}
-    return CaseSpec(strategy=name, model="small", global_batch=8, seq_len=8, learning_rate=1e-2, **fields)
+def case_of(name: str, scenario: str) -> Case:
+    fields = {"gpus": 1 if name == "single" else 2, **SCENARIOS[scenario]}
+    return Case.of(strategy=name, model="small", global_batch=8, seq_len=8, learning_rate=1e-2, **fields)
 
 
 def cells(*names: str) -> list[Key]:
@@ -107,7 +107,7 @@ def train(name: str, scenario: str, tied: bool, group: dist.ProcessGroup) -> dic
         "parameters": dict(strategy.full_parameters()),
     }
     trainer.begin_dropout()
-    for _ in range(DROPPING if case.tuning == "lora" else 0):
+    for _ in range(DROPPING if case.job.tuning == "lora" else 0):
         trainer.timed_step(aligned=False)
     return {**result, "losses": trainer.losses[:STEPS], "dropping": trainer.losses[STEPS:]}
 
@@ -159,9 +159,9 @@ def test_full_parameters_are_those_of_fsdp2(trained: Results, cell: Key) -> None
     case = case_of(*cell[:2])
     assert list(ours) == list(fsdp2)
     for name, value in fsdp2.items():
-        if case.tuning != "full" and ".lora_" not in name:
+        if case.job.tuning != "full" and ".lora_" not in name:
             assert torch.equal(ours[name].view(torch.uint8), value.view(torch.uint8))
-        elif case.precision == "fp32":
+        elif case.job.precision == "fp32":
             torch.testing.assert_close(ours[name], value, rtol=0, atol=5e-4)
 
 
@@ -180,7 +180,7 @@ def test_units_are_blocks_embedding_and_tail(trained: Results, cell: Key) -> Non
 @each
 def test_blocks_that_are_checkpointed_run_again_in_backward(trained: Results, cell: Key) -> None:
     case = case_of(*cell[:2])
-    assert trained[cell]["attentions"] == 3 * case.microbatches * (2 if case.checkpointing == "full" else 1)
+    assert trained[cell]["attentions"] == 3 * case.job.microbatches * (2 if case.job.checkpointing == "full" else 1)
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -242,7 +242,7 @@ def test_what_is_not_sharded_is_caught(on_ranks: list[Any]) -> None:
 
 
 def refusal(name: str, fields: dict[str, Any], group: dist.ProcessGroup) -> str:
-    case = CaseSpec(strategy=name, model="small", world_size=1, global_batch=8, seq_len=8, **fields)
+    case = Case.of(strategy=name, model="small", gpus=1, global_batch=8, seq_len=8, **fields)
     with pytest.raises(UnsupportedError) as error:
         Trainer(case, small_spec(n_layers=3), make_strategy(name), group, torch.device("cpu"))
     return str(error.value)

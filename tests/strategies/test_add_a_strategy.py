@@ -59,7 +59,7 @@ def told(checkout: Path) -> str:
     """What the page's command prints, of its strategy alone and the rank that this is held against."""
     command = "refshard run late.toml"
     assert f"{command}\n" in blocks("console")
-    names = [case.name for case in load_suite(checkout / "late.toml").cases() if case.strategy == "late"]
+    names = [case.name for case in load_suite(checkout / "late.toml").cases() if case.job.strategy == "late"]
     only = [word for name in names for word in ("--only", name)]
     return refshard(checkout, *command.split()[1:], "--out", "run", *only).stdout
 
@@ -68,7 +68,7 @@ def told(checkout: Path) -> str:
 def records(checkout: Path, told: str) -> dict[str, LaunchRecord]:
     """What was recorded of the page's strategy, by fidelity."""
     del told
-    cases = [case for case in read_run(checkout / "run").launches if case.case.strategy == "late"]
+    cases = [case for case in read_run(checkout / "run").launches if case.case.job.strategy == "late"]
     return {case.fidelity: case for case in cases}
 
 

@@ -9,7 +9,6 @@ from functools import cache
 from itertools import cycle
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from refshard.errors import UnsupportedError
 from refshard.measure.trainer import Trainer
 from refshard.records import parity_tolerance
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.strategies import make_strategy
 from refshard.strategies.table import ROWS
 from tests.distributed.ranks import run_ranks
@@ -61,26 +60,26 @@ ALL: list[Cell] = list(
 """Of what takes a minute each to compile: every scenario under one strategy, and under another in turn."""
 
 
-def case_of(scenario: str, name: str) -> CaseSpec:
+def case_of(scenario: str, name: str) -> Case:
     """Eight sequences a step; an odd vocabulary, whose rows two ranks cannot share evenly."""
     ranks = 1 if name == "single" else 2
-    return CaseSpec(
-        strategy=name, model="small", world_size=ranks, global_batch=8, seq_len=8, learning_rate=LEARNING_RATE,
+    return Case.of(
+        strategy=name, model="small", gpus=ranks, global_batch=8, seq_len=8, learning_rate=LEARNING_RATE,
         **SCENARIOS[scenario],
     )  # fmt: skip
 
 
-def train(case: CaseSpec, tied: bool, fused: bool = False) -> dict[str, Any]:
+def train(case: Case, tied: bool, fused: bool = False) -> dict[str, Any]:
     from torch._inductor import config  # here: it takes seconds to import
 
     with config.patch(fallback_by_default=not fused):
         return _train(case, tied)
 
 
-def _train(case: CaseSpec, tied: bool) -> dict[str, Any]:
+def _train(case: Case, tied: bool) -> dict[str, Any]:
     group = dist.group.WORLD
     assert group is not None
-    strategy = make_strategy(case.strategy)
+    strategy = make_strategy(case.job.strategy)
     trainer = Trainer(case, small_spec(n_layers=LAYERS, tied=tied, vocab=257), strategy, group, torch.device("cpu"))
     for _ in range(STEPS - 1):
         trainer.timed_step(aligned=False)
@@ -183,18 +182,18 @@ def test_what_is_fused_issues_the_same_collectives() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["simplefsdp-by-block", "fsdp2-compiled", "refshard-yafsdp-compiled"])
 def test_muon_steps_what_compiled_models_are_made_of(name: str) -> None:
-    case = msgspec.structs.replace(case_of("plain", name), optimizer="muon", microbatches=2)
+    case = case_of("plain", name).changed(optimizer="muon", microbatches=2)
     (single,) = run_ranks(1, train, case.reference(), False)
     ranks = run_ranks(2, train, case, False)
     losses = [sum(step) / 2 for step in zip(*(rank["losses"] for rank in ranks))]
     assert losses == pytest.approx(single["losses"], rel=parity_tolerance(case))
     assert ranks[0]["announced"] == ranks[0]["counted"]
     if name == "simplefsdp-by-block":
-        odd = msgspec.structs.replace(case, world_size=3, global_batch=12)
+        odd = case.changed(gpus=3, global_batch=12)
         assert all("rows divisible by 3 ranks for Muon" in said for said in run_ranks(3, refusal, odd))
 
 
-def refusal(case: CaseSpec) -> str:
+def refusal(case: Case) -> str:
     try:
         train(case, False)
     except UnsupportedError as error:

@@ -4,7 +4,6 @@ import re
 from functools import cache
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from refshard.errors import UnsupportedError
 from refshard.measure.trainer import Trainer
 from refshard.records import parity_tolerance
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.layers import layers_of_stages
 from refshard.strategies import check_case, strategy_for
 from tests.distributed.ranks import run_ranks
@@ -22,24 +21,24 @@ from tests.strategies.test_strategies import observe
 pytestmark = pytest.mark.processes
 
 LAYERS = 4
-PIPELINE: dict[str, Any] = {"pipeline_parallel": 2, "microbatches": 4}
+PIPELINE: dict[str, Any] = {"pp": 2, "microbatches": 4}
 INTERLEAVED: dict[str, Any] = {**PIPELINE, "interleave": 2, "schedule": "interleaved"}
 ZERO_BUBBLE: dict[str, Any] = {**PIPELINE, "schedule": "zero-bubble"}
-CONTEXT: dict[str, Any] = {"context_parallel": 2}
-SEQUENCE: dict[str, Any] = {"tensor_parallel": 2, "sequence_parallel": True}
+CONTEXT: dict[str, Any] = {"cp": 2}
+SEQUENCE: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
 CASES: dict[str, dict[str, Any]] = {
     "fsdp2, pipeline": PIPELINE,
-    "fsdp2, pipeline alone": {**PIPELINE, "world_size": 2},
+    "fsdp2, pipeline alone": {**PIPELINE, "gpus": 2},
     "fsdp2, pipeline of one microbatch": {**PIPELINE, "microbatches": 1},
     "fsdp2, pipeline, recomputed": {**PIPELINE, "checkpointing": "selective"},
     "fsdp2, pipeline, bf16": {**PIPELINE, "precision": "bf16"},
     "fsdp2, pipeline, muon": {**PIPELINE, "optimizer": "muon"},
-    "fsdp2, pipeline, inference": {"pipeline_parallel": 2, "workload": "inference"},
-    "fsdp2, pipeline, tensor": {**PIPELINE, "tensor_parallel": 2, "checkpointing": "full"},
+    "fsdp2, pipeline, inference": {"pp": 2, "workload": "inference"},
+    "fsdp2, pipeline, tensor": {**PIPELINE, "tp": 2, "checkpointing": "full"},
     "fsdp2, pipeline, sequence": {**PIPELINE, **SEQUENCE, "checkpointing": "full", "precision": "bf16"},
     "fsdp2, pipeline, context": {**PIPELINE, **CONTEXT},
     "fsdp2, interleaved": INTERLEAVED,
-    "fsdp2, interleaved, tensor": {**INTERLEAVED, "tensor_parallel": 2},
+    "fsdp2, interleaved, tensor": {**INTERLEAVED, "tp": 2},
     "fsdp2, interleaved, inference": {**INTERLEAVED, "microbatches": 1, "workload": "inference"},
     "fsdp2, zero bubble": ZERO_BUBBLE,
     "fsdp2, zero bubble of two stages": {**ZERO_BUBBLE, "interleave": 2, "precision": "bf16"},
@@ -49,11 +48,11 @@ CASES: dict[str, dict[str, Any]] = {
     "fsdp2, sequence, recomputed": {**SEQUENCE, "microbatches": 2, "checkpointing": "full", "precision": "bf16"},
     "fsdp2, sequence, inference": {**SEQUENCE, "workload": "inference"},
     "fsdp2, context": CONTEXT,
-    "fsdp2, context alone": {**CONTEXT, "world_size": 2},
-    "fsdp2, context of four": {"context_parallel": 4, "microbatches": 2},
-    "fsdp2, context, replicas": {**CONTEXT, "replicas": 2, "checkpointing": "full"},
+    "fsdp2, context alone": {**CONTEXT, "gpus": 2},
+    "fsdp2, context of four": {"cp": 4, "microbatches": 2},
+    "fsdp2, context, replicas": {**CONTEXT, "dp_replicate": 2, "checkpointing": "full"},
     "fsdp2, context, recomputed": {**CONTEXT, "checkpointing": "selective", "precision": "bf16"},
-    "fsdp2, context, tensor": {**CONTEXT, "tensor_parallel": 2},
+    "fsdp2, context, tensor": {**CONTEXT, "tp": 2},
     "fsdp2, context, sequence": {**CONTEXT, **SEQUENCE},
     "fsdp2, context, inference": {**CONTEXT, "workload": "inference"},
     "ddp, pipeline": PIPELINE,
@@ -62,10 +61,10 @@ CASES: dict[str, dict[str, Any]] = {
     "ddp, context": {**CONTEXT, "microbatches": 2},
     "ddp, context, bf16": {**CONTEXT, "precision": "bf16"},
     "ddp, pipeline, context": {**PIPELINE, **CONTEXT},
-    "pipeline, interleaved": {"interleave": 2, "schedule": "interleaved", "microbatches": 4, "world_size": 2},
+    "pipeline, interleaved": {"interleave": 2, "schedule": "interleaved", "microbatches": 4, "gpus": 2},
     "pipeline, zero bubble": {"schedule": "zero-bubble", "microbatches": 4},
     "tensor-parallel, sequence": {
-        "world_size": 2, "sequence_parallel": True, "precision": "bf16", "checkpointing": "full",
+        "gpus": 2, "sequence_parallel": True, "precision": "bf16", "checkpointing": "full",
     },
 }  # fmt: skip
 """The strategy, and the case's axes."""
@@ -82,14 +81,12 @@ cases = pytest.mark.parametrize(
 )
 
 
-def case_of(name: str) -> CaseSpec:
-    fields = {"world_size": 4, **CASES[name]}
-    return CaseSpec(
-        strategy=name.split(",")[0], model="small", global_batch=8, seq_len=16, learning_rate=1e-2, **fields
-    )
+def case_of(name: str) -> Case:
+    fields = {"gpus": 4, **CASES[name]}
+    return Case.of(strategy=name.split(",")[0], model="small", global_batch=8, seq_len=16, learning_rate=1e-2, **fields)
 
 
-def observe_all(cases: list[CaseSpec]) -> list[dict[str, Any]]:
+def observe_all(cases: list[Case]) -> list[dict[str, Any]]:
     found = []
     for case in cases:
         found.append(observe(strategy_for(case, cuda=False), case, small_spec(n_layers=LAYERS, n_kv_heads=2)))
@@ -102,7 +99,7 @@ def ran(few: bool) -> dict[str, list[dict[str, Any]]]:
     """By case, what each rank observed: of the few, or of the others."""
     found: dict[str, list[dict[str, Any]]] = {}
     for world_size in (2, 4):
-        names = [name for name in CASES if case_of(name).world_size == world_size and (name in FEW) is few]
+        names = [name for name in CASES if case_of(name).job.gpus == world_size and (name in FEW) is few]
         ranks = run_ranks(world_size, observe_all, [case_of(name) for name in names])
         found |= {name: [rank[index] for rank in ranks] for index, name in enumerate(names)}
     return found
@@ -110,7 +107,7 @@ def ran(few: bool) -> dict[str, list[dict[str, Any]]]:
 
 @cache
 def references() -> dict[str, dict[str, Any]]:
-    cases = [msgspec.structs.replace(case_of("fsdp2, context").reference(), **fields) for fields in REFERENCES.values()]
+    cases = [case_of("fsdp2, context").reference().changed(**fields) for fields in REFERENCES.values()]
     (found,) = run_ranks(1, observe_all, cases)
     return dict(zip(REFERENCES, found))
 
@@ -142,7 +139,7 @@ def test_every_rank_has_all_parameters_in_the_end(name: str) -> None:
     for rank in ranks_of(name):
         assert rank["parameters"].keys() == whole.keys()
         assert all(torch.equal(rank["parameters"][key], ranks_of(name)[0]["parameters"][key]) for key in whole)
-    if case.precision == "fp32" and case.optimizer == "adamw":
+    if case.job.precision == "fp32" and case.job.optimizer == "adamw":
         assert all(torch.allclose(ranks_of(name)[0]["parameters"][key], whole[key], atol=1e-5) for key in whole)
 
 
@@ -164,7 +161,7 @@ def test_a_stage_is_gathered_and_reduced_once_a_step() -> None:
 
 def test_more_stages_than_are_kept_gathered_are_gathered_again() -> None:
     changes = {**INTERLEAVED, "interleave": 4, "model": "small"}
-    case = msgspec.structs.replace(case_of("fsdp2, interleaved"), **changes)
+    case = case_of("fsdp2, interleaved").changed(**changes)
     ranks = run_ranks(4, observe_deep, case)
     for rank in ranks:
         assert rank["announced"] == rank["counted"]
@@ -172,11 +169,11 @@ def test_more_stages_than_are_kept_gathered_are_gathered_again() -> None:
         assert gathers > 5, "one of each of four blocks and of one end, if nothing were gathered twice"
 
 
-def observe_deep(case: CaseSpec) -> dict[str, Any]:
+def observe_deep(case: Case) -> dict[str, Any]:
     return observe(strategy_for(case, cuda=False), case, small_spec(n_layers=8))
 
 
-def refused(case: CaseSpec, changes: dict[str, Any]) -> str:
+def refused(case: Case, changes: dict[str, Any]) -> str:
     group = dist.group.WORLD
     assert group is not None
     try:
@@ -200,8 +197,8 @@ def refused(case: CaseSpec, changes: dict[str, Any]) -> str:
     ],
 )
 def test_what_cannot_be_composed_is_refused(changes: dict[str, Any], model: dict[str, Any], message: str) -> None:
-    given: dict[str, Any] = {"strategy": "fsdp2", "model": "small", "world_size": 2, "global_batch": 8, "seq_len": 16}
-    case = CaseSpec(**given | changes)
+    given: dict[str, Any] = {"strategy": "fsdp2", "model": "small", "gpus": 2, "global_batch": 8, "seq_len": 16}
+    case = Case.of(**given | changes)
     for said in run_ranks(2, refused, case, model):
         assert re.match(message, said)
 
@@ -218,8 +215,8 @@ def test_what_cannot_be_composed_is_refused(changes: dict[str, Any], model: dict
     ],
 )
 def test_axes_that_exclude_each_other_are_named(changes: dict[str, Any], message: str) -> None:
-    given: dict[str, Any] = {"strategy": "fsdp2", "model": "small", "world_size": 4, "global_batch": 8}
-    case = CaseSpec(**given | changes)
+    given: dict[str, Any] = {"strategy": "fsdp2", "model": "small", "gpus": 4, "global_batch": 8}
+    case = Case.of(**given | changes)
     with pytest.raises(UnsupportedError, match=message):
         check_case(case, cuda=False)
 

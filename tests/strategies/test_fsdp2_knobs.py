@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from refshard.errors import UnsupportedError
 from refshard.measure.trainer import Trainer
 from refshard.models.llama import Llama
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.strategies import make_strategy
 from refshard.strategies.base import Strategy
 from refshard.strategies.fully_sharded import check_method
@@ -23,14 +23,14 @@ IN_ORDER = ["", "model.layers.0", "model.layers.1", "model.layers.2"]
 """Units of the tutorial's recipe, the root first, in the order of forward."""
 
 
-def wrap(strategy: Strategy, case: CaseSpec, *, tied: bool = False) -> Trainer:
+def wrap(strategy: Strategy, case: Case, *, tied: bool = False) -> Trainer:
     group = dist.group.WORLD
     assert group is not None
     return Trainer(case, small_spec(n_layers=3, tied=tied), strategy, group, torch.device("cpu"))
 
 
-def case_of(name: str, **fields: Any) -> CaseSpec:
-    return CaseSpec(strategy=name, model="small", world_size=2, global_batch=2, seq_len=8, **fields)
+def case_of(name: str, **fields: Any) -> Case:
+    return Case.of(strategy=name, model="small", gpus=2, global_batch=2, seq_len=8, **fields)
 
 
 def settings(name: str, tied: bool) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def refused(name: str, memory: str) -> str:
 
 @pytest.mark.processes
 def test_memory_that_gloo_does_not_have_is_unsupported_and_torchs_own_is_had() -> None:
-    names = [n for n in (*KNOBS, "refshard-zero2", "refshard-yafsdp") if "comm memory" in ROWS[n].axes]
+    names = [n for n in (*KNOBS, "refshard-zero2", "refshard-yafsdp") if "comm_memory" in ROWS[n].axes]
     assert len(names) == len(KNOBS) + 2
     wanted = [(name, memory) for name in names for memory in ("allocator", "group", "symmetric")]
     for ranks in run_each(2, refused, wanted):
@@ -112,7 +112,7 @@ def test_one_rank_has_nobody_to_share_memory_with() -> None:
 
 
 def refused_alone(name: str) -> str:
-    case = CaseSpec(strategy=name, model="small", world_size=1, global_batch=1, seq_len=8, comm_memory="group")
+    case = Case.of(strategy=name, model="small", gpus=1, global_batch=1, seq_len=8, comm_memory="group")
     with pytest.raises(UnsupportedError) as error:
         wrap(make_strategy(name), case)
     return str(error.value)

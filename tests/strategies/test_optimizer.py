@@ -2,7 +2,6 @@
 
 import re
 
-import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,14 +11,14 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from refshard.errors import UnsupportedError
 from refshard.models.llama import Llama
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.strategies.optimizer import make_optimizer
 from tests.distributed.ranks import run_ranks
 from tests.models import small_spec
 
 pytestmark = pytest.mark.processes
 
-CASE = CaseSpec(strategy="single", world_size=1, model="small", global_batch=1, seq_len=8, optimizer="adamw-8bit")
+CASE = Case.of(strategy="single", gpus=1, model="small", global_batch=1, seq_len=8, optimizer="adamw-8bit")
 ELEMENTS = (4096, 4352, 4097, 4095, 3840)
 TOLD = (
     "refshard: AdamW's state is fp32, not 8-bit, for 59 % of this rank's elements: torchao only "
@@ -71,14 +70,14 @@ def test_a_ranks_part_decides_and_not_the_whole() -> None:
 
 
 def test_adamw_in_fp32_says_nothing(recwarn: pytest.WarningsRecorder) -> None:
-    make_optimizer(nn.ParameterList([nn.Parameter(torch.zeros(7))]), msgspec.structs.replace(CASE, optimizer="adamw"))
+    make_optimizer(nn.ParameterList([nn.Parameter(torch.zeros(7))]), CASE.changed(optimizer="adamw"))
     assert not recwarn.list
 
 
 def test_muon_steps_the_matrices_of_blocks_and_adamw_all_else() -> None:
     """Two optimizers that step as one; the embedding and the head are matrices, too."""
     model = Llama(small_spec(n_layers=2))
-    optimizer = make_optimizer(model, msgspec.structs.replace(CASE, optimizer="muon"))
+    optimizer = make_optimizer(model, CASE.changed(optimizer="muon"))
     name_of = {parameter: name for name, parameter in model.named_parameters()}
     of_muon = {name_of[p] for group in optimizer.param_groups if "ns_steps" in group for p in group["params"]}
     projections = [f"self_attn.{p}_proj" for p in "qkvo"] + [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
@@ -95,5 +94,5 @@ def test_muon_steps_the_matrices_of_blocks_and_adamw_all_else() -> None:
 
 def test_without_matrices_muon_leaves_adamw_alone() -> None:
     """As on the first of many ranks of a pipeline, which may have no more than the embedding."""
-    optimizer = make_optimizer(nn.Embedding(4, 2), msgspec.structs.replace(CASE, optimizer="muon"))
+    optimizer = make_optimizer(nn.Embedding(4, 2), CASE.changed(optimizer="muon"))
     assert ["betas" in group for group in optimizer.param_groups] == [True]

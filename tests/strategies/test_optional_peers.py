@@ -7,7 +7,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from refshard.errors import UnsupportedError
 from refshard.measure.trainer import Trainer
 from refshard.records import parity_tolerance
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.strategies import make_strategy, strategy_for
 from refshard.strategies.base import Strategy
 from refshard.strategies.deepspeed_zero import DeepSpeedZero
@@ -59,11 +58,11 @@ Key = tuple[str, str, str, bool]
 Results = dict[Key, dict[str, Any]]
 
 
-def case_of(name: str, scenario: str) -> CaseSpec:
+def case_of(name: str, scenario: str) -> Case:
     """Eight sequences a step, whatever the number of ranks."""
     ranks = 1 if name == "single" else 2
-    fields = {"world_size": ranks, "global_batch": 8, "seq_len": 8, "learning_rate": 1e-2, **SCENARIOS[scenario]}
-    return CaseSpec(strategy=name, model="small", **fields)
+    fields = {"gpus": ranks, "global_batch": 8, "seq_len": 8, "learning_rate": 1e-2, **SCENARIOS[scenario]}
+    return Case.of(strategy=name, model="small", **fields)
 
 
 def make(name: str, arguments: str) -> Strategy:
@@ -170,11 +169,13 @@ def test_announced_collectives_are_those_at_the_dispatcher(trained: Results, cel
 def test_losses_equal_those_of_one_unsharded_rank(trained: Results, cell: Key) -> None:
     case = case_of(cell[0], cell[1])
     like = " ".join(
-        filter(None, ("lora" if case.tuning == "lora" else "", "inference" if case.workload == "inference" else ""))
+        filter(
+            None, ("lora" if case.job.tuning == "lora" else "", "inference" if case.job.workload == "inference" else "")
+        )
     )
     reference = trained["single", like or "plain", "", cell[3]]["losses"]
     assert trained[cell]["losses"] == pytest.approx(reference, rel=parity_tolerance(case))
-    assert case.workload == "inference" or reference[-1] < reference[0]
+    assert case.job.workload == "inference" or reference[-1] < reference[0]
 
 
 @every_cell
@@ -231,12 +232,12 @@ def test_without_cuda_megatron_is_unsupported_in_its_own_words() -> None:
     assert str(caught.value) == f"megatron-fsdp {words}"
 
 
-def refused(case: CaseSpec, arguments: str, tied: bool = False) -> str:
+def refused(case: Case, arguments: str, tied: bool = False) -> str:
     """What a real attempt to wrap says."""
     group = dist.group.WORLD
     assert group is not None
     with pytest.raises(UnsupportedError) as caught:
-        Trainer(case, small_spec(tied=tied), make(case.strategy, arguments), group, torch.device("cpu"))
+        Trainer(case, small_spec(tied=tied), make(case.job.strategy, arguments), group, torch.device("cpu"))
     return str(caught.value)
 
 
@@ -255,7 +256,7 @@ def test_yafsdp_refuses_a_tied_model_in_its_own_words() -> None:
 def test_deepspeed_refuses_what_it_cannot_announce_and_ranks_that_are_not_there() -> None:
     lora = case_of("deepspeed-zero3", "lora both")
     emulated = {"fidelity": "emulated", "cluster": "dgx-h100"}
-    absent = msgspec.structs.replace(case_of("deepspeed-zero1", "plain"), **emulated)
+    absent = case_of("deepspeed-zero1", "plain").changed(**emulated)
     for case, reason in ((lora, "has no closed form"), (absent, "of real ranks only")):
         assert all(reason in said for said in run_ranks(2, refused, case, ""))
 
@@ -269,5 +270,5 @@ def test_deepspeed_refuses_what_it_cannot_announce_and_ranks_that_are_not_there(
     ],
 )
 def test_deepspeed_refuses_before_it_trains_what_could_not_be_proved(ranks: int, arguments: str, reason: str) -> None:
-    case = msgspec.structs.replace(case_of("deepspeed-zero3", "plain"), world_size=ranks)
+    case = case_of("deepspeed-zero3", "plain").changed(gpus=ranks)
     assert all(reason in said for said in run_ranks(ranks, refused, case, arguments))

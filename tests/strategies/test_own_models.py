@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from refshard.errors import UnsupportedError
 from refshard.records import parity_tolerance
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.strategies import make_strategy, strategy_for
 from refshard.strategies.table import ROWS
 from tests.distributed.ranks import run_ranks
@@ -67,15 +67,15 @@ def named() -> Any:
     return Net(), draw, ["blocks.0", "blocks.2"]
 
 
-def case_of(model: str, strategy: str, **changes: Any) -> CaseSpec:
+def case_of(model: str, strategy: str, **changes: Any) -> Case:
     ranks = 1 if strategy == "single" else 2
     fields: dict[str, Any] = {
-        "strategy": strategy, "world_size": ranks, "model": f"{HERE}:{model}", "global_batch": 4, "seq_len": 8,
+        "strategy": strategy, "gpus": ranks, "model": f"{HERE}:{model}", "global_batch": 4, "seq_len": 8,
     }  # fmt: skip
-    return CaseSpec(**{**fields, **changes})
+    return Case.of(**{**fields, **changes})
 
 
-def train(cases: list[CaseSpec]) -> list[dict[str, Any]]:
+def train(cases: list[Case]) -> list[dict[str, Any]]:
     return [observe(strategy_for(case, cuda=False), case, None) for case in cases]
 
 
@@ -131,7 +131,7 @@ def test_the_rows_that_take_any_module() -> None:
         ("fsdp2", {"tuning": "lora"}, "tuning = 'lora' needs one of refshard's Llamas"),
         ("fsdp2", {"optimizer": "muon"}, "optimizer = 'muon' needs one of refshard's Llamas"),
         ("fsdp2", {"checkpointing": "selective"}, "checkpointing = 'selective' needs"),
-        ("fsdp2", {"world_size": 4, "tensor_parallel": 2}, "tensor_parallel = 2 needs"),
+        ("fsdp2", {"gpus": 4, "tp": 2}, "tp = 2 needs"),
     ],
 )
 def test_what_needs_a_llama_is_unsupported_with_the_reason(strategy: str, changes: dict[str, Any], words: str) -> None:

@@ -5,27 +5,26 @@ no scale, whether it steps whole matrices.
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import nn
 
 from refshard.models.llama import Llama, initialise, next_token_loss
 from refshard.records import parity_tolerance
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.model import load_model
 from refshard.strategies.optimizer import MakeMuon, make_optimizer
 
-CASE = CaseSpec(strategy="single", world_size=1, model="llama-tiny", global_batch=2, seq_len=64, device="cpu")
+CASE = Case.of(strategy="single", gpus=1, model="llama-tiny", global_batch=2, seq_len=64, device="cpu")
 
 
-def losses(case: CaseSpec, scale: float = 1, muon: MakeMuon = torch.optim.Muon) -> list[float]:
-    spec = load_model(case.model)
+def losses(case: Case, scale: float = 1, muon: MakeMuon = torch.optim.Muon) -> list[float]:
+    spec = load_model(case.job.model)
     model = Llama(spec)
-    initialise(model, case.seed)
+    initialise(model, case.protocol.seed)
     optimizer = make_optimizer(model, case, muon)
     found = []
-    for step in range(case.warmup_steps):
+    for step in range(case.protocol.warmup_steps):
         tokens = torch.randint(0, spec.vocab, (2, 65), generator=torch.Generator().manual_seed(step))
         loss = next_token_loss(model(tokens[:, :-1]), tokens[:, 1:])
         loss.backward()
@@ -38,7 +37,7 @@ def losses(case: CaseSpec, scale: float = 1, muon: MakeMuon = torch.optim.Muon) 
     return found
 
 
-def apart(case: CaseSpec, right: list[float], wrong: list[float]) -> float:
+def apart(case: Case, right: list[float], wrong: list[float]) -> float:
     """The largest relative difference of two losses, over what loss parity allows."""
     return max(abs(a - b) / a for a, b in zip(right, wrong)) / parity_tolerance(case)
 
@@ -71,7 +70,7 @@ class MuonOfHalves(torch.optim.Muon):
 
 @pytest.mark.processes
 def test_muon_over_rows_in_place_of_matrices_is_no_parity() -> None:
-    case = msgspec.structs.replace(CASE, optimizer="muon")
+    case = CASE.changed(optimizer="muon")
     right = losses(case)
     assert apart(case, right, losses(case, 1 + 1e-7)) < 0.2, "the last bits of gradients"
     assert apart(case, right, losses(case, muon=MuonOfHalves)) > 2

@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,7 +22,8 @@ from refshard.errors import SpecError, UnsupportedError
 from refshard.measure.trainer import Trainer
 from refshard.models.llama import Llama, initialise
 from refshard.records import CollectiveCount, parity_tolerance
-from refshard.specs.case import WHOLE_BATCH, CaseSpec
+from refshard.specs.case import Case
+from refshard.specs.job import WHOLE_BATCH
 from refshard.specs.model import ModelSpec
 from refshard.strategies import check_name, make_strategy, strategy_for
 from refshard.strategies.base import Strategy
@@ -110,11 +110,11 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "muon": {"optimizer": "muon"},
     "muon both": {"optimizer": "muon", "precision": "bf16", "microbatches": 2, "checkpointing": "full"},
     "muon offload": {"optimizer": "muon", "offload": True},
-    "muon replicas": {"optimizer": "muon", "world_size": 4, "replicas": 2},
-    "muon tensor parallel": {"optimizer": "muon", "world_size": 4, "tensor_parallel": 2},
-    "replicas": {"world_size": 4, "replicas": 2, "microbatches": 2},
-    "tensor parallel": {"world_size": 4, "tensor_parallel": 2, "microbatches": 2},
-    "tensor parallel alone": {"world_size": 2, "tensor_parallel": 2, "checkpointing": "full", "precision": "bf16"},
+    "muon replicas": {"optimizer": "muon", "gpus": 4, "dp_replicate": 2},
+    "muon tensor parallel": {"optimizer": "muon", "gpus": 4, "tp": 2},
+    "replicas": {"gpus": 4, "dp_replicate": 2, "microbatches": 2},
+    "tensor parallel": {"gpus": 4, "tp": 2, "microbatches": 2},
+    "tensor parallel alone": {"gpus": 2, "tp": 2, "checkpointing": "full", "precision": "bf16"},
 }
 TIED = ("plain", "full", "accumulated", "inference", "tensor parallel")
 """Scenarios that are run with a tied model too."""
@@ -136,10 +136,10 @@ Key = tuple[bool, str, str]
 Results = dict[Key, dict[str, Any]]
 
 
-def case_of(name: str, scenario: str) -> CaseSpec:
+def case_of(name: str, scenario: str) -> Case:
     """Eight sequences a step, whatever the number of ranks."""
-    fields = {"world_size": 1 if name == "single" else 2, **SCENARIOS[scenario]}
-    return CaseSpec(strategy=name, model="small", global_batch=8, seq_len=8, learning_rate=1e-2, **fields)
+    fields = {"gpus": 1 if name == "single" else 2, **SCENARIOS[scenario]}
+    return Case.of(strategy=name, model="small", global_batch=8, seq_len=8, learning_rate=1e-2, **fields)
 
 
 def is_few(key: Key) -> bool:
@@ -152,11 +152,11 @@ def cells() -> list[Key]:
     """Whether tied, scenario and strategy of all that these strategies claim to do."""
     found = []
     for tied, scenario, name in itertools.product((False, True), SCENARIOS, CORE):
-        if (tied and scenario not in TIED) or (name == "single" and "world_size" in SCENARIOS[scenario]):
+        if (tied and scenario not in TIED) or (name == "single" and "gpus" in SCENARIOS[scenario]):
             continue
         if (name == "pipeline" and tied) or (name in VARIANTS and (tied or scenario not in ("plain", "inference"))):
             continue
-        if name in WHOLE_BATCH and {"replicas", "tensor_parallel"} & SCENARIOS[scenario].keys():
+        if name in WHOLE_BATCH and {"dp_replicate", "tp"} & SCENARIOS[scenario].keys():
             continue
         if name.startswith("refshard") and scenario == "muon tensor parallel":
             continue
@@ -168,7 +168,7 @@ def cells() -> list[Key]:
 CELLS = cells()
 
 
-def observe(strategy: Strategy, case: CaseSpec, spec: ModelSpec | None) -> dict[str, Any]:
+def observe(strategy: Strategy, case: Case, spec: ModelSpec | None) -> dict[str, Any]:
     """What a strategy says of some steps, and the last one's collectives as the dispatcher counts them."""
     group = dist.group.WORLD
     assert group is not None
@@ -204,7 +204,7 @@ def trained(few: bool) -> Results:
     """The few cells, or the others; each with the mean loss over its ranks."""
     found: Results = {}
     for ranks_ in (1, 2, 4):
-        wanted = [key for key in CELLS if is_few(key) is few and case_of(key[2], key[1]).world_size == ranks_]
+        wanted = [key for key in CELLS if is_few(key) is few and case_of(key[2], key[1]).job.gpus == ranks_]
         ranks = run_ranks(ranks_, train_all, wanted) if wanted else []
         for key in wanted:
             losses = [sum(step) / ranks_ for step in zip(*(rank[key]["losses"] for rank in ranks))]
@@ -254,11 +254,11 @@ def test_every_block_is_a_unit_and_others_hold_the_rest(cell: Key) -> None:
 @those()
 def test_losses_equal_those_of_one_unsharded_rank(cell: Key) -> None:
     case = case_of(cell[2], cell[1])
-    plain = {"adamw": "plain", "adamw-8bit": "8-bit", "muon": "muon"}[case.optimizer]
-    like = "inference" if case.workload == "inference" else {"full": plain}.get(case.tuning, case.tuning)
+    plain = {"adamw": "plain", "adamw-8bit": "8-bit", "muon": "muon"}[case.job.optimizer]
+    like = "inference" if case.job.workload == "inference" else {"full": plain}.get(case.job.tuning, case.job.tuning)
     reference = of(cell[0], like, "single")["losses"]
     assert of(*cell)["losses"] == pytest.approx(reference, rel=parity_tolerance(case))
-    assert case.workload == "inference" or reference[-1] < reference[0]
+    assert case.job.workload == "inference" or reference[-1] < reference[0]
 
 
 @those("plain", "full", "inference", "lora", "qlora", "bf16 qlora", but=("single", *WHOLE_BATCH))
@@ -301,7 +301,7 @@ def test_recomputation_changes_no_bit_and_inference_no_weight(name: str) -> None
 
 
 def on_one_rank(name: str) -> dict[str, Any]:
-    return observe(make_strategy(name), msgspec.structs.replace(case_of(name, "plain"), world_size=1), small_spec())
+    return observe(make_strategy(name), case_of(name, "plain").changed(gpus=1), small_spec())
 
 
 @pytest.mark.parametrize("name", ["tensor-parallel", "fsdp2", "refshard-yafsdp", "pipeline"])
@@ -329,7 +329,7 @@ def test_units_are_found_and_not_said(name: str) -> None:
 
 
 def refused(name: str, changes: dict[str, Any], spec: ModelSpec) -> str:
-    case = msgspec.structs.replace(case_of(name, "muon"), world_size=dist.get_world_size(), **changes)
+    case = case_of(name, "muon").changed(gpus=dist.get_world_size(), **changes)
     group = dist.group.WORLD
     assert group is not None
     try:
@@ -344,7 +344,7 @@ def test_what_muon_cannot_step_is_unsupported_in_the_peers_own_words() -> None:
     assert run_ranks(2, refused, "fsdp2", {}, two) == [""] * 2
     for said in run_ranks(4, refused, "fsdp2", {}, two):  # keys have two rows
         assert said.startswith("torch's Muon over DTensors says: RuntimeError: aten.add_.Tensor: in-place operations")
-    for said in run_ranks(2, refused, "refshard-fsdp", {"tensor_parallel": 2, "global_batch": 8}, small_spec()):
+    for said in run_ranks(2, refused, "refshard-fsdp", {"tp": 2, "global_batch": 8}, small_spec()):
         assert said == "the engine does not support Muon on matrices split by tensor parallelism"
 
 
@@ -369,7 +369,7 @@ def test_an_unknown_strategy_is_refused() -> None:
 
 def test_what_a_strategy_lacks_is_named() -> None:
     case = case_of("tensor-parallel", "plain")
-    lacking = msgspec.structs.replace(case, tuning="qlora", offload=True)
+    lacking = case.changed(tuning="qlora", offload=True)
     with pytest.raises(
         UnsupportedError,
         match="refshard does not support tensor-parallel with offload, qlora; see refshard list strategies",

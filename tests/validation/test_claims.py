@@ -11,8 +11,8 @@ from refshard.plan.estimate import estimate
 from refshard.plan.space import Candidates
 from refshard.quantities import GIB
 from refshard.specs.cluster import load_cluster
-from refshard.specs.configuration import Configuration
 from refshard.specs.model import load_model
+from tests.plan.made import job
 from tests.report.printed import rows
 from validation.closed_form import PredictedClaim, load_runs, predicted, predicted_claims
 from validation.report import claim_as_object, claims_table, setting
@@ -21,7 +21,7 @@ from validation.schema import Source
 pytestmark = pytest.mark.slow
 
 FAST: dict[str, Any] = {
-    "model": "llama3-8b", "gpus": 16, "hardware": "h100-sxm-80gb", "precision": "bf16", "seq_len": 4096, "shard": 16,
+    "model": "llama3-8b", "gpus": 16, "hardware": "h100-sxm-80gb", "precision": "bf16", "seq_len": 4096, "dp_shard": 16,
     "microbatch": 2, "checkpointing": "none", "strategy": "fsdp2", "tokens_per_s_gpu": 5000.0, "reserved_gib": 60.0,
 }  # fmt: skip
 SLOW = {**FAST, "checkpointing": "full", "tokens_per_s_gpu": 4000.0, "reserved_gib": 30.0}
@@ -38,9 +38,7 @@ def claim(figure: str = "throughput", ratio: float = 1.25, **changes: Any) -> di
 
 def test_a_ratio_is_that_of_the_two_configurations_own_estimates() -> None:
     cluster = load_cluster("dgx-h100x2")
-    rows = [
-        Configuration(strategy="fsdp2", shard=16, microbatch=2, checkpointing=policy) for policy in ("none", "full")
-    ]
+    rows = [job(strategy="fsdp2", dp_shard=16, microbatch=2, checkpointing=policy) for policy in ("none", "full")]
     found = estimate(load_model("llama3-8b"), cluster, 4096, Candidates.of(rows))
     (fast, slow), (large, small) = found.step_s.tolist(), (found.memory.peak / GIB).tolist()
     throughput, memory = of(claim(), claim("memory", 2.0))
@@ -52,7 +50,7 @@ def test_a_ratio_is_that_of_the_two_configurations_own_estimates() -> None:
 
 
 def test_throughput_is_per_gpu_and_a_step_time_is_of_the_step() -> None:
-    half = {**FAST, "gpus": 8, "shard": 8, "seconds": 2.0}
+    half = {**FAST, "gpus": 8, "dp_shard": 8, "seconds": 2.0}
     timed = {**FAST, "seconds": 2.0}
     speed = of(claim(ratio=1.0, claimed=half, baseline=timed))[0]
     time = of(claim("step time", 1.0, claimed=half, baseline=timed))[0]
@@ -76,8 +74,9 @@ def test_with_reductions_in_bf16_yafsdps_headline_would_be_as_published() -> Non
     assert found.claimed is not None
     assert found.baseline is not None
     run = found.claimed.published
-    half = msgspec.structs.replace(run.configuration, reduction="bf16")
-    (bf16,) = predicted([replace(run, configuration=half)])
+    own = msgspec.structs.replace(run.job.implementation, reduction="bf16")
+    half = msgspec.structs.replace(run.job, implementation=own)
+    (bf16,) = predicted([replace(run, job=half)])
     assert bf16.seconds / found.baseline.seconds == pytest.approx(found.claim.ratio, abs=0.01)
     assert bf16.seconds / run.seconds == pytest.approx(
         found.baseline.seconds / found.baseline.published.seconds, abs=0.01
@@ -87,8 +86,8 @@ def test_with_reductions_in_bf16_yafsdps_headline_would_be_as_published() -> Non
 def test_simplefsdp_by_block_is_predicted_to_cost_what_fsdp2_does() -> None:
     """Both copy what they gather, beside compute. Their peak is at the loss, where neither has a block's parameters."""
     found = [one for one in predicted_claims() if one.table == "simplefsdp-torchtitan" and one.ratio is not None]
-    assert {one.claimed.published.configuration.strategy for one in found if one.claimed} == {"simplefsdp-by-block"}
-    assert {one.baseline.published.configuration.strategy for one in found if one.baseline} == {"fsdp2-tuned"}
+    assert {one.claimed.published.job.strategy for one in found if one.claimed} == {"simplefsdp-by-block"}
+    assert {one.baseline.published.job.strategy for one in found if one.baseline} == {"fsdp2-tuned"}
     assert len(found) == 6
     for one in found:
         assert one.ratio == pytest.approx(1.0, abs=0.001)
@@ -126,6 +125,6 @@ def test_an_object_holds_both_runs_and_both_ratios() -> None:
 
 
 def test_a_setting_names_the_axes_beside_data_parallelism() -> None:
-    split = {**FAST, "shard": 4, "tensor": 2, "context": 2}
+    split = {**FAST, "dp_shard": 4, "tp": 2, "cp": 2}
     (found,) = of(claim(ratio=1.0, claimed=split, baseline=split))
     assert setting(found) == "llama3-8b, 16 GPUs, TP 2, CP 2, 4,096 tokens"

@@ -61,7 +61,7 @@ def test_the_spread_that_ships_is_that_of_the_profiles_as_they_are() -> None:
         assert shipped[kind] == pytest.approx(figures, abs=1.01e-4), kind
     counts = [figures["count"] for kind, figures in shipped.items() if kind != "all"]
     assert sum(counts) == shipped["all"]["count"] == len(errors("held out"))
-    assert {kind_of(run.configuration) for run, _ in errors("held out")} | {"all"} == shipped.keys()
+    assert {kind_of(run.job) for run, _ in errors("held out")} | {"all"} == shipped.keys()
 
 
 @pytest.mark.slow
@@ -82,7 +82,7 @@ def test_runs_that_differ_only_in_gpus_release_or_file_are_one_setting() -> None
     assert made(table, {**run, **same}).setting == one.setting  # type: ignore[union-attr]
     for change in (
         {"precision": "fp8"},
-        {"tensor": 4},
+        {"tp": 4},
         {"microbatch": 2},
         {"seq_len": 4096},
         {"checkpointing": "full"},
@@ -107,12 +107,12 @@ def test_what_a_predicted_run_does_not_say_its_table_assumes() -> None:
         run, assumed = one.run, tables[one.table].assumed
         for field in ("seq_len", "checkpointing", "precision", "strategy"):
             assert getattr(run, field) or assumed.get(field), (one.table, field)
-        if run.pipeline > 1:
+        if run.pp > 1:
             assert run.interleave or assumed.get("interleave"), one.table
-        assert one.configuration.world_size == run.gpus
+        assert one.job.gpus == run.gpus
         assert one.cluster.world_size == run.gpus
         if run.global_batch and run.microbatch:
-            assert one.configuration.global_batch == run.global_batch
+            assert one.job.global_batch == run.global_batch
 
 
 def complete() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -120,7 +120,7 @@ def complete() -> tuple[dict[str, Any], dict[str, Any]]:
     table = {"title": "t", "source": "s", "clusters": {"h100-sxm-80gb": "dgx-h100"}}
     run = {
         "model": "llama3-8b", "gpus": 16, "hardware": "h100-sxm-80gb", "precision": "bf16", "seq_len": 8192,
-        "tensor": 2, "pipeline": 2, "interleave": 2, "microbatch": 1, "global_batch": 64, "checkpointing": "none",
+        "tp": 2, "pp": 2, "interleave": 2, "microbatch": 1, "global_batch": 64, "checkpointing": "none",
         "strategy": "zero1", "seconds": 10.0,
     }  # fmt: skip
     return table, run
@@ -144,7 +144,7 @@ def made(table: Mapping[str, Any], run: Mapping[str, Any]) -> Published | str:
         ({"checkpointing": "every-0"}, "checkpointing: every-0"),
         ({"strategy": ""}, "no closed form of a strategy that is not stated"),
         ({"strategy": "psgd"}, "no closed form of psgd"),
-        ({"shard": 3}, "3 shards do not divide 4 data-parallel ranks"),
+        ({"dp_shard": 3}, "3 shards do not divide 4 data-parallel ranks"),
         ({"global_batch": None}, "the batch is not stated"),
         ({"microbatch": None}, "the batch is not stated"),
         ({"global_batch": 63}, "the batch is not stated"),
@@ -162,17 +162,17 @@ def test_a_run_that_lacks_a_setting_is_left_out_with_the_reason(changes: dict[st
 def test_a_complete_run_is_the_configuration_that_it_says() -> None:
     one = made(*complete())
     assert isinstance(one, Published)
-    c = one.configuration
-    assert (c.strategy, c.shard, c.replicate, c.tensor, c.pipeline, c.interleave) == ("megatron", 4, 1, 2, 2, 2)
+    c = one.job
+    assert (c.strategy, c.dp_shard, c.dp_replicate, c.tp, c.pp, c.interleave) == ("megatron", 4, 1, 2, 2, 2)
     assert (c.schedule, c.microbatch, c.microbatches, one.seconds) == ("interleaved", 1, 16, 10.0)
 
 
-@pytest.mark.parametrize("policy", ["none", "selective", "full", "every-2", "20"])
+@pytest.mark.parametrize("policy", ["none", "selective", "full", "every-2", "first-20"])
 def test_policies_that_a_configuration_has_are_its_own(policy: str) -> None:
     table, run = complete()
     one = made(table, {**run, "checkpointing": policy})
     assert isinstance(one, Published)
-    assert one.configuration.checkpointing == policy
+    assert one.job.checkpointing == policy
 
 
 def test_runs_whose_settings_were_completed_keep_every_other_run_in_its_half() -> None:
@@ -208,7 +208,7 @@ def curves() -> list[dict[int, tuple[float, float]]]:
     found: dict[tuple[object, ...], dict[int, tuple[float, float]]] = defaultdict(dict)
     for run, predicted_s in zip(runs(), seconds()):
         if run.table == "dgxc-benchmarking":
-            key = (run.setting, run.run.where, run.configuration.global_batch / run.run.gpus)
+            key = (run.setting, run.run.where, run.job.global_batch / run.run.gpus)
             found[key][run.run.gpus] = (run.seconds, predicted_s)
     return [curve for curve in found.values() if {128, 512, 2048} <= curve.keys()]
 

@@ -45,7 +45,7 @@ def test_a_run_becomes_a_command_of_the_script() -> None:
     assert options(PLAIN) == {
         "layers": "32", "dim": "4096", "heads": "32", "kv-heads": "8", "hidden": "14336", "vocab": "128256",
         "head-dim": "128", "seq-len": "8192", "batch": "1", "positions": "8192", "strategy": "fsdp2",
-        "units": "blocks", "reshard": "but-last", "shard": "8", "replicate": "1", "tensor": "1", "checkpoint": "op",
+        "units": "blocks", "reshard": "but-last", "dp_shard": "8", "dp_replicate": "1", "tp": "1", "checkpoint": "op",
         "norm": "composite", "attention": "flash", "loss": "whole", "logits-fp32": "loss", "optimizer": "fused",
         "parameter-dtype": "float32", "compute-dtype": "bfloat16", "reduce-dtype": "float32",
     }  # fmt: skip
@@ -56,7 +56,7 @@ def test_a_run_becomes_a_command_of_the_script() -> None:
     [
         ("llama3-8b-chunked-loss-h100x8-2025-03", {"loss": "chunked"}),
         ("llama3-8b-tp2-h100x8-2025-10",
-         {"units": "parts", "reshard": "all", "shard": "4", "tensor": "2", "norm": "fused", "attention": "cudnn",
+         {"units": "parts", "reshard": "all", "dp_shard": "4", "tp": "2", "norm": "fused", "attention": "cudnn",
           "loss-parallel": ""}),
         ("llama3-8b-foreach-a100x8-2024-06",
          {"positions": "16384", "norm": "operators", "logits-fp32": "model", "optimizer": "foreach",
@@ -85,9 +85,9 @@ def test_the_request_names_the_machine_and_the_allocators_mode() -> None:
     ("changes", "told"),
     [
         ({"attention": "flex"}, "attention is a Triton kernel"),
-        ({"expert": 8}, "mixture of experts"),
+        ({"ep": 8}, "mixture of experts"),
         ({"compiled": ("blocks",)}, "torch.compile of blocks"),
-        ({"context": 2, "shard": 4}, "pipeline and context parallelism"),
+        ({"cp": 2, "dp_shard": 4}, "pipeline and context parallelism"),
         ({"strategy": "single"}, "the script does not wrap a model this way"),
     ],
 )
@@ -128,7 +128,7 @@ def test_what_is_published_is_compared_and_the_other_mode_where_the_source_is_si
 def test_ranks_that_share_a_sequence_count_it_once() -> None:
     cluster = load_cluster(PLAIN.cluster)
     alone = speed_of(PLAIN, dry(request_of(PLAIN)), cluster)
-    shared = changed(PLAIN, shard=4, tensor=2)
+    shared = changed(PLAIN, dp_shard=4, tp=2)
     assert speed_of(shared, dry(request_of(shared)), cluster) == pytest.approx(alone / 2)
     # 2 GB and little else.
     assert alone == pytest.approx(8192 / (2e9 / cluster.accelerator.memory_bytes_per_s), rel=0.01)

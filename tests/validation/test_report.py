@@ -30,7 +30,7 @@ clusters = { h100-sxm-80gb = "dgx-h100" }
 """
 RUN = {
     "model": "llama3-8b", "gpus": 16, "hardware": "h100-sxm-80gb", "precision": "bf16", "seq_len": 8192,
-    "microbatch": 1, "microbatches": 2, "shard": 16, "checkpointing": "full", "strategy": "fsdp2", "seconds": 3.0,
+    "microbatch": 1, "microbatches": 2, "dp_shard": 16, "checkpointing": "full", "strategy": "fsdp2", "seconds": 3.0,
 }  # fmt: skip
 
 
@@ -132,7 +132,7 @@ def test_every_claim_has_a_row_with_its_ratio_and_a_cause_or_what_is_missing() -
 
 
 def test_a_table_of_ones_own_is_predicted_and_all_of_it_is_held_out(tmp_path: Path) -> None:
-    found = validate(None, published=mine(tmp_path, RUN, {**RUN, "gpus": 32, "shard": 32}, {**RUN, "seq_len": 4096}))
+    found = validate(None, published=mine(tmp_path, RUN, {**RUN, "gpus": 32, "dp_shard": 32}, {**RUN, "seq_len": 4096}))
     runs = as_json(found)["runs"]
     assert [(row["table"], row["gpus"], row["half"]) for row in runs] == [
         ("mine", 16, "held out"), ("mine", 32, "held out"), ("mine", 16, "held out"),
@@ -169,7 +169,7 @@ def test_an_unknown_key_a_wrong_value_and_a_missing_file_are_refused_by_name(tmp
     assert "'sequence_len'" in told
     assert "seq_len" in told
     assert "gpus must be >= 1, got 0" in refused(published=mine(tmp_path, {**RUN, "gpus": 0}))
-    assert "must divide the 16 GPUs, got 3" in refused(published=mine(tmp_path, {**RUN, "tensor": 3}))
+    assert "must divide the 16 GPUs, got 3" in refused(published=mine(tmp_path, {**RUN, "tp": 3}))
     assert "cannot be read" in refused(published=tmp_path / "none.toml")
     assert "not valid TOML" in refused(published=mine(tmp_path, RUN, head="title = \n"))
 

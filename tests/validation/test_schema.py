@@ -13,7 +13,7 @@ from validation.schema import Claim, Run, Source, load_sources, model_of
 
 TABLES = load_sources()
 RUN: dict[str, Any] = {
-    "model": "llama3-8b", "gpus": 8, "hardware": "h100-sxm-80gb", "precision": "bf16", "tensor": 2, "seq_len": 8192,
+    "model": "llama3-8b", "gpus": 8, "hardware": "h100-sxm-80gb", "precision": "bf16", "tp": 2, "seq_len": 8192,
     "global_batch": 128, "seconds": 10.0,
 }  # fmt: skip
 
@@ -157,7 +157,7 @@ def test_figures_are_as_printed() -> None:
         ({"tokens_per_s": 100_000.0}, "tokens_per_s must be what the run's other figures give, 104858, got 100000"),
         ({"tokens_per_s_gpu": 15_000.0}, "tokens_per_s_gpu must be what .* 13107.2, got 15000"),
         ({"seconds": None}, "a run must have a figure"),
-        ({"tensor": 3}, "tensor x pipeline x context must divide the 8 GPUs, got 3"),
+        ({"tp": 3}, "tp x pp x cp must divide the 8 GPUs, got 3"),
         ({"microbatch": 0}, "microbatch must be >= 1"),
         ({"precision": "fp7"}, "precision"),
     ],

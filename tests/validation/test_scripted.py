@@ -28,7 +28,7 @@ def plain(**changes: Any) -> dict[str, Any]:
     script = {key.removeprefix("script__"): value for key, value in changes.items() if key.startswith("script__")}
     fields = {
         "name": "one", "date": datetime.date(2025, 1, 2), "hardware": "h100-sxm-80gb", "gpus": 8,
-        "model": "llama3-8b", "seq_len": 4096, "microbatch": 2, "strategy": "fsdp2", "shard": 8, "precision": "bf16",
+        "model": "llama3-8b", "seq_len": 4096, "microbatch": 2, "strategy": "fsdp2", "dp_shard": 8, "precision": "bf16",
         "checkpointing": "full", "reserved_gib": 50.0, "script": SCRIPT | script,
     }  # fmt: skip
     return fields | {key: value for key, value in changes.items() if not key.startswith("script__")}
@@ -61,7 +61,7 @@ def test_there_are_enough_of_them_and_of_many_kinds() -> None:
     assert {one.strategy for one in blind} == {"fsdp1", "fsdp2", "single"}
     assert {one.checkpointing for one in blind} == {"none", "selective", "every-2", "full"}
     assert {one.script.expandable_segments for one in RUNS.values()} == {True, False}
-    assert {one.tensor for one in blind} == {1, 2, 4, 8}
+    assert {one.tp for one in blind} == {1, 2, 4, 8}
     for hardware in ("h100-96gb-500w", "a100-sxm-80gb"):
         timed = [one.half for one in RUNS.values() if one.run.hardware == hardware and one.run.tokens_per_s_gpu]
         assert min(timed.count("fit"), timed.count("held out")) >= 2
@@ -125,8 +125,8 @@ def test_sources_alternate_within_an_accelerator_and_later_ones_move_nobody() ->
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"shard": 4}, "gpus must be the product of shard, replicate, tensor, pipeline, context, got 8 and"),
-        ({"expert": 3}, "expert must divide shard = 8, got 3"),
+        ({"dp_shard": 4}, "gpus must be the product of dp_shard, dp_replicate, tp, pp, cp, got 8 and"),
+        ({"ep": 3}, "ep must divide dp_shard = 8, got 3"),
         ({"assumed": ["comit"]}, "assumed has the unknown field 'comit'; did you mean 'commit'?"),
         ({"script__commit": " "}, "script.commit must say something, got nothing"),
         ({"reserved_gib": None}, "a run must have a figure, one of seconds, tokens_per_s, "),
@@ -162,14 +162,14 @@ def test_two_runs_cannot_have_one_name() -> None:
 
 def test_a_run_gives_what_differs_from_the_defaults_of_its_file(tmp_path: Path) -> None:
     script = "".join(f"{key} = {_toml(value)}\n" for key, value in SCRIPT.items())
-    shared = {key: value for key, value in plain().items() if key not in ("name", "gpus", "shard", "script")}
+    shared = {key: value for key, value in plain().items() if key not in ("name", "gpus", "dp_shard", "script")}
     path = tmp_path / "source.toml"
     path.write_text(
         'title = "t"\nsource = "s"\nlink = "https://example.org"\nwritten = 2026-11-23\n[defaults]\n'
         + "".join(f"{key} = {_toml(value)}\n" for key, value in shared.items())
         + f'assumed = ["entry"]\n[defaults.script]\n{script}'
-        + '[[runs]]\nname = "small"\ngpus = 8\nshard = 8\n'
-        + '[[runs]]\nname = "large"\ngpus = 64\nshard = 64\nreserved_gib = 30.5\nassumed = ["model"]\n'
+        + '[[runs]]\nname = "small"\ngpus = 8\ndp_shard = 8\n'
+        + '[[runs]]\nname = "large"\ngpus = 64\ndp_shard = 64\nreserved_gib = 30.5\nassumed = ["model"]\n'
         + 'script.norm = "triton"\n'
     )  # fmt: skip
     small, large = read_source(path).runs

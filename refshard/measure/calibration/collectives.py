@@ -1,6 +1,6 @@
-"""What collectives take over the real backend, alone and beside compute; what compute takes beside them.
+"""Times of collectives over the real backend, alone and together with compute, and of compute together with them.
 
-All ranks agree at the store where they met on what was measured: that takes neither a collective nor memory.
+All ranks agree on what was measured at the store where they met: that takes neither a collective nor memory.
 """
 
 import time
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -69,7 +69,7 @@ Issue = Callable[[], Pending]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A process group that this rank is in, all of whose kind communicate at once."""
+    """A process group of this rank; all groups of its kind communicate at once."""
 
     group: dist.ProcessGroup
     ranks: int
@@ -99,7 +99,7 @@ def make_groups(ranks: int, nodes: int, rank: int) -> dict[tuple[int, int], Grou
 
 
 def traffic(device: str, *, quick: bool) -> Traffic:
-    """What a device of this type sends in training: up to what it moves at once."""
+    """Sizes that a device of this type sends in training."""
     largest, steps = (256 * MIB, 11) if device == "cuda" else (4 * MIB, 9)
     return Traffic(
         sizes=(KIB, 64 * KIB, largest) if quick else tuple(KIB * 4**power for power in range(steps)),
@@ -110,7 +110,7 @@ def traffic(device: str, *, quick: bool) -> Traffic:
 
 
 def divisible(numel: int, ranks: int) -> int:
-    """The most elements up to ``numel``, but at least one a rank, that ``ranks`` share evenly."""
+    """The largest multiple of ``ranks`` up to ``numel``, but at least one element a rank."""
     return max(ranks, numel // ranks * ranks)
 
 
@@ -146,49 +146,49 @@ def _issuer(op: CollectiveOp, numel: int, group: dist.ProcessGroup, device: torc
     if op == "exchange":
         collectives = GroupCollectives(group, device=device)
         return lambda: collectives.all_gather(full, own)
-    plain: dict[str, Callable[[], dist.Work | None]] = {
+    plain: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: dist.all_reduce(full, group=group, async_op=True),
         "broadcast": lambda: dist.broadcast(full, group_src=0, group=group, async_op=True),
         "all_to_all": lambda: dist.all_to_all_single(other, full, group=group, async_op=True),
     }
-    start = plain[op]
-
-    def issue() -> Pending:
-        work: Pending | None = start()
-        assert work is not None
-        return work
-
-    return issue
+    return plain[op]
 
 
 def _repeats(issue: Issue, group: dist.ProcessGroup, device: torch.device, budget_s: float) -> Iterator[float]:
     """Seconds of one call, again and again: several in a row where one is short, as nccl-tests takes them."""
-    _run(issue, 1, device)
-    probe = torch.tensor(_run(issue, 1, device), dtype=torch.float64, device=device)
+
+    def call() -> None:
+        issue().wait()
+
+    _run(call, 1, device)
+    probe = torch.tensor(_run(call, 1, device), dtype=torch.float64, device=device)
     dist.all_reduce(probe, op=dist.ReduceOp.MAX, group=group)  # all ranks must repeat as often
     in_a_row = max(1, min(20, round(2e-3 / max(probe.item(), 1e-6))))
     for _ in range(max(3, min(_MOST_REPEATS, round(budget_s / max(probe.item() * in_a_row, 1e-6))))):
         dist.barrier(group)
-        yield _run(issue, in_a_row, device) / in_a_row
+        yield _run(call, in_a_row, device) / in_a_row
 
 
-def _run(issue: Issue, count: int, device: torch.device) -> float:
+def _run(call: Callable[[], object], count: int, device: torch.device) -> float:
+    """Wall seconds of ``count`` calls on an idle device: other work on the cores counts here."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     started = time.perf_counter()
     for _ in range(count):
-        issue().wait()
+        call()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - started
 
 
-def measure_beside(
-    calibration: Calibration, group: dist.ProcessGroup, device: torch.device, agreement: Agreement
-) -> Iterator[Beside]:
-    """Run matrix products beside collectives, and say how much slower each is than alone.
+def measure_beside(calibration: Calibration, device: torch.device, agreement: Agreement) -> Iterator[Beside]:
+    """Run matrix products and collectives together, and compare each with its time alone.
 
     Raises:
         FailedOnSomeRankError: on all ranks, if one of them had no room for the tensors.
     """
+    group = dist.group.WORLD
+    assert group is not None
     width, numel = calibration.traffic.beside_width, divisible(calibration.traffic.beside_bytes // 4, group.size())
     op: CollectiveOp = "all_gather" if device.type == "cuda" else "exchange"
 
@@ -201,28 +201,12 @@ def measure_beside(
     found = []
     for _ in range(3):
         dist.barrier(group)
-        communication_s = _run(issue, 2, device) / 2
-        product_s = _products(a, b, 20) / 20
+        communication_s = _run(lambda: issue().wait(), 2, device) / 2
+        product_s = _run(lambda: torch.mm(a, b), 20, device) / 20
         dist.barrier(group)
         found.append(measure(a, b, issue, product_s, communication_s))
     compute, communication = (median(part) for part in zip(*found))
-    yield Beside(compute=_part(compute), communication=_part(communication))
-
-
-def _part(ratio: float) -> float:
-    return min(max(ratio, 0.01), 1.0)
-
-
-def _products(a: torch.Tensor, b: torch.Tensor, count: int) -> float:
-    """Seconds of as many products, on the wall's clock: here it counts that something else has the core."""
-    if a.is_cuda:
-        torch.cuda.synchronize(a.device)
-    started = time.perf_counter()
-    for _ in range(count):
-        torch.mm(a, b)
-    if a.is_cuda:
-        torch.cuda.synchronize(a.device)
-    return time.perf_counter() - started
+    yield Beside(compute=min(max(compute, 0.01), 1.0), communication=min(max(communication, 0.01), 1.0))
 
 
 def _beside_on_cpu(
@@ -244,7 +228,7 @@ def _beside_on_cpu(
 def _beside_on_cuda(
     a: torch.Tensor, b: torch.Tensor, issue: Issue, product_s: float, communication_s: float
 ) -> tuple[float, float]:
-    """As much of both as takes equally long alone; what ends first ran beside the other all the time."""
+    """As much of both as takes equally long alone; the first to end ran together with the other all the time."""
     count = max(1, round(3 * communication_s / product_s))
     begin, computed, communicated = (torch.cuda.Event(enable_timing=True) for _ in range(3))
     side = torch.cuda.Stream(a.device)

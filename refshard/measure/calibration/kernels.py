@@ -1,4 +1,4 @@
-"""What a rank computes, timed: matrix products, attention, elementwise kernels, an optimizer's step, tiny operations.
+"""Timings of compute: matrix products, attention, elementwise kernels, an optimizer's step, tiny operations.
 
 The shapes are those of Llama's blocks, forward and backward. Operands rotate over more memory than a cache holds, and
 results are allocated each time, as in training.
@@ -26,7 +26,7 @@ from refshard.specs.hardware import ELEMENT_BYTES, Dtype
 from refshard.specs.model import ModelSpec
 
 Call = Callable[[int], object]
-"""What is timed. It is given the number of the call, to take other operands each time: in training none is in cache."""
+"""A call to time. It takes its number, to use other operands each time: in training none is in cache."""
 Timing = Callable[[Call], float]
 """Returns the seconds of one call: a stopwatch's ``burst`` or ``sustained``."""
 _LEAST_REPEATS, _MOST_REPEATS = 3, 40
@@ -44,7 +44,7 @@ def pace(device: str, *, quick: bool) -> Pace:
 
 
 def settled(windows: Sequence[float]) -> bool:
-    """Whether the last three windows agree within 1 %: then the clocks move no more."""
+    """Whether the last three windows agree within 1 %: then clocks are steady."""
     last = windows[-_AGREEING:]
     return len(last) == _AGREEING and max(last) <= (1 + _SETTLED) * min(last)
 
@@ -87,7 +87,7 @@ class Stopwatch(ABC):
 
     @abstractmethod
     def _together(self, call_s: float) -> int:
-        """How many calls it takes for their time to stand out from that of the measurement."""
+        """How many calls take long enough to be timed together."""
 
     @abstractmethod
     def _batch(self, call: Call, first: int, count: int) -> float:
@@ -95,7 +95,7 @@ class Stopwatch(ABC):
 
 
 class CpuStopwatch(Stopwatch):
-    """On a CPU: by the clock on the wall, or by the time that this thread ran."""
+    """On a CPU: by wall time, or by this thread's CPU time."""
 
     def __init__(self, pace: Pace, *, cpu_clock: bool) -> None:
         super().__init__(pace)
@@ -104,7 +104,7 @@ class CpuStopwatch(Stopwatch):
 
     @property
     def busy(self) -> float:
-        """The part of all the time taken that this thread ran: less than 1 where something else had its core."""
+        """The share of the time that this thread ran: less than 1 if other work had its core."""
         return min(self._ran_s / self._passed_s, 1.0) if self._passed_s else 1.0
 
     def _together(self, call_s: float) -> int:
@@ -151,7 +151,7 @@ _TINY = ModelSpec(
 
 
 def shapes(device: str, *, quick: bool) -> Shapes:
-    """What a device of this type meets in training."""
+    """Shapes of training on a device of this type."""
     if device == "cuda":
         widths = [(4096, 4096)] if quick else [(1024, 4096), (4096, 4096), (4096, 14336), (8192, 8192)]
         return Shapes(
@@ -174,7 +174,7 @@ def shapes(device: str, *, quick: bool) -> Shapes:
 
 
 def _sets(nbytes: float, device: torch.device) -> int:
-    """How many sets of operands of ``nbytes`` no cache holds together."""
+    """How many sets of operands of ``nbytes`` together exceed the caches."""
     held = _CACHES_BYTES if device.type == "cpu" else 4 * _CACHES_BYTES
     return min(max(2, -(-held // max(int(nbytes), 1))), 400)
 
@@ -202,7 +202,7 @@ def time_products(timing: Timing, dtype: Dtype, wanted: Shapes, device: torch.de
 
 @contextmanager
 def _at(place: str) -> Iterator[None]:
-    """What fails here says at which shape."""
+    """Note the shape in errors."""
     try:
         yield
     except Exception as error:
@@ -213,7 +213,7 @@ def _at(place: str) -> Iterator[None]:
 def time_attention(timing: Timing, dtype: Dtype, wanted: Shapes, device: torch.device) -> Iterator[TimedAttention]:
     """Causal attention as torch picks its kernel, with half as many key-value heads as query heads.
 
-    In fp32 torch may pick the kernel that writes down all scores, so the shortest sequences come first.
+    In fp32 torch may pick the kernel that stores all scores, so the shortest sequences come first.
     """
     for head_dim, seq_len in sorted(wanted.attention, key=itemgetter(1, 0)):
         with _at(f"{seq_len} tokens, head dimension {head_dim}"):
@@ -250,7 +250,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def time_moves(timing: Timing, wanted: Shapes, device: torch.device) -> Iterator[Timed]:
-    """Elementwise kernels that memory bounds, and one (SiLU) that exponentials may."""
+    """Elementwise kernels bound by memory, and one (SiLU) that may be bound by exponentials."""
     factor = _random((), "fp32", device)
     for size in wanted.moved_bytes:
         numel = size // 4
@@ -272,52 +272,41 @@ def _rotating(call: Callable[..., object], operands: Sequence[tuple[Any, ...]]) 
 
 
 def time_operations(stopwatch: Stopwatch, wanted: Shapes, device: torch.device) -> Iterator[Operations]:
-    """A kernel however small, and the host's part of each that it launches, forward and backward alike."""
-    block = _TinyBlock(device)
+    """The time of the smallest kernel, and the host's part of each launch, in forward and backward of a decoder layer
+    whose tensors are so small that only its operations cost anything.
+    """
+    block, x_BTD = Block(_TINY).to(device), torch.randn(1, 4, _TINY.dim, device=device, requires_grad=True)
+    tables = rotary_tables(_TINY, 4, x_BTD)
+
+    def run(_: int = 0) -> None:
+        torch.autograd.grad(block(x_BTD, *tables).sum(), (x_BTD, *block.parameters()))
+
+    with _CountKernels() as counted:  # type: ignore[no-untyped-call]
+        run()
+    kernels: int = counted.count
     if device.type == "cpu":
-        operation = block.operation_s(stopwatch, wanted.operation_repeats)
+        large = torch.ones(2, 8 * MIB)
+
+        def fill_caches(_: int) -> None:  # with something large, as between products
+            torch.add(*large, out=large[0])
+            torch.mm(large[0, :MIB].view(1024, -1), large[1, : MIB // 2].view(1024, -1))
+
+        operation = stopwatch.seconds_after(fill_caches, run, wanted.operation_repeats) / kernels
         yield Operations(kernel_s=operation, host_s=operation)
         return
     taken: list[float] = []
     for _ in range(wanted.operation_repeats):
         torch.cuda.synchronize(device)
         started = time.perf_counter()
-        block.run()
+        run()
         taken.append(time.perf_counter() - started)
     tiny = torch.ones(16, device=device)
     kernel_s = stopwatch.burst(lambda _: torch.add(tiny, tiny))
-    yield Operations(kernel_s=kernel_s, host_s=median(taken) / block.kernels)
-
-
-class _TinyBlock:
-    """A decoder layer whose tensors are so small that only its operations cost anything."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._block = Block(_TINY).to(device)
-        self._x_BTD = torch.randn(1, 4, _TINY.dim, device=device, requires_grad=True)
-        self._tables = rotary_tables(_TINY, 4, self._x_BTD)
-        with _CountKernels() as counted:  # type: ignore[no-untyped-call]
-            self.run()
-        self.kernels: int = counted.count
-
-    def run(self) -> None:
-        """Forward and backward."""
-        y_BTD = self._block(self._x_BTD, *self._tables)
-        torch.autograd.grad(y_BTD.sum(), (self._x_BTD, *self._block.parameters()))
-
-    def operation_s(self, stopwatch: Stopwatch, repeats: int) -> float:
-        """Seconds per kernel of a CPU, on caches that something large has filled before, as between products."""
-        large = torch.ones(2, 8 * MIB)
-
-        def fill_caches(_: int) -> None:
-            torch.add(*large, out=large[0])
-            torch.mm(large[0, :MIB].view(1024, -1), large[1, : MIB // 2].view(1024, -1))
-
-        return stopwatch.seconds_after(fill_caches, lambda _: self.run(), repeats) / self.kernels
+    yield Operations(kernel_s=kernel_s, host_s=median(taken) / kernels)
 
 
 class _CountKernels(TorchDispatchMode):
-    """Counts operations that compute something: not those that only look at a tensor in another way."""
+    """Counts operations that compute something, not views."""
 
     count = 0
 
@@ -329,7 +318,7 @@ class _CountKernels(TorchDispatchMode):
 
 
 def time_optimizer(timing: Timing, wanted: Shapes, device: torch.device) -> Iterator[Timed]:
-    """A step of fused AdamW, and the bytes that it reads and writes."""
+    """A step of fused AdamW, with the bytes that it reads and writes."""
     count = 40
     parameters = [torch.nn.Parameter(_random((wanted.optimizer_numel // count,), "fp32", device)) for _ in range(count)]
     for parameter in parameters:
@@ -341,7 +330,7 @@ def time_optimizer(timing: Timing, wanted: Shapes, device: torch.device) -> Iter
 
 
 def time_first_touch(stopwatch: Stopwatch) -> Iterator[Timed]:
-    """What writing to new memory of the host takes beyond writing to memory that is there; it may be 0."""
+    """The extra time of writing to new memory of the host; it may be 0."""
     numel = 16 * MIB  # 64 MiB: no allocator of a C library keeps as much for the next time
     kept = torch.zeros(numel)
     fresh = stopwatch.burst(lambda _: torch.empty(numel).zero_())
@@ -350,5 +339,5 @@ def time_first_touch(stopwatch: Stopwatch) -> Iterator[Timed]:
 
 
 def _random(shape: tuple[int, ...], dtype: Dtype, device: torch.device) -> Tensor:
-    """Values as in training: products of zeros are faster on a GPU, which draws less power for them."""
+    """Random values: products of zeros draw less power on a GPU, and are faster."""
     return torch.randn(shape, device=device).to(_TORCH[dtype])

@@ -1,6 +1,6 @@
 """One rank of a calibration.
 
-It reads ``FOLDER/calibration.json``, measures piece by piece together with all others, and writes what it has so far to
+It reads ``FOLDER/calibration.json``, measures piece by piece together with all others, and writes its samples so far to
 ``FOLDER/samples-rank<r>.json`` after each. Like a rank of a case it imports torch, numpy and msgspec and nothing
 heavier.
 """
@@ -10,7 +10,6 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -32,7 +31,6 @@ from refshard.measure.calibration.collectives import (
 from refshard.measure.calibration.kernels import CpuStopwatch, CudaStopwatch
 from refshard.measure.calibration.samples import (
     BESIDE,
-    CALIBRATION_FILE,
     DTYPES,
     ELEMENTWISE,
     IN_BURSTS,
@@ -44,14 +42,17 @@ from refshard.measure.calibration.samples import (
     Pieces,
     RankSamples,
     Sample,
+    Shapes,
     collective_piece,
+    groups_of,
     ops_of,
-    piece_names,
     samples_file,
 )
-from refshard.measure.gpus import watched_gpus
-from refshard.measure.load import cpu_name
-from refshard.measure.rank import PROGRESS_FILE, describe, end_now, make_room
+from refshard.measure.load import cpu_name, watched_gpus
+from refshard.measure.rank import describe, end_now, make_room
+from refshard.measure.worker import PROGRESS_FILE, request_file
+from refshard.specs.cluster import CollectiveOp
+from refshard.specs.hardware import Dtype
 
 _REASON_LENGTH = 160
 
@@ -59,7 +60,7 @@ _REASON_LENGTH = 160
 def calibrate_rank(folder: Path) -> int:
     """Run this rank and return the process's exit status."""
     rank = int(os.environ["RANK"])
-    calibration = msgspec.json.decode((folder / CALIBRATION_FILE).read_bytes(), type=Calibration)
+    calibration = msgspec.json.decode(request_file(folder, "calibration").read_bytes(), type=Calibration)
     torch.set_num_threads(calibration.threads)
     device = torch.device("cpu")
     if calibration.device == "cuda":
@@ -82,11 +83,11 @@ def calibrate_rank(folder: Path) -> int:
 
 
 class OutOfStepError(Exception):
-    """This rank failed in a collective, where the others wait for it: none can go on."""
+    """This rank failed in a collective, in which the others wait: none can go on."""
 
 
 def _nodes(ranks: int, rank: int, agreement: Agreement) -> int:
-    """How many nodes the ranks are on.
+    """The number of nodes.
 
     Raises:
         LaunchError: the nodes do not all hold as many ranks, one after the other.
@@ -101,25 +102,68 @@ def _nodes(ranks: int, rank: int, agreement: Agreement) -> int:
     return ranks // per_node
 
 
+Timer = Callable[[kernels.Timing, Dtype, Shapes, torch.device], Iterator[Sample]]
+
+
 @dataclass(frozen=True, slots=True)
 class Ordered:
-    """How a piece is measured; with ``collective``, all ranks have to come through it together."""
+    """How a piece is measured; all ranks must complete a ``collective`` one together."""
 
-    measure: Callable[[], Iterator[Sample]]
+    measure: Callable[["Measurement"], Iterator[Sample]]
     collective: bool = False
     sustained: bool = False
 
 
+def pieces_of(calibration: Calibration, nodes: int) -> dict[str, Ordered]:
+    """Everything that a sweep measures, in order."""
+    wanted = calibration.shapes
+
+    def of_dtype(dtype: Dtype) -> dict[str, Ordered]:
+        def in_burst(time: Timer) -> Ordered:
+            return Ordered(lambda m: time(m.watch.burst, dtype, wanted, m.device))
+
+        def sustained(time: Timer) -> Ordered:
+            return Ordered(lambda m: time(m.watch.sustained, dtype, wanted, m.device), sustained=True)
+
+        return {
+            f"{dtype} products{IN_BURSTS}": in_burst(kernels.time_products),
+            f"{dtype} products": sustained(kernels.time_products),
+            f"{dtype} attention{IN_BURSTS}": in_burst(kernels.time_attention),
+            f"{dtype} attention": sustained(kernels.time_attention),
+        }
+
+    def of_group(op: CollectiveOp, shape: tuple[int, int]) -> Ordered:
+        return Ordered(
+            lambda m: time_collective(calibration, m.groups[shape], op, m.device, m.agreement), collective=True
+        )
+
+    pieces = {
+        OPERATIONS: Ordered(lambda m: kernels.time_operations(m.watch, wanted, m.device)),
+        **of_dtype(DTYPES[0]),
+        ELEMENTWISE: Ordered(lambda m: kernels.time_moves(m.watch.sustained, wanted, m.device), sustained=True),
+        OPTIMIZER: Ordered(lambda m: kernels.time_optimizer(m.watch.sustained, wanted, m.device), sustained=True),
+    }
+    if calibration.device == "cpu":  # a caching allocator's memory is there already
+        pieces[NEW_MEMORY] = Ordered(lambda m: kernels.time_first_touch(m.watch))
+    pieces |= of_dtype(DTYPES[1])
+    for shape in groups_of(calibration.ranks, nodes):
+        pieces |= {collective_piece(op, *shape): of_group(op, shape) for op in ops_of(calibration, shape[0])}
+    if calibration.ranks > 1:
+        pieces[BESIDE] = Ordered(lambda m: measure_beside(calibration, m.device, m.agreement), collective=True)
+    return pieces
+
+
 class Measurement:
-    """What this rank measures, of which it keeps everything that it has."""
+    """What this rank measures; it keeps everything measured so far."""
 
     def __init__(
         self, calibration: Calibration, folder: Path, rank: int, nodes: int, device: torch.device, agreement: Agreement
     ) -> None:
-        self._calibration, self._folder, self._device, self._agreement = calibration, folder, device, agreement
+        self.device, self.agreement = device, agreement
+        self._calibration, self._folder = calibration, folder
         self._on_cpu = CpuStopwatch(calibration.pace, cpu_clock=calibration.cpu_clock)
-        self._watch = self._on_cpu if device.type == "cpu" else CudaStopwatch(calibration.pace)
-        self._groups = make_groups(calibration.ranks, nodes, rank)
+        self.watch = self._on_cpu if device.type == "cpu" else CudaStopwatch(calibration.pace)
+        self.groups = make_groups(calibration.ranks, nodes, rank)
         self._samples = _nothing_yet(calibration, rank, nodes, device)
 
     def run(self) -> None:
@@ -128,24 +172,21 @@ class Measurement:
         Raises:
             OutOfStepError: this rank failed in a collective.
         """
-        pieces = {**self._kernels(), **self._collectives()}
-        names = piece_names(self._calibration, self._samples.nodes)
-        assert set(names) == set(pieces)
         for number in range(1, self._calibration.sweeps + 1):
             self.begin_sweep()
-            for name in names:
+            for name, ordered in pieces_of(self._calibration, self._samples.nodes).items():
                 if self._samples.rank == 0:
                     progress = f"sweep {number} of {self._calibration.sweeps}: {name}"
                     (self._folder / PROGRESS_FILE).write_text(progress)
-                self._agreement.all_well()  # all ranks measure the same at the same time
-                self.measure(name, pieces[name])
+                self.agreement.all_well()  # all ranks measure the same at the same time
+                self.measure(name, ordered)
 
     def begin_sweep(self) -> None:
-        """What is measured from now on is another sweep's."""
+        """Start another sweep."""
         self._keep((*self._samples.sweeps, {}))
 
     def measure(self, name: str, ordered: Ordered) -> None:
-        """Measure one piece of the last sweep, and keep what was measured before it failed, if it does.
+        """Measure one piece of the last sweep; if it fails, keep what was measured before.
 
         Raises:
             OutOfStepError: it failed in a collective.
@@ -153,8 +194,8 @@ class Measurement:
         found: list[Sample] = []
         failure, out_of_step = "", False
         try:
-            with watched_gpus(self._device if ordered.sustained else torch.device("cpu")) as use:
-                for sample in ordered.measure():
+            with watched_gpus(self.device if ordered.sustained else torch.device("cpu")) as use:
+                for sample in ordered.measure(self):
                     found.append(sample)
             if use:
                 gpu_use = {**self._samples.gpu_use, name: tuple(use)}
@@ -162,8 +203,10 @@ class Measurement:
         except FailedOnSomeRankError as error:
             failure = str(error)
         except Exception as error:
-            failure, out_of_step = _reason(error), ordered.collective
-        make_room(self._device)
+            where = "".join(f"{note}: " for note in getattr(error, "__notes__", ()))
+            failure = textwrap.shorten(where + describe(error), _REASON_LENGTH, placeholder=" ...")
+            out_of_step = ordered.collective
+        make_room(self.device)
         *before, sweep = self._samples.sweeps
         self._keep((*before, {**sweep, name: Piece(samples=tuple(found), failure=failure)}))
         if out_of_step:
@@ -175,35 +218,6 @@ class Measurement:
         self._samples = msgspec.structs.replace(self._samples, sweeps=sweeps, busy=self._on_cpu.busy)
         path = samples_file(self._folder, self._samples.rank)
         replace_file(path, [msgspec.json.encode(self._samples).decode()])
-
-    def _kernels(self) -> dict[str, Ordered]:
-        watch, wanted, device = self._watch, self._calibration.shapes, self._device
-        pieces = {
-            OPERATIONS: Ordered(partial(kernels.time_operations, watch, wanted, device)),
-            ELEMENTWISE: Ordered(partial(kernels.time_moves, watch.sustained, wanted, device), sustained=True),
-            OPTIMIZER: Ordered(partial(kernels.time_optimizer, watch.sustained, wanted, device), sustained=True),
-        }
-        if device.type == "cpu":  # a caching allocator's memory is there already
-            pieces[NEW_MEMORY] = Ordered(partial(kernels.time_first_touch, watch))
-        for dtype in DTYPES:
-            for kind, time in (("products", kernels.time_products), ("attention", kernels.time_attention)):
-                burst, sustained = (partial(time, how, dtype, wanted, device) for how in (watch.burst, watch.sustained))
-                pieces[f"{dtype} {kind}{IN_BURSTS}"] = Ordered(burst)
-                pieces[f"{dtype} {kind}"] = Ordered(sustained, sustained=True)
-        return pieces
-
-    def _collectives(self) -> dict[str, Ordered]:
-        calibration, device, agreement = self._calibration, self._device, self._agreement
-        pieces = {
-            collective_piece(op, *shape): Ordered(
-                partial(time_collective, calibration, group, op, device, agreement), collective=True
-            )
-            for shape, group in self._groups.items()
-            for op in ops_of(calibration, group.ranks)
-        }
-        if world := dist.group.WORLD if self._groups else None:
-            pieces[BESIDE] = Ordered(partial(measure_beside, calibration, world, device, agreement), collective=True)
-        return pieces
 
 
 def _nothing_yet(calibration: Calibration, rank: int, nodes: int, device: torch.device) -> RankSamples:
@@ -220,9 +234,3 @@ def _nothing_yet(calibration: Calibration, rank: int, nodes: int, device: torch.
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         about = {"machine": cpu_name(), "memory_bytes": pages // (calibration.ranks // nodes * calibration.nodes_here)}
     return RankSamples(rank=rank, nodes=nodes, torch=str(torch.__version__), backend=dist.get_backend(), **about)  # type: ignore[arg-type]
-
-
-def _reason(error: Exception) -> str:
-    """Where and why it failed, in a line."""
-    places = [f"{note}: " for note in getattr(error, "__notes__", ())]
-    return textwrap.shorten("".join([*places, describe(error)]), _REASON_LENGTH, placeholder=" ...")

@@ -1,14 +1,14 @@
-"""What a calibration asks of its ranks, and what each of them measured, piece by piece.
+"""What the ranks of a calibration are to measure, and what each measured, piece by piece.
 
 A piece is one kind of measurement, such as ``bf16 products``. Each rank writes its samples after every piece. A piece
-that fails holds the reason, and the samples that came before; the pieces after it are measured all the same.
+that fails holds the reason and its samples until then; later pieces are measured all the same.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 from statistics import fmean, median
-from typing import ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -16,7 +16,6 @@ from refshard.records import GpuUse
 from refshard.specs.cluster import COLLECTIVES, CollectiveOp
 from refshard.specs.hardware import Dtype
 
-CALIBRATION_FILE = "calibration.json"
 DTYPES: tuple[Dtype, ...] = ("bf16", "fp32")
 """In the order of their measurement: bf16 has fast kernels for everything, fp32 attention may not fit."""
 OPERATIONS, ELEMENTWISE, OPTIMIZER, NEW_MEMORY = "operations", "elementwise", "optimizer", "new memory"
@@ -33,9 +32,9 @@ def samples_file(folder: Path, rank: int) -> Path:
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """How long a kernel is timed, in seconds.
 
-    A burst is calls for about ``burst_s``, after ``rest_s`` of idling: the clocks are then as high as they get. A
-    sustained measurement goes on in windows of ``window_s`` until three in a row agree, or for ``most_s``: power and
-    temperature have then brought the clocks down to what they stay at in training.
+    A burst lasts about ``burst_s``, after ``rest_s`` of idling, when clocks are highest. A sustained measurement goes
+    on in windows of ``window_s`` until three in a row agree, or for ``most_s``: power and temperature have then brought
+    the clocks down to those of training.
     """
 
     rest_s: float
@@ -58,7 +57,7 @@ class Shapes(msgspec.Struct, frozen=True, kw_only=True):
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     """Which collectives to measure: bytes of the unsharded tensor, and about how long each may take.
 
-    Beside them run products of ``beside_width``, with collectives of ``beside_bytes``.
+    For overlap, products of ``beside_width`` run with collectives of ``beside_bytes``.
     """
 
     sizes: tuple[int, ...]
@@ -70,13 +69,9 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """What to measure: on ``ranks`` of ``threads`` each, in ``sweeps``; and ``when`` and by which ``command``.
 
-    ``nodes_here`` is how many nodes one machine plays, for its memory is theirs together.
-
-    A sweep measures everything once. A machine's speed drifts, and a burst of other work hits what is measured just
-    then: medians over sweeps, which the whole time lies between, bear both.
-
-    With ``cpu_clock``, computation is timed by the time that its thread ran, so that other work on the machine does not
-    count. Where ranks outnumber the cores, that they wait for each other does count.
+    One machine plays ``nodes_here`` nodes, which share its memory. A sweep measures everything once: medians over
+    sweeps are robust to drift of the machine's speed and to bursts of other work. With ``cpu_clock``, computation is
+    timed by its thread's CPU time, so that other work does not count; not if ranks outnumber the cores.
     """
 
     ranks: int
@@ -93,7 +88,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Operations(msgspec.Struct, frozen=True, kw_only=True, tag="operations"):
-    """Seconds of a kernel however small, and of the host to launch one."""
+    """Seconds of the smallest kernel, and of the host to launch one."""
 
     times: ClassVar[tuple[str, ...]] = ("kernel_s", "host_s")
     kernel_s: float
@@ -133,7 +128,7 @@ class TimedCollective(msgspec.Struct, frozen=True, kw_only=True, tag="collective
 
 
 class Beside(msgspec.Struct, frozen=True, kw_only=True, tag="beside"):
-    """At which part of its own rate each goes while the other runs."""
+    """The share of its own rate that each keeps while the other runs."""
 
     times: ClassVar[tuple[str, ...]] = ("compute", "communication")
     compute: float
@@ -144,7 +139,7 @@ Sample = Operations | Timed | TimedAttention | TimedCollective | Beside
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
-    """The samples of one piece, in their order; ``failure`` says why they are not all."""
+    """The samples of one piece, in order; ``failure`` says why some are missing."""
 
     samples: tuple[Sample, ...] = ()
     failure: str = ""
@@ -154,10 +149,10 @@ Pieces = dict[str, Piece]
 
 
 class RankSamples(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank measured so far. ``busy`` is the part of the time that it had its core for, if that is known.
+    """What one rank measured so far. ``busy`` is the share of the time that it had its core, if known.
 
-    ``machine`` is the GPU's or the processor's name, ``nodes`` how many the ranks are on, ``gpu_use`` what NVML told of
-    the node's GPUs during a sustained piece (rank 0 of each node watches).
+    ``machine`` is the GPU's or the processor's name, ``nodes`` the number of nodes, ``gpu_use`` how the node's GPUs ran
+    during each sustained piece (the first rank of each node watches).
     """
 
     rank: int
@@ -174,7 +169,7 @@ class RankSamples(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def groups_of(ranks: int, nodes: int) -> tuple[tuple[int, int], ...]:
-    """Ranks and nodes of the groups to measure: all; and where nodes have several ranks, a node's, and one a node."""
+    """Ranks and nodes of the groups to measure: all; and if nodes have several ranks, a node's, and one a node."""
     inside, across = (ranks // nodes, 1), (nodes, nodes)
     if ranks == 1:
         return ()
@@ -188,52 +183,40 @@ def ops_of(calibration: Calibration, ranks: int) -> tuple[CollectiveOp, ...]:
 
 
 def collective_piece(op: CollectiveOp, ranks: int, nodes: int) -> str:
-    """What the piece of this collective is called."""
+    """The name of this collective's piece."""
     return f"{op} of {ranks} ranks on {nodes} node{'s' if nodes > 1 else ''}"
 
 
-def piece_names(calibration: Calibration, nodes: int) -> tuple[str, ...]:
-    """Everything that a sweep measures, in its order."""
-    of_dtype = {
-        dtype: [f"{dtype} {kind}{pace}" for kind in ("products", "attention") for pace in (IN_BURSTS, "")]
-        for dtype in DTYPES
-    }
-    first, *others = of_dtype.values()
-    compute = [OPERATIONS, *first, ELEMENTWISE, OPTIMIZER]
-    compute += [NEW_MEMORY] if calibration.device == "cpu" else []
-    shapes = groups_of(calibration.ranks, nodes)
-    collectives = [collective_piece(op, *shape) for shape in shapes for op in ops_of(calibration, shape[0])]
-    return (*compute, *chain.from_iterable(others), *collectives, *([BESIDE] if shapes else []))
-
-
 def of_sweeps(sweeps: Sequence[Pieces]) -> Pieces:
-    """What one rank measured in several sweeps as one: medians, and of collectives the repeats of all.
+    """The sweeps of one rank as one: medians, and of collectives the repeats of all.
 
-    Of each piece the sweeps count that measured it whole, or else those that came furthest.
+    For each piece, the sweeps count that measured it whole, or else those that came furthest.
     """
     found: Pieces = {}
     for name in dict.fromkeys(chain.from_iterable(sweeps)):
         pieces = [sweep[name] for sweep in sweeps if name in sweep]
         furthest = max(len(piece.samples) for piece in pieces)
         best = [p for p in pieces if not p.failure] or [p for p in pieces if len(p.samples) == furthest]
-        samples = tuple(_of_sweeps(same) for same in zip(*(piece.samples for piece in best)))
-        found[name] = Piece(samples=samples, failure=best[0].failure)
+        samples = zip(*(piece.samples for piece in best))
+        combined = tuple(_combined(same, median, lambda all_: tuple(chain.from_iterable(all_))) for same in samples)
+        found[name] = Piece(samples=combined, failure=best[0].failure)
     return found
 
 
 def of_ranks(ranks: Sequence[Pieces]) -> Pieces:
-    """What all ranks measured: means, and of collectives the slowest rank's time of each repeat.
+    """All ranks as one: means, and of collectives the slowest rank's time of each repeat.
 
-    Only samples that all ranks have count, and each rank measured them in the same order. A piece that some ranks did
-    not reach is here only if it failed on another.
+    Only samples that all ranks have count; each rank measured them in the same order. A piece that some ranks did not
+    reach is here only if it failed on another.
     """
     found: Pieces = {}
     for name in dict.fromkeys(chain.from_iterable(ranks)):
         pieces = [rank[name] for rank in ranks if name in rank]
         failures = sorted((piece.failure for piece in pieces if piece.failure), key=ELSEWHERE.__eq__)
         if len(pieces) == len(ranks):
-            samples = tuple(_of_ranks(same) for same in zip(*(piece.samples for piece in pieces)))
-            found[name] = Piece(samples=samples, failure=failures[0] if failures else "")
+            samples = zip(*(piece.samples for piece in pieces))
+            combined = tuple(_combined(same, fmean, lambda all_: tuple(map(max, zip(*all_)))) for same in samples)
+            found[name] = Piece(samples=combined, failure=failures[0] if failures else "")
         elif failures:
             found[name] = Piece(failure=failures[0])
     return found
@@ -241,26 +224,17 @@ def of_ranks(ranks: Sequence[Pieces]) -> Pieces:
 
 ELSEWHERE = "it failed on another rank"
 """Why a rank that could have measured a collective did not."""
-S = TypeVar("S", bound=Sample)
+Seconds = tuple[float, ...]
 
 
-def _of_sweeps(same: Sequence[S]) -> S:
+def _combined(
+    same: Sequence[Sample], combine: Callable[[list[float]], float], collect: Callable[[Iterable[Seconds]], Seconds]
+) -> Sample:
+    """One sample of several: repeats of a collective are collected, times of others combined."""
     first = same[0]
     if isinstance(first, TimedCollective):
-        seconds = tuple(chain.from_iterable(one.seconds for one in same if isinstance(one, TimedCollective)))
-        return msgspec.structs.replace(first, seconds=seconds)
-    return _combined(same, median)
-
-
-def _of_ranks(same: Sequence[S]) -> S:
-    first = same[0]
-    if isinstance(first, TimedCollective):
-        repeats = zip(*(one.seconds for one in same if isinstance(one, TimedCollective)))
-        return msgspec.structs.replace(first, seconds=tuple(map(max, repeats)))
-    return _combined(same, fmean)
-
-
-def _combined(same: Sequence[S], combine: Callable[[Iterable[float]], float]) -> S:
-    assert not isinstance(same[0], TimedCollective)
-    times = {field: combine([getattr(one, field) for one in same]) for field in same[0].times}
-    return msgspec.structs.replace(same[0], **times)
+        return msgspec.structs.replace(
+            first, seconds=collect(one.seconds for one in same if isinstance(one, TimedCollective))
+        )
+    times = {field: combine([getattr(one, field) for one in same]) for field in first.times}
+    return msgspec.structs.replace(first, **times)

@@ -15,7 +15,7 @@ from refshard.errors import RefshardError
 from refshard.fakecuda.build import check
 from refshard.measure.store import holds_run, read_run
 from refshard.records import Environment, Run
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.cluster import cluster_of_device
 from refshard.specs.suite import SuiteSpec
 from refshard.specs.writing import to_toml
@@ -38,7 +38,7 @@ def folder_of_dry_runs(folder: Path) -> Path:
 
 def cases_to_skip(
     suite: SuiteSpec, cluster: str, environment: Environment, folder: Path, tell: Callable[[str], None]
-) -> dict[CaseSpec, str]:
+) -> dict[Case, str]:
     """Dry-run the measured cases of ``suite`` on ``cluster``; return those that will not fit, each with the reason.
 
     ``cluster`` may be ``"auto"``: the first with the GPUs of ``environment``. Without GPUs there is nothing to predict.
@@ -90,10 +90,10 @@ def _missing(asked: SuiteSpec, dry: Path) -> int:
     return len({case.hash for case in asked.cases()} - found)
 
 
-def will_not_fit(suite: SuiteSpec, cluster: str, dry: Run) -> dict[CaseSpec, str]:
+def will_not_fit(suite: SuiteSpec, cluster: str, dry: Run) -> dict[Case, str]:
     """The measured cases of ``suite`` that ran out of memory in their dry run, each with the dry run's error."""
     errors = {record.spec_hash: record.error for record in dry.launches if record.state == "oom"}
-    measured = [case for case in suite.cases() if case.fidelity == "measured"]
+    measured = [case for case in suite.cases() if case.protocol.fidelity == "measured"]
     reasons = {case: errors.get(case.as_dry_run(cluster).hash) for case in measured}
     return {case: f"dry run on {cluster}: {reason}" for case, reason in reasons.items() if reason}
 

@@ -4,6 +4,7 @@
 """
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -11,99 +12,61 @@ from pathlib import Path
 
 import msgspec
 
-from refshard.measure.dry.rank import (
-    DryCase,
-    DryResult,
-    Prepared,
-    prepare,
-    rank_folder,
-    ranks_of,
-    result_file,
-    run_case,
-)
-from refshard.specs.case import CaseSpec
+from refshard.measure.dry.rank import DryCase, DryResult, forked, prepare, read_results, run_case
+from refshard.specs.case import Case
 
 _CASES = "cases.json"
 
 
 def dry_run_many(
-    cases: Sequence[CaseSpec], work: Path, on_progress: Callable[[str], None], *, time_limit_s: float,
+    cases: Sequence[Case], work: Path, on_progress: Callable[[str], None], *, time_limit_s: float,
     environment: Mapping[str, str] | None = None,
 ) -> list[tuple[DryResult, ...]]:  # fmt: skip
-    """The results of each case's ranks, without a limit of memory, and without traces; of a case that did not end,
-    those that there are.
+    """The results of each case's ranks, as far as there are any, without a memory limit, and without traces.
 
-    All cases must be of one cluster profile. Those that have not ended after ``time_limit_s`` are killed. Their
-    processes have the variables of ``environment`` besides this one's.
+    All cases must share a cluster profile. Those that have not ended after ``time_limit_s`` are killed. ``environment``
+    is added to their processes' variables.
     """
     if not cases:
         return []
     work.mkdir(parents=True, exist_ok=True)
-    (work / _CASES).write_bytes(
-        msgspec.json.encode([DryCase(case=case, limited=False, traced=False) for case in cases])
-    )
+    requests = [DryCase(case=case, limited=False, traced=False) for case in cases]
+    (work / _CASES).write_bytes(msgspec.json.encode(requests))
+
+    def results() -> list[tuple[DryResult, ...]]:
+        return [read_results(work / str(place), case) for place, case in enumerate(cases)]
+
     with (work / "log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "refshard.measure.dry.many", str(work)], stdout=subprocess.DEVNULL, stderr=log,
             start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
         )  # fmt: skip
     try:
-        _wait(process, cases, work, on_progress, time_limit_s)
+        waited, shown = 0.0, -1
+        while process.poll() is None and waited < time_limit_s:
+            try:
+                process.wait(0.5)
+            except subprocess.TimeoutExpired:
+                waited += 0.5
+            ended = sum(len(found) == len(case.job.stage_ranks) for case, found in zip(cases, results()))
+            if shown < ended < len(cases):
+                on_progress(f"dry run {ended + 1} of {len(cases)}")
+                shown = ended
     finally:
-        if process.poll() is None:  # end it and all that it forked, which are one session
-            import signal
-
+        if process.poll() is None:  # end it and all its forks, which are one session
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    return [_results(work / str(place), case) for place, case in enumerate(cases)]
-
-
-def _wait(
-    process: subprocess.Popen[bytes], cases: Sequence[CaseSpec], work: Path, on_progress: Callable[[str], None],
-    time_limit_s: float,
-) -> None:  # fmt: skip
-    waited, told = 0.0, -1
-    while process.poll() is None and waited < time_limit_s:
-        try:
-            process.wait(0.5)
-        except subprocess.TimeoutExpired:
-            waited += 0.5
-        ended = sum(len(_results(work / str(place), case)) == len(ranks_of(case)) for place, case in enumerate(cases))
-        if ended > told and ended < len(cases):
-            on_progress(f"dry run {ended + 1} of {len(cases)}")
-            told = ended
-
-
-def _results(folder: Path, case: CaseSpec) -> tuple[DryResult, ...]:
-    found = []
-    for rank in ranks_of(case):
-        path = result_file(rank_folder(folder, rank))
-        if not path.exists():
-            break
-        found.append(msgspec.json.decode(path.read_bytes(), type=DryResult))
-    return tuple(found)
+    return results()
 
 
 def main(folder: Path) -> int:
-    """Run the cases that ``folder`` names, each in a process and a folder of its own."""
-    asked = msgspec.json.decode((folder / _CASES).read_bytes(), type=list[DryCase])
-    device = prepare(asked)
-    waiting, running = list(enumerate(asked)), set[int]()
-    while waiting or running:
-        if waiting and len(running) < len(os.sched_getaffinity(0)):
-            place, one = waiting.pop(0)
-            if not (pid := os.fork()):
-                _run(one, device, folder / str(place))
-            running.add(pid)
-            continue
-        ended, _ = os.wait()
-        running.discard(ended)
+    """Run the requested cases, each in a process and a folder of its own."""
+    requests = msgspec.json.decode((folder / _CASES).read_bytes(), type=list[DryCase])
+    device = prepare(requests)
+    places = list(range(len(requests)))
+    for _ in forked(places, lambda place: run_case(requests[place], device, folder / str(place))):
+        """Its results are in its folder."""
     return 0
-
-
-def _run(asked: DryCase, device: Prepared, folder: Path) -> None:
-    folder.mkdir(parents=True)
-    run_case(asked, device, folder)
 
 
 if __name__ == "__main__":

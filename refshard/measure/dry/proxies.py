@@ -19,12 +19,11 @@ from refshard.errors import SpecError, UnsupportedError
 from refshard.measure.dry.rank import DryResult
 from refshard.plan.estimate import checkpointed_layers, estimate
 from refshard.plan.space import Candidates
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case, Protocol
 from refshard.specs.cluster import ClusterSpec
-from refshard.specs.configuration import Configuration
+from refshard.specs.job import Implementation, Job
 from refshard.specs.layers import layers_of_stages
 from refshard.specs.model import ModelSpec, parameter_count
-from refshard.specs.reading import convert
 from refshard.specs.writing import to_toml
 from refshard.strategies import check_case
 from refshard.strategies.table import ROWS, not_dry_run
@@ -38,21 +37,19 @@ _SEQUENCE_PARALLEL = ("fsdp2", "ddp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What is dry-run: a model on a cluster, each with the name under which cases know it."""
+    """What the names of model and cluster of all jobs stand for."""
 
     model: ModelSpec
     cluster: ClusterSpec
-    cluster_name: str
-    seq_len: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proxies:
     """The proxies of one configuration: ``small``, and cases by how many layers, and how many of them checkpointed."""
 
-    full: Configuration
-    small: Configuration
-    cases: Mapping[tuple[int, int], CaseSpec]
+    full: Job
+    small: Job
+    cases: Mapping[tuple[int, int], Case]
 
 
 class Closed(NamedTuple):
@@ -76,26 +73,26 @@ class Extrapolated:
     beyond_bytes: int
 
 
-def proxies_of(configuration: Configuration, setting: Setting, folder: Path) -> Proxies | str:
+def proxies_of(job: Job, setting: Setting, folder: Path) -> Proxies | str:
     """Its proxies, whose models are written to ``folder``; or why there are none."""
-    if configuration.strategy not in ROWS:
-        return f"refshard does not run {configuration.strategy}"
-    if configuration.precision not in ("bf16", "fp32") or configuration.compiled or configuration.offload:
+    if job.strategy not in ROWS:
+        return f"refshard does not run {job.strategy}"
+    if job.precision not in ("bf16", "fp32") or job.implementation.compiled or job.offload:
         return "fp8, compiled blocks and offload are not dry-run"
-    if configuration.expert > 1 or setting.model.experts:
+    if job.ep > 1 or setting.model.experts:
         return "mixtures of experts are not dry-run"
-    if not configuration.reduce_each:
+    if not job.implementation.reduce_each:
         return "refshard's sharded strategies reduce gradients after each microbatch; this row reduces once a step"
-    small = _small(configuration)
+    small = _small(job)
     try:
-        cases = {point: _case(small, setting, folder, *point) for point in _points(configuration, small)}
+        cases = {point: _case(small, setting, folder, *point) for point in _points(job, small)}
         for case in cases.values():
             check_case(case, cuda=True)
             if reason := not_dry_run(case):
                 return reason
     except (SpecError, UnsupportedError) as error:
         return str(error)
-    return Proxies(full=configuration, small=small, cases=cases)
+    return Proxies(full=job, small=small, cases=cases)
 
 
 def extrapolate(
@@ -123,29 +120,28 @@ def extrapolate(
     )  # fmt: skip
 
 
-def closed(configuration: Configuration, setting: Setting, layers: int) -> Closed:
+def closed(job: Job, setting: Setting, layers: int) -> Closed:
     """The closed form of so many layers."""
     model = msgspec.structs.replace(setting.model, n_layers=layers)
-    cluster = setting.cluster.of_world_size(configuration.world_size)
-    one = estimate(model, cluster, setting.seq_len, Candidates.of([configuration]))
+    cluster = setting.cluster.of_world_size(job.gpus)
+    one = estimate(model, cluster, job.seq_len, Candidates.of([job]))
     return Closed(float(one.step_s[0]), float(one.straggling_s[0]), float(one.memory.peak[0]))
 
 
-def _small(one: Configuration) -> Configuration:
+def _small(one: Job) -> Job:
     """The configuration with a short pipeline and few microbatches."""
-    if one.pipeline == 1:
-        return msgspec.structs.replace(one, microbatches=min(one.microbatches, MOST_MICROBATCHES))
-    ranks = min(one.pipeline, MOST_RANKS)
-    stages = min(one.interleave, MOST_STAGES)
+    pp, interleave = min(one.pp, MOST_RANKS), min(one.interleave, MOST_STAGES)
+    microbatches = min(one.microbatches, 2 * pp if pp > 1 else MOST_MICROBATCHES)
     return msgspec.structs.replace(
-        one, pipeline=ranks, interleave=stages, microbatches=min(one.microbatches, 2 * ranks)
-    )
+        one, gpus=one.gpus // one.pp * pp, pp=pp, interleave=interleave, microbatches=microbatches,
+        global_batch=one.global_batch // one.microbatches * microbatches,
+    )  # fmt: skip
 
 
-def _points(full: Configuration, small: Configuration) -> list[tuple[int, int]]:
+def _points(full: Job, small: Job) -> list[tuple[int, int]]:
     """Numbers of layers, and of those that are checkpointed: enough to tell the effect of each that matters."""
-    few, more = (FEW, MORE) if small.pipeline == 1 else (1, 2)
-    stages = small.pipeline * small.interleave if small.pipeline > 1 else 1
+    few, more = (FEW, MORE) if small.pp == 1 else (1, 2)
+    stages = small.pp * small.interleave if small.pp > 1 else 1
     few, more = few * stages, more * stages
     if full.checkpointing in ("none", "selective"):
         return [(few, 0), (more, 0)]
@@ -154,30 +150,19 @@ def _points(full: Configuration, small: Configuration) -> list[tuple[int, int]]:
     return [(few, 0), (more, 0), (more, more)]
 
 
-def _case(small: Configuration, setting: Setting, folder: Path, layers: int, checkpointed: int) -> CaseSpec:
-    ranks = small.world_size
-    fields = {
-        "strategy": small.strategy, "world_size": ranks, "model": _model_file(setting.model, layers, folder),
-        "global_batch": small.global_batch, "seq_len": setting.seq_len, "microbatches": small.microbatches,
-        "checkpointing": _policy(small, checkpointed), "precision": small.precision, "replicas": _replicas(small),
-        "tensor_parallel": small.tensor,
-        "sequence_parallel": small.tensor > 1 and small.strategy in _SEQUENCE_PARALLEL,
-        "context_parallel": small.context, "pipeline_parallel": small.pipeline, "interleave": small.interleave,
-        "schedule": small.schedule, "fidelity": "dryrun", "cluster": setting.cluster_name,
-    }  # fmt: skip
-    return convert(fields, CaseSpec, where="plan")
+def _case(small: Job, setting: Setting, folder: Path, layers: int, checkpointed: int) -> Case:
+    job = msgspec.structs.replace(
+        small, model=_model_file(setting.model, layers, folder), checkpointing=_policy(small, checkpointed),
+        sequence_parallel=small.tp > 1 and small.strategy in _SEQUENCE_PARALLEL, implementation=Implementation(),
+    )  # fmt: skip
+    return Case(job=job, protocol=Protocol(fidelity="dryrun"))
 
 
-def _policy(small: Configuration, checkpointed: int) -> str:
+def _policy(small: Job, checkpointed: int) -> str:
     """A proxy's checkpointing: of all of its layers or of none."""
     if small.checkpointing == "selective":
         return "selective"
     return "full" if checkpointed else "none"
-
-
-def _replicas(small: Configuration) -> int:
-    """A case's replicas are of what shards; a strategy that shards nothing replicates by itself."""
-    return small.replicate if small.shard > 1 else 1
 
 
 def _model_file(model: ModelSpec, layers: int, folder: Path) -> str:
@@ -203,8 +188,8 @@ def _full_depth(proxies: Proxies, setting: Setting) -> tuple[float, float]:
     checkpointed.
     """
     full, small = proxies.full, proxies.small
-    per_rank = max(map(len, layers_of_stages(setting.model.n_layers, full.pipeline)))
-    layers = float(per_rank * small.pipeline) if full.pipeline > 1 else float(setting.model.n_layers)
+    per_rank = max(map(len, layers_of_stages(setting.model.n_layers, full.pp)))
+    layers = float(per_rank * small.pp) if full.pp > 1 else float(setting.model.n_layers)
     if full.checkpointing in ("none", "selective"):
         return layers, 0.0
     share = checkpointed_layers(full.checkpointing, per_rank) / per_rank

@@ -1,6 +1,6 @@
 """Launch the dry run of a case, and make its record: metrics and proof of run, or the state in which it ended."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,21 +11,25 @@ from refshard.fakecuda.build import extension
 from refshard.flops import flops_per_token
 from refshard.measure.assemble import (
     complete,
-    flops_words,
+    counts,
+    failed_announcement,
+    failed_units,
+    flops_text,
     rates,
-    recompute_words,
+    recompute_text,
     timeout_text,
     traced_parts,
+    units_of_all,
     without_home,
 )
-from refshard.measure.dry.rank import ASKED_FILE, DryCase, DryResult, rank_folder, ranks_of, result_file
-from refshard.measure.launchers.base import Job, Launcher, LaunchOutcome
-from refshard.measure.proof import counts, failed_announcement, failed_units, units_of_all
+from refshard.measure.dry.rank import DryCase, DryResult, ranks_of, read_results
+from refshard.measure.launchers.base import Launcher, LaunchOutcome, Program
 from refshard.measure.rank import trace_file
 from refshard.measure.trainer import CONVENTION
+from refshard.measure.worker import request_file
 from refshard.quantities import format_bytes
 from refshard.records import DERIVED, METRICS, LaunchRecord, Proof
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.cluster import load_cluster
 from refshard.specs.hardware import Dtype
 from refshard.specs.model import known_dimensions
@@ -45,28 +49,29 @@ class DryOutcome:
     unlimited: tuple[DryResult, ...] = ()
 
 
-def check_dry(case: CaseSpec) -> None:
+def check_dry(case: Case) -> None:
     """Check that a case can be dry-run. Build the fake device if necessary: a minute, once per environment.
 
     Raises:
         SpecError: the cluster has no CUDA GPUs, no rate for the precision, or too few GPUs for the ranks.
         RefshardError: the device cannot be built here.
     """
-    hardware = load_cluster(case.cluster).of_world_size(case.world_size).accelerator
+    job = case.job
+    hardware = load_cluster(job.cluster).of_world_size(job.gpus).accelerator
     if hardware.device != "cuda" or not hardware.device_name:
         raise SpecError(
-            f"cluster must have CUDA GPUs for dryrun cases, but '{case.cluster}' has none with device_name and "
+            f"cluster must have CUDA GPUs for dryrun cases, but '{job.cluster}' has none with device_name and "
             "capability in its profile; choose another from profiles/clusters/"
         )
     if (dtype := _dtype(case)) not in hardware.attention:
         raise SpecError(
-            f"precision: the profile of '{case.cluster}' must have a rate for {dtype}, got rates for "
+            f"precision: the profile of '{job.cluster}' must have a rate for {dtype}, got rates for "
             f"{', '.join(sorted(hardware.attention))}; choose a precision with a rate"
         )
     extension()
 
 
-def launch_dry(case: CaseSpec, launcher: Launcher, work: Path, on_progress: Callable[[str], None]) -> DryOutcome:
+def launch_dry(case: Case, launcher: Launcher, work: Path, on_progress: Callable[[str], None]) -> DryOutcome:
     """Run the ranks of ``case``. If one runs out of memory, run all again without a memory limit.
 
     If it ran out only because ``record_stream()`` held memory back for too long, the second run is the case's.
@@ -83,20 +88,15 @@ def launch_dry(case: CaseSpec, launcher: Launcher, work: Path, on_progress: Call
 
 
 def _launch(
-    case: CaseSpec, launcher: Launcher, work: Path, on_progress: Callable[[str], None], *, limited: bool
+    case: Case, launcher: Launcher, work: Path, on_progress: Callable[[str], None], *, limited: bool
 ) -> DryOutcome:
     """Run the ranks, and read the results that there are up to the first that is not ok."""
     work.mkdir(parents=True, exist_ok=True)
-    (work / ASKED_FILE).write_bytes(msgspec.json.encode(DryCase(case=case, limited=limited)))
-    job = Job(program="dryrun", processes=case.processes, time_limit_s=case.time_limit_s)
+    request_file(work, "dryrun").write_bytes(msgspec.json.encode(DryCase(case=case, limited=limited)))
+    program = Program(name="dryrun", processes=case.processes, time_limit_s=case.protocol.time_limit_s)
     words = "" if limited else "without a memory limit, "
-    launch = launcher.launch(job, work, lambda text: on_progress(words + text))
-    results: list[DryResult] = []
-    for path in (result_file(rank_folder(work, rank)) for rank in ranks_of(case)):
-        if not path.exists() or (results and results[-1].state != "ok"):
-            break
-        results.append(msgspec.json.decode(path.read_bytes(), type=DryResult))
-    return DryOutcome(launch=launch, results=tuple(results))
+    launch = launcher.launch(program, work, lambda text: on_progress(words + text))
+    return DryOutcome(launch=launch, results=read_results(work, case))
 
 
 def record_dry(blank: LaunchRecord, launched: DryOutcome) -> LaunchRecord:
@@ -130,19 +130,29 @@ def record_dry(blank: LaunchRecord, launched: DryOutcome) -> LaunchRecord:
     )
     if proof.failures:
         return msgspec.structs.replace(record, state="failed", error="proof of run: " + "; ".join(proof.failures))
-    return msgspec.structs.replace(record, metrics=_metrics(record, results))
+    comm_ns, exposed_ns = sum(step.comm_ns for step in record.steps), sum(step.exposed_ns for step in record.steps)
+    metrics = complete(
+        {
+            **rates(record, max(step.step_s for step in steps)),
+            **_peaks(results),
+            **traced_parts(record.steps),
+            "overlap_ratio": 1 - exposed_ns / comm_ns if comm_ns else None,
+        }
+    )
+    return msgspec.structs.replace(record, metrics=metrics)
 
 
-def prove_dry(case: CaseSpec, results: Sequence[DryResult]) -> Proof:
+def prove_dry(case: Case, results: Sequence[DryResult]) -> Proof:
     """Compare what the strategy announced with what its steps asked the device for. Values are not checked."""
     issued = [step.issued for step in results[-1].steps]
     units = units_of_all(result.wrapped_units for result in results)
     differing = next((rank for rank, result in enumerate(results) if issued[rank] != result.announced), None)
-    failures = [
-        *failed_announcement(case, results[0].announced),
-        *failed_units(case, results[0].blocks, units),
-    ]
-    failures += _failed_elements(case, results)
+    failures = [*failed_announcement(case, results[0].announced), *failed_units(case, results[0].blocks, units)]
+    # If only one rank ran, it stands for all. A rank with more padding in its part steps all that it holds.
+    stepped = sum(result.stepped for result in results) * (case.job.gpus // len(results))
+    padded = any(0 < result.held < result.trained and result.stepped >= result.held for result in results)
+    if case.job.workload == "training" and stepped < (trained := results[0].trained) and not padded:
+        failures.append(f"the optimizers of all ranks together update {stepped:,} of {trained:,} trained elements")
     if differing is not None:
         announced, found = counts(results[differing].announced), counts(issued[differing])
         failures.insert(0, f"the plan announced {announced}, the recording shows {found}")
@@ -159,41 +169,30 @@ def prove_dry(case: CaseSpec, results: Sequence[DryResult]) -> Proof:
     )
 
 
-def _failed_elements(case: CaseSpec, results: Sequence[DryResult]) -> Iterator[str]:
-    """Check that the ranks together step all trained elements; if only one rank ran, it stands for all. A rank whose
-    part is smaller, because there is more padding in it, steps all that it holds.
-    """
-    stands_for = case.world_size // len(results)
-    stepped, trained = sum(result.stepped for result in results) * stands_for, results[0].trained
-    part = any(0 < result.held < result.trained and result.stepped >= result.held for result in results)
-    if case.workload == "training" and stepped < trained and not part:
-        yield f"the optimizers of all ranks together update {stepped:,} of {trained:,} trained elements"
-
-
 def _named(blank: LaunchRecord, results: Sequence[DryResult]) -> LaunchRecord:
     """Add what is known about a case regardless of how it ended."""
-    case, spec = blank.case, known_dimensions(blank.case.model)
+    case, spec = blank.case, known_dimensions(blank.case.job.model)
     built = next((result for result in results if result.blocks), None)  # none if building it failed
     n_layers = spec.n_layers if spec is not None else len(built.blocks) if built is not None else 0
     flops = built.flops_per_token if built is not None else None
     if spec is not None:
-        flops = float(flops_per_token(spec, case.seq_len, CONVENTION, case.workload, case.tuning))
-    hardware = load_cluster(case.cluster).accelerator
+        flops = float(flops_per_token(spec, case.job.seq_len, CONVENTION, case.job.workload, case.job.tuning))
+    hardware = load_cluster(case.job.cluster).accelerator
     return msgspec.structs.replace(
         blank,
         device=hardware.device_name,
         backend="nccl",
-        flops_convention=flops_words(case),
+        flops_convention=flops_text(case),
         flops_per_token=flops,
-        recompute=recompute_words(case, n_layers) if n_layers else "",
+        recompute=recompute_text(case, n_layers) if n_layers else "",
         peak_flops_per_s=hardware.matmul[_dtype(case)].peak,
         peak_source=hardware.sources["matmul"],
         warnings=tuple(dict.fromkeys(warning for result in results for warning in result.warnings)),
     )
 
 
-def _dtype(case: CaseSpec) -> Dtype:
-    return "bf16" if case.precision == "bf16" else "fp32"
+def _dtype(case: Case) -> Dtype:
+    return "bf16" if case.job.precision == "bf16" else "fp32"
 
 
 def _out_of_memory(record: LaunchRecord, unwell: DryResult, unlimited: Sequence[DryResult]) -> LaunchRecord:
@@ -217,10 +216,3 @@ def _peaks(results: Sequence[DryResult]) -> dict[str, float | None]:
         "peak_active_bytes": float(max(peak.active for peak in peaks)),
         "peak_reserved_bytes": float(max(peak.reserved for peak in peaks)),
     }
-
-
-def _metrics(record: LaunchRecord, results: Sequence[DryResult]) -> dict[str, float | None]:
-    steps, step_s = record.steps, max(step for (step,) in record.step_times_s)
-    comm_ns, exposed_ns = sum(step.comm_ns for step in steps), sum(step.exposed_ns for step in steps)
-    overlap = 1 - exposed_ns / comm_ns if comm_ns else None
-    return complete({**rates(record, step_s), **_peaks(results), **traced_parts(steps), "overlap_ratio": overlap})

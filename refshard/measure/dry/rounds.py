@@ -1,4 +1,4 @@
-"""Rounds of dry runs: the best configurations by closed form, and the next best as long as too few of them fit.
+"""Rounds of dry runs: the best jobs by closed form, and the next best as long as too few of them fit.
 
 Closed forms are farther off for some strategies and pipeline schedules than for others, so the best of each that is
 nearly as fast comes first. What a dry run needs beyond its closed form, others of its kind need too: those that this
@@ -14,8 +14,8 @@ from typing import Protocol
 from refshard.measure.dry.proxies import Extrapolated, Proxies, Setting, closed, extrapolate, proxies_of
 from refshard.measure.dry.rank import DryResult
 from refshard.quantities import format_bytes
-from refshard.specs.case import CaseSpec
-from refshard.specs.configuration import Configuration
+from refshard.specs.case import Case
+from refshard.specs.job import Job
 
 NEARLY = 1.15
 """Configurations whose closed form is within this ratio of the fastest one's are nearly as fast: about as far is a
@@ -27,13 +27,13 @@ Found = Extrapolated | str
 class Run(Protocol):
     """Dry-runs cases, as :func:`~refshard.measure.dry.many.dry_run_many` does."""
 
-    def __call__(self, cases: Sequence[CaseSpec], work: Path, *, time_limit_s: float) -> list[tuple[DryResult, ...]]:
+    def __call__(self, cases: Sequence[Case], work: Path, *, time_limit_s: float) -> list[tuple[DryResult, ...]]:
         """The results of each case's ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounds:
-    """How many configurations are to fit into ``usable_bytes``, and how long the first round may take for each. Another
+    """How many jobs are to fit into ``usable_bytes``, and how long the first round may take for each. Another
     round begins only if it would end within the time for all, should each configuration take as long as in the one
     before.
     """
@@ -45,19 +45,19 @@ class Rounds:
 
 
 def dry_run_rounds(
-    configurations: Sequence[Configuration], step_s: Sequence[float], setting: Setting, folder: Path, rounds: Rounds,
+    jobs: Sequence[Job], step_s: Sequence[float], setting: Setting, folder: Path, rounds: Rounds,
     run: Run, clock: Callable[[], float] = time.monotonic,
 ) -> dict[int, Found]:  # fmt: skip
-    """Dry-run the configurations, which are sorted by the ``step_s`` of their closed forms, until enough of them fit or
+    """Dry-run the jobs, which are sorted by the ``step_s`` of their closed forms, until enough of them fit or
     the time is up.
 
-    Returns results by index in ``configurations``; those that no round reached are absent. ``folder`` is for the cases'
+    Returns results by index in ``jobs``; those that no round reached are absent. ``folder`` is for the cases'
     models and results.
     """
     found: dict[int, Found] = {}
     began, limit_s, each_s = clock(), rounds.each_s * rounds.count, 0.0
     while missing := rounds.count - sum(_fits(one, rounds) for one in found.values()):
-        chosen = _first(_next(configurations, step_s, setting, folder, found, missing, rounds), configurations, missing)
+        chosen = _first(_next(jobs, step_s, setting, folder, found, missing, rounds), jobs, missing)
         if not chosen or each_s * len(chosen) > limit_s:
             break
         round_began = clock()
@@ -71,24 +71,24 @@ def _fits(one: Found, rounds: Rounds) -> bool:
     return isinstance(one, Extrapolated) and one.allocated_bytes <= rounds.usable_bytes
 
 
-def _first(near: Mapping[int, Proxies], configurations: Sequence[Configuration], count: int) -> dict[int, Proxies]:
+def _first(near: Mapping[int, Proxies], jobs: Sequence[Job], count: int) -> dict[int, Proxies]:
     """``count`` of those that are ``near``: the best of each strategy and schedule, then the best of the others."""
     best: dict[Hashable, int] = {}
     for place in near:
-        best.setdefault((configurations[place].strategy, configurations[place].schedule), place)
+        best.setdefault((jobs[place].strategy, jobs[place].schedule), place)
     return {place: near[place] for place in list(dict.fromkeys([*best.values(), *near]))[:count]}
 
 
 def _next(
-    configurations: Sequence[Configuration], step_s: Sequence[float], setting: Setting, folder: Path,
+    jobs: Sequence[Job], step_s: Sequence[float], setting: Setting, folder: Path,
     found: dict[int, Found], count: int, rounds: Rounds,
 ) -> dict[int, Proxies]:  # fmt: skip
     """The next ``count`` that can be dry-run, and those that are nearly as fast as the first; why others before them
     are not goes to ``found``.
     """
-    beyond = dict(_beyond(configurations, found))
+    beyond = dict(_beyond(jobs, found))
     chosen: dict[int, Proxies] = {}
-    for place, one in enumerate(configurations):
+    for place, one in enumerate(jobs):
         if place in found:
             continue
         if len(chosen) >= count and step_s[place] > NEARLY * step_s[next(iter(chosen))]:
@@ -108,17 +108,17 @@ def _next(
     return chosen
 
 
-def _beyond(configurations: Sequence[Configuration], found: Mapping[int, Found]) -> Iterator[tuple[Hashable, int]]:
+def _beyond(jobs: Sequence[Job], found: Mapping[int, Found]) -> Iterator[tuple[Hashable, int]]:
     """By kind, what dry runs need beyond their closed form."""
     for place, one in found.items():
         if isinstance(one, Extrapolated):
-            yield _kind(configurations[place]), one.beyond_bytes
+            yield _kind(jobs[place]), one.beyond_bytes
 
 
-def _kind(one: Configuration) -> Hashable:
+def _kind(one: Job) -> Hashable:
     """Configurations of one kind differ in their batch, their shards and how many layers they checkpoint."""
     policy = one.checkpointing if one.checkpointing in ("none", "selective", "full") else "some"
-    return one.strategy, one.tensor, one.context, one.pipeline, one.interleave, one.schedule, policy
+    return one.strategy, one.tp, one.cp, one.pp, one.interleave, one.schedule, policy
 
 
 def _dry_run(chosen: Mapping[int, Proxies], setting: Setting, work: Path, run: Run, limit_s: float) -> dict[int, Found]:

@@ -32,12 +32,14 @@ from refshard.dryrun.request import UNLIMITED_BYTES
 from refshard.dryrun.steps import Step, steps_of
 from refshard.errors import UnsupportedError
 from refshard.events.writer import as_kineto
+from refshard.measure.assemble import step_trace
 from refshard.measure.dry.rank import RECORDING_FILE, DryCase, DryResult, StepResult, rank_folder, ranks_of
-from refshard.measure.rank import PROGRESS_FILE, describe, trace_file
+from refshard.measure.rank import describe, trace_file
 from refshard.measure.trainer import Trainer
+from refshard.measure.worker import PROGRESS_FILE
 from refshard.quantities import format_times
-from refshard.records import Census, CollectiveCount, State, StepTrace
-from refshard.specs.case import CaseSpec
+from refshard.records import Census, CollectiveCount, State
+from refshard.specs.case import Case
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.model import known_dimensions
 from refshard.strategies import make_strategy, strategy_for
@@ -55,15 +57,7 @@ def read_step(recording: Recording, replayed: Replayed, steps: Sequence[Step]) -
     issued = collectives_per_step(timeline)[last.number]
     return StepResult(
         step_s=found.span_ns / NS,
-        trace=StepTrace(
-            rank=recording.rank,
-            step=last.number,
-            span_ns=found.span_ns,
-            compute_ns=found.compute_ns,
-            comm_ns=found.comm_ns,
-            exposed_ns=found.exposed_ns,
-            idle_ns=found.span_ns - found.compute_ns - found.exposed_ns,
-        ),
+        trace=step_trace(recording.rank, last.number, found),
         issued=tuple(CollectiveCount(op=op, count=count, bytes=size) for op, count, size in issued),
         census=census_of(recording, last),
         memory_course_bytes=highest_of(account_memory(recording).allocated[last.first : last.end].tolist()),
@@ -120,12 +114,12 @@ BUILT = "build"
 """The mark between building and the steps; peaks of memory are those of the steps."""
 
 
-def steps_for(case: CaseSpec) -> int:
+def steps_for(case: Case) -> int:
     """How many steps a rank takes; the last is like any that would follow. The first makes the optimizer's state, and
     before the second DDP lays out its buckets anew. In a pipeline without DDP the second step is like the third, and
     there are as many ranks to follow as it has.
     """
-    return 2 if case.pipeline_ranks > 1 and case.strategy != "ddp" else 3
+    return 2 if case.job.pp_ranks > 1 and case.job.strategy != "ddp" else 3
 
 
 def read_ranks(
@@ -155,22 +149,19 @@ def _settled(
     found = settle(recordings, cluster, ext, GPU, as_run_bytes=as_run, total_bytes=memory_bytes, reset=BUILT)
     refused = next((one for one in found if one.allocator.refused), None)
     if refused is not None:
-        result = msgspec.structs.replace(result, limited=_refused(refused))
+        failed = refused.allocator.refused
+        assert failed is not None
+        limited = DryResult(
+            state="oom", error=failed.message, peak=refused.allocator.peak, refused=asked_for(failed.message)
+        )
+        result = msgspec.structs.replace(result, limited=limited)
         found = settle(recordings, cluster, ext, GPU, as_run_bytes=as_run, total_bytes=UNLIMITED, reset=BUILT)
     warnings = dict.fromkeys((*result.warnings, *(told for one in found for told in retried(one.allocator.retries))))
     return msgspec.structs.replace(result, fits=refused is None, warnings=tuple(warnings)), found
 
 
-def _refused(one: Settled) -> DryResult:
-    refused = one.allocator.refused
-    assert refused is not None
-    return DryResult(
-        state="oom", error=refused.message, peak=one.allocator.peak, refused=asked_for(refused.message)
-    )  # fmt: skip
-
-
 def asked_for(error: str) -> str:
-    """How much was asked for, in the words of torch's error."""
+    """The size of the allocation that failed, from torch's message."""
     return error.partition("Tried to allocate ")[2].partition(". ")[0]
 
 
@@ -225,7 +216,7 @@ def run_steps(asked: DryCase, cluster: ClusterSpec, ext: ModuleType, folder: Pat
         )
     except BaseException as error:
         return _ended_by(error, device.index)
-    recording = collect(ext, asked.rank, asked.case.world_size)
+    recording = collect(ext, asked.rank, asked.case.job.gpus)
     # The allocator's retries are known here only if all of its memory came free when the host knew.
     retries = 0 if holds_back(recording) else torch.cuda.memory_stats()["num_alloc_retries"]
     result = msgspec.structs.replace(result, warnings=tuple(remarks(recording, retries)))
@@ -237,12 +228,12 @@ def run_steps(asked: DryCase, cluster: ClusterSpec, ext: ModuleType, folder: Pat
     return read_ranks(asked, result, [*recordings, recording], cluster, ext, folder.parent)
 
 
-def preload(case: CaseSpec) -> None:
+def preload(case: Case) -> None:
     """Import what a rank's first step imports, so that ranks which are forked from this process need not."""
     for module in _AT_FIRST:
         import_module(module)
-    if case.strategy in ROWS:
-        make_strategy(case.strategy)
+    if case.job.strategy in ROWS:
+        make_strategy(case.job.strategy)
     _ = torch.empty(1, device="meta") + 1  # torch registers its meta kernels
 
 
@@ -257,7 +248,7 @@ def _train(
     _tell(asked, folder, "build")
     group = dist.group.WORLD
     assert group is not None
-    trainer = Trainer(case, known_dimensions(case.model), strategy, group, device)
+    trainer = Trainer(case, known_dimensions(case.job.model), strategy, group, device)
     if trainer.drops:
         trainer.begin_dropout()
     batch = trainer.batch(0)
@@ -267,7 +258,7 @@ def _train(
     for step in range(steps := steps_for(case)):
         _tell(asked, folder, f"step {step + 1}/{steps}")
         trainer.step(batch)
-        if case.workload == "inference":  # else the optimizer's step is marked
+        if case.job.workload == "inference":  # else the optimizer's step is marked
             ext.mark("step")
     ext.record(False)
     return observer.stepped, trainer

@@ -1,7 +1,7 @@
 """``python -m refshard.measure.dry.train model=NAME strategy=NAME ...``: train a case, as a script of its own would.
 
 ``refshard dryrun --model`` runs this as the script. It never ends: the dry run stops it after some steps. The arguments
-are the fields of a :class:`~refshard.specs.case.CaseSpec`.
+are fields of a case (:data:`~refshard.specs.case.KEYS`).
 """
 
 import os
@@ -13,22 +13,21 @@ import torch
 import torch.distributed as dist
 
 from refshard.measure.trainer import Trainer
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.model import known_dimensions
-from refshard.specs.reading import convert
 from refshard.strategies import strategy_for
 
 
-def read_case(arguments: Sequence[str]) -> CaseSpec:
+def read_case(arguments: Sequence[str]) -> Case:
     """The case that the arguments describe.
 
     Raises:
         SpecError: it breaks a rule.
     """
-    return convert(dict(argument.split("=", 1) for argument in arguments), CaseSpec, where="dryrun", strict=False)
+    return Case.of(where="dryrun", strict=False, **dict(argument.split("=", 1) for argument in arguments))
 
 
-def train(case: CaseSpec) -> None:
+def train(case: Case) -> None:
     """Step the case on this rank's device, without end.
 
     Raises:
@@ -39,7 +38,7 @@ def train(case: CaseSpec) -> None:
     dist.init_process_group("nccl")
     assert dist.group.WORLD is not None
     strategy = strategy_for(case, cuda=True)
-    trainer = Trainer(case, known_dimensions(case.model), strategy, dist.group.WORLD, device)
+    trainer = Trainer(case, known_dimensions(case.job.model), strategy, dist.group.WORLD, device)
     if trainer.drops:
         trainer.begin_dropout()
     for step in count():

@@ -3,22 +3,28 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from refshard.measure.environment import capture_environment
-from refshard.measure.launchers.base import Job, check_fits_machine
-from refshard.measure.launchers.ranks import RankLauncher, Ranks, rank_environment, started, worker_arguments
-from refshard.measure.meeting import STORE_IS_HELD
+from refshard.measure.launchers.base import (
+    Launcher,
+    Program,
+    Ranks,
+    check_fits_machine,
+    rank_environment,
+    started,
+    worker_arguments,
+)
+from refshard.measure.worker import STORE_IS_HELD
 from refshard.records import Environment
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 
 ADDRESS = "127.0.0.1"
 
 
-class LocalLauncher(RankLauncher):
+class LocalLauncher(Launcher):
     """One worker process a rank; they meet at a store of this process, on a port that the kernel chose.
 
     With ``source``, a checkout, ranks run the refshard that is in it instead of this one.
@@ -30,24 +36,24 @@ class LocalLauncher(RankLauncher):
         self._source = {} if source is None else {"PYTHONPATH": str(source), "PYTHONSAFEPATH": "1"}
 
     @contextmanager
-    def start(self, job: Job, folder: Path) -> Iterator[Ranks]:
+    def start(self, program: Program, folder: Path) -> Iterator[Ranks]:
         store = TCPStore(ADDRESS, 0, is_master=True, wait_for_workers=False)
-        environments = [{**place, **self._source} for place in local_places(job.processes, store.port)]
-        arguments = [worker_arguments(job, folder, self._worker)] * job.processes
-        with started(sys.executable, arguments, environments, folder, folder / "logs") as ranks:
+        arguments = worker_arguments(program, folder, self._worker)
+        own = [(arguments, {**place, **self._source}) for place in local_places(program.processes, store.port)]
+        with started(sys.executable, own, folder) as ranks:
             yield ranks
 
-    def check(self, case: CaseSpec, *, oversubscribe: bool) -> None:
+    def check(self, case: Case, *, oversubscribe: bool) -> None:
         check_fits_machine(case, case.processes, oversubscribe=oversubscribe)
 
-    def environment(self, threads: int, beside: Path, on_progress: Callable[[str], None]) -> Environment:
+    def environment(self, threads: int, run: Path, on_progress: Callable[[str], None]) -> Environment:
         return capture_environment(threads)
 
 
 def local_places(ranks: int, port: int) -> list[dict[str, str]]:
-    """The variables of each rank, where all are here and meet at a store of this process at ``port``."""
-    place = partial(rank_environment, world_size=ranks, local_world_size=ranks, address=ADDRESS, port=port)
-    return [{**place(rank, rank), **STORE_IS_HELD} for rank in range(ranks)]
+    """The variables of each rank if all are here and meet at a store of this process at ``port``."""
+    sizes = {"world_size": ranks, "local_world_size": ranks}
+    return [{**rank_environment(r, r, address=ADDRESS, port=port, **sizes), **STORE_IS_HELD} for r in range(ranks)]
 
 
 def worker_of(source: Path | None) -> str:

@@ -1,9 +1,9 @@
 """Ranks on several hosts that this machine makes of itself (Linux, root, iproute2's ``ip`` and ``tc``).
 
 Each host is a network namespace whose only way out is ``eth0``, one end of a veth pair; the other ends are ports of a
-bridge in one more namespace, the switch. A token bucket (tbf) holds what a host sends to the network's rate, so what it
-receives is held by its peers'. Nothing is made in the machine's own namespace, and no two networks can reach each
-other: each may use the same addresses, and none can clash with those of the machine.
+bridge in one more namespace, the switch. A token bucket (tbf) limits what a host sends to the network's rate, and so
+what its peers receive. Nothing is made in the machine's own namespace, and networks cannot reach each other: all may
+use the same addresses, and none can clash with those of the machine.
 """
 
 import os
@@ -13,17 +13,23 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
+from itertools import count
 from pathlib import Path
 
 from refshard.errors import LaunchError
 from refshard.measure.environment import capture_environment
 from refshard.measure.interruption import Interruption
-from refshard.measure.launchers.base import Job, check_fits_machine
-from refshard.measure.launchers.ranks import RankLauncher, Ranks, rank_environment, started, worker_arguments
+from refshard.measure.launchers.base import (
+    Launcher,
+    Program,
+    Ranks,
+    check_fits_machine,
+    rank_environment,
+    started,
+    worker_arguments,
+)
 from refshard.records import Environment
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.suite import NetworkSpec
 
 INTERFACE = "eth0"
@@ -34,55 +40,31 @@ _LATENCY = "50ms"
 """How long a byte may queue in a host before it is dropped; TCP slows down first."""
 _REMEDY = 'set launcher = "local"'
 _NAME = re.compile(r"refshard-(?P<pid>\d+)-(?P<born>\d+)-\d+-(?:switch|host\d+)")
-
-_made = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Names:
-    """The namespaces of one network, named after the process that makes it, so that no two networks share one.
-
-    ``born`` is when that process started (clock ticks after boot): process ids come back, and this tells a leftover
-    from the network of a living run.
-    """
-
-    pid: int
-    born: int
-    serial: int
-
-    @property
-    def switch(self) -> str:
-        """Namespace of the bridge."""
-        return f"refshard-{self.pid}-{self.born}-{self.serial}-switch"
-
-    def host(self, index: int) -> str:
-        """Namespace of host ``index``."""
-        return f"refshard-{self.pid}-{self.born}-{self.serial}-host{index}"
-
-    def all(self, hosts: int) -> tuple[str, ...]:
-        """Every namespace of a network of ``hosts`` hosts."""
-        return (self.switch, *(self.host(index) for index in range(hosts)))
+_PORT = 29500
+"""Rank 0's store. Each launch makes hosts of its own, so the port is always free there."""
+_serials = count(1)
 
 
 class Network:
     """The hosts of a :class:`NetworkSpec`, as a context: made on entry and removed on every path out.
 
-    A signal that raises in this process could cut the removal short: enter it within an ``Interruption``.
+    Namespaces are named after the process that makes them and when it started (clock ticks after boot), since process
+    ids come back: so no two networks share a name, and leftovers are told from the network of a living run. A signal
+    that raises in this process could cut the removal short: enter it within an ``Interruption``.
 
     Raises:
-        LaunchError: on entry, where a command fails; what it made by then is removed.
+        LaunchError: on entry, if a command fails; what it made by then is removed.
     """
 
     program = "ip"
     """What enters a host."""
 
     def __init__(self, spec: NetworkSpec) -> None:
-        global _made
-        _made += 1
         self._spec = spec
         born = born_at(os.getpid())
-        assert born is not None, "network namespaces need Linux, and a process of its own is there"
-        self._names = Names(pid=os.getpid(), born=born, serial=_made)
+        assert born is not None, "network namespaces need Linux, where this process has a start time"
+        self.name = f"refshard-{os.getpid()}-{born}-{next(_serials)}"
+        self.hosts = tuple(f"{self.name}-host{index}" for index in range(spec.hosts))
 
     def address(self, host: int) -> str:
         """IPv4 address of a host."""
@@ -90,46 +72,42 @@ class Network:
 
     def inside(self, host: int) -> tuple[str, ...]:
         """What follows :attr:`program` for a command to run on a host; ``ip`` becomes it: same process, same parent."""
-        return ("netns", "exec", self._names.host(host))
+        return ("netns", "exec", self.hosts[host])
+
+    def commands(self) -> Iterator[tuple[str, ...]]:
+        """The command lines that make the network, in order."""
+        spec, switch = self._spec, f"{self.name}-switch"
+        for name in (switch, *self.hosts):
+            yield ("ip", "netns", "add", name)
+        yield ("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+        yield ("ip", "-n", switch, "link", "set", "bridge", "up")
+        for index, host in enumerate(self.hosts):
+            port = f"port{index}"
+            # Both ends are made in place: an interface that is never in the machine's namespace clashes with none.
+            pair = ("link", "add", INTERFACE, "type", "veth", "peer", "name", port, "netns", switch)
+            yield ("ip", "-n", host, *pair)
+            yield ("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
+            yield ("ip", "-n", host, "address", "add", f"{self.address(index)}/24", "dev", INTERFACE)
+            yield ("ip", "-n", host, "link", "set", "lo", "up")
+            yield ("ip", "-n", host, "link", "set", INTERFACE, "up")
+            bucket = ("rate", f"{spec.bits_per_s}bit", "burst", f"{BURST_BYTES}b", "latency", _LATENCY)
+            yield ("tc", "-n", host, "qdisc", "add", "dev", INTERFACE, "root", "tbf", *bucket)
 
     def __enter__(self) -> "Network":
         remove_leftovers()
         try:
-            for command in commands(self._spec, self._names, self.address):
+            for command in self.commands():
                 _run(command)
         except BaseException:
-            self._remove()
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._remove()
-
-    def _remove(self) -> None:
-        present = set(namespaces())
         with ExitStack() as each:  # also after one of them failed
-            for name in self._names.all(self._spec.hosts):
-                if name in present:
+            for name in namespaces():
+                if name in (f"{self.name}-switch", *self.hosts):
                     each.callback(_run, ("ip", "netns", "delete", name))
-
-
-def commands(spec: NetworkSpec, names: Names, address: Callable[[int], str]) -> Iterator[tuple[str, ...]]:
-    """The command lines that make the network, in order."""
-    for name in names.all(spec.hosts):
-        yield ("ip", "netns", "add", name)
-    yield ("ip", "-n", names.switch, "link", "add", "bridge", "type", "bridge")
-    yield ("ip", "-n", names.switch, "link", "set", "bridge", "up")
-    for index in range(spec.hosts):
-        host, port = names.host(index), f"port{index}"
-        # Both ends are made where they belong: an interface that is never in the machine's namespace clashes with none.
-        pair = ("link", "add", INTERFACE, "type", "veth", "peer", "name", port, "netns", names.switch)
-        yield ("ip", "-n", host, *pair)
-        yield ("ip", "-n", names.switch, "link", "set", port, "master", "bridge", "up")
-        yield ("ip", "-n", host, "address", "add", f"{address(index)}/24", "dev", INTERFACE)
-        yield ("ip", "-n", host, "link", "set", "lo", "up")
-        yield ("ip", "-n", host, "link", "set", INTERFACE, "up")
-        bucket = ("rate", f"{spec.bits_per_s}bit", "burst", f"{BURST_BYTES}b", "latency", _LATENCY)
-        yield ("tc", "-n", host, "qdisc", "add", "dev", INTERFACE, "root", "tbf", *bucket)
 
 
 def namespaces() -> tuple[str, ...]:
@@ -166,8 +144,7 @@ def check(spec: NetworkSpec) -> None:
     Raises:
         LaunchError: this process cannot make it; with the cause and the remedy in one line.
     """
-    found = obstacle(sys.platform, os.geteuid(), shutil.which)
-    if found is not None:
+    if (found := obstacle(sys.platform, os.geteuid(), shutil.which)) is not None:
         raise LaunchError(found)
     with Interruption(), Network(spec):
         pass
@@ -193,11 +170,7 @@ def born_at(pid: int) -> int | None:
     return int(text.rpartition(")")[2].split()[19])  # field 22; the second is a name in parentheses, of any content
 
 
-_PORT = 29500
-"""Rank 0's store. Each launch makes hosts of its own, so the port is always free there."""
-
-
-class NetlabLauncher(RankLauncher):
+class NetlabLauncher(Launcher):
     """Makes the network anew for each launch, and spreads the ranks evenly over its hosts, in order.
 
     A single rank runs on host 0.
@@ -207,36 +180,37 @@ class NetlabLauncher(RankLauncher):
         self._spec = spec
 
     @contextmanager
-    def start(self, job: Job, folder: Path) -> Iterator[Ranks]:
-        """See :meth:`RankLauncher.start`.
+    def start(self, program: Program, folder: Path) -> Iterator[Ranks]:
+        """See :meth:`Launcher.start`.
 
         Raises:
             SpecError: the ranks cannot be spread evenly over the hosts.
             LaunchError: the network cannot be made.
         """
         network = Network(self._spec)
-        program, arguments, environments = placed(job, folder, network, self._spec.ranks_per_host(job.processes))
-        with network, started(program, arguments, environments, folder, folder / "logs") as ranks:
-            yield ranks
+        ranks = placed(program, folder, network, self._spec.ranks_per_host(program.processes))
+        with network, started(network.program, ranks, folder) as found:
+            yield found
 
-    def check(self, case: CaseSpec, *, oversubscribe: bool) -> None:
+    def check(self, case: Case, *, oversubscribe: bool) -> None:
         check_fits_machine(case, case.processes, oversubscribe=oversubscribe)
 
-    def environment(self, threads: int, beside: Path, on_progress: Callable[[str], None]) -> Environment:
+    def environment(self, threads: int, run: Path, on_progress: Callable[[str], None]) -> Environment:
         return capture_environment(threads, self._spec.description)
 
 
 def placed(
-    job: Job, folder: Path, network: Network, per_host: int
-) -> tuple[str, list[tuple[str, ...]], list[dict[str, str]]]:
-    """The program that all ranks begin with, and each rank's arguments and variables, ``per_host`` ranks to a host."""
-    arguments, environments = [], []
-    place = partial(
-        rank_environment, world_size=job.processes, local_world_size=per_host, address=network.address(0), port=_PORT
-    )
-    for rank in range(job.processes):
+    program: Program, folder: Path, network: Network, per_host: int
+) -> list[tuple[tuple[str, ...], dict[str, str]]]:
+    """Each rank's arguments to the network's program, and its variables, ``per_host`` ranks to a host."""
+    ranks = []
+    for rank in range(program.processes):
         host, local_rank = divmod(rank, per_host)
-        arguments.append((*network.inside(host), sys.executable, *worker_arguments(job, folder)))
+        place = rank_environment(
+            rank, local_rank, world_size=program.processes, local_world_size=per_host, address=network.address(0),
+            port=_PORT,
+        )  # fmt: skip
         # Gloo must be told: the machine's name, which it would look up, leads to no address of this network.
-        environments.append({**place(rank, local_rank), "GLOO_SOCKET_IFNAME": INTERFACE})
-    return network.program, arguments, environments
+        arguments = (*network.inside(host), sys.executable, *worker_arguments(program, folder))
+        ranks.append((arguments, {**place, "GLOO_SOCKET_IFNAME": INTERFACE}))
+    return ranks

@@ -1,9 +1,9 @@
 """Ranks that the user's own torchrun started, on one host or many.
 
 Every process of torchrun runs the same command of refshard. Rank 0 measures; the others serve it: each starts its rank
-of every job, as rank 0 announces them. They meet at torchrun's own store, where rank 0 leaves the port of one that it
-holds: that ends with rank 0, however it ends, and so no server outlives it. Each job's ranks meet at one more store of
-rank 0, on a port that the kernel chose.
+of every program that rank 0 announces. They meet at torchrun's own store, where rank 0 leaves the port of a store that
+it holds itself: that ends with rank 0, however it ends, and so no server outlives it. The ranks of each program meet at
+one more store of rank 0, on a port that the kernel chose.
 """
 
 import os
@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,36 +22,37 @@ from torch.distributed.rendezvous import rendezvous
 
 from refshard.errors import LaunchError, SpecError
 from refshard.measure.interruption import Interruption
-from refshard.measure.launchers.base import Job, check_fits_machine, environment_elsewhere
-from refshard.measure.launchers.ranks import (
+from refshard.measure.launchers.base import (
     POLL_S,
+    Launcher,
+    LaunchOutcome,
+    Program,
     RankEnd,
-    RankLauncher,
     Ranks,
+    check_fits_machine,
+    environment_elsewhere,
     rank_environment,
     started,
     worker_arguments,
 )
-from refshard.measure.meeting import STORE_IS_HELD
-from refshard.measure.worker import ASK, end_with_parent
+from refshard.measure.worker import ASK, STORE_IS_HELD, end_with_parent, request_file
 from refshard.records import Environment
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 
 _BEAT_S = 1.0
 _IDLE_S = 0.5
 _SEEN_S = 30.0
-"""How long another host's new folder may take to be seen."""
+"""How long another host's new folder may take to appear."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where torchrun put this process."""
+class Place(msgspec.Struct, frozen=True, kw_only=True, rename="upper"):
+    """Where torchrun put this process, by its variables."""
 
     rank: int
     local_rank: int
     world_size: int
     local_world_size: int
-    address: str
+    address: str = msgspec.field(name="MASTER_ADDR")
 
 
 def place_of(variables: Mapping[str, str]) -> Place:
@@ -67,19 +67,13 @@ def place_of(variables: Mapping[str, str]) -> Place:
             "launcher 'torchrun' needs torchrun, which did not start this process; run: torchrun "
             f"--nproc-per-node G --no-python {command}"
         )
-    return Place(
-        rank=int(variables["RANK"]),
-        local_rank=int(variables["LOCAL_RANK"]),
-        world_size=int(variables["WORLD_SIZE"]),
-        local_world_size=int(variables["LOCAL_WORLD_SIZE"]),
-        address=variables["MASTER_ADDR"],
-    )
+    return msgspec.convert(dict(variables), Place, strict=False)
 
 
 class Announced(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 tells of a job; ``port`` is that of the store where its ranks meet."""
+    """What rank 0 announces; ``port`` is that of the store where the program's ranks meet."""
 
-    job: Job
+    program: Program
     folder: str
     port: int
 
@@ -92,13 +86,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 PORT = "port"
-"""Where the port of rank 0's store lies in torchrun's. In rank 0's store lie, for ranks and numbers of jobs:
+"""Where the port of rank 0's store lies in torchrun's. In rank 0's store lie, for program N and each rank:
 
-- ``job/N``: the job, announced; if there are no more, whether all went well
-- ``job/N/call_off``: the signal for its ranks: to end them, or to ask them before where they stand
-- ``job/N/asked/RANK``: set when a server has asked its rank where it stands
+- ``job/N``: the program, announced; after the last, whether all went well
+- ``job/N/call_off``: the signal for its ranks: to end them, or before that, to ask them for their stacks
+- ``job/N/asked/RANK``: set when a server has asked its rank
 - ``job/N/ends``, ``job/N/end/INDEX``: how many servers have reported their rank's end, and their reports in that order
-- ``beat/RANK``, ``gone/RANK``: what a server changes as long as it lives, and sets when it leaves
+- ``beat/RANK``, ``gone/RANK``: changed by a server as long as it lives, and set when it leaves
 """
 
 
@@ -109,8 +103,8 @@ def agents_store() -> Store:
 
 
 def start_rank(announced: Announced, place: Place) -> AbstractContextManager[Ranks]:
-    """Start this process's rank of a job, which may have fewer ranks than torchrun."""
-    folder, processes = Path(announced.folder), announced.job.processes
+    """Start this process's rank of a program, which may have fewer ranks than torchrun."""
+    folder, processes = Path(announced.folder), announced.program.processes
     environment = rank_environment(
         place.rank,
         place.local_rank,
@@ -119,18 +113,12 @@ def start_rank(announced: Announced, place: Place) -> AbstractContextManager[Ran
         address=place.address,
         port=announced.port,
     )
-    return started(
-        sys.executable,
-        [worker_arguments(announced.job, folder)],
-        [{**environment, **STORE_IS_HELD}],
-        folder,
-        folder / "logs" / f"rank{place.rank}",
-        first_rank=place.rank,
-    )
+    own = (worker_arguments(announced.program, folder), {**environment, **STORE_IS_HELD})
+    return started(sys.executable, [own], folder, first_rank=place.rank)
 
 
 def serve(place: Place) -> bool:
-    """Start this process's rank of every job, until rank 0 ends or torchrun says so; return whether all went well."""
+    """Start this process's rank of every program, until rank 0 or torchrun ends; return whether all went well."""
     end_with_parent(os.getppid(), signal.SIGTERM)
     with suppress(KeyboardInterrupt, DistError), Interruption() as interruption:
         agents = agents_store()
@@ -143,7 +131,7 @@ def serve(place: Place) -> bool:
 
 
 class Server:
-    """Serves from :meth:`serve` on; ``interruption`` notes the signals that this process gets."""
+    """Serves rank 0; ``interruption`` notes signals to this process."""
 
     def __init__(self, place: Place, store: Store, interruption: Interruption) -> None:
         self._place, self._store, self._interruption = place, store, interruption
@@ -153,7 +141,7 @@ class Server:
         """See :func:`serve`."""
         number = 0
         while isinstance(announced := self._next(number), Announced):
-            if self._place.rank < announced.job.processes:
+            if self._place.rank < announced.program.processes:
                 self._report(number, self._run(number, announced))
             number += 1
         self._store.set(f"gone/{self._place.rank}", "")
@@ -171,7 +159,7 @@ class Server:
         rank = self._place.rank
         called_off = Report(end=RankEnd(rank=rank, exit_code=-signal.SIGTERM))
         try:
-            trouble = self._unseen(number, Path(announced.folder) / announced.job.asked)
+            trouble = self._unseen(number, request_file(Path(announced.folder), announced.program.name))
             if trouble is not None:
                 return msgspec.structs.replace(called_off, trouble=trouble)
             with start_rank(announced, self._place) as ranks:
@@ -183,15 +171,15 @@ class Server:
             return msgspec.structs.replace(called_off, trouble=trouble)
         return Report(end=ends[0]) if ends else called_off
 
-    def _unseen(self, number: int, asked: Path) -> str | None:
-        """Wait for what the job is asked. Why its rank cannot start, if so; empty if the job was called off."""
+    def _unseen(self, number: int, request: Path) -> str | None:
+        """Wait for the request. Why the rank cannot start, if so; empty if it was called off."""
         deadline = time.monotonic() + _SEEN_S
-        while not asked.exists():
+        while not request.exists():
             if self._signal(number) is not None:
                 return ""
             if time.monotonic() > deadline:
                 return (
-                    f"rank {self._place.rank} on {os.uname().nodename} does not see {asked}; set --out to a folder "
+                    f"rank {self._place.rank} on {os.uname().nodename} does not see {request}; set --out to a folder "
                     "that all nodes share"
                 )
             self._beat()
@@ -214,7 +202,7 @@ class Server:
         return ends
 
     def _signal(self, number: int) -> signal.Signals | None:
-        """The signal for the job's rank, if there is one."""
+        """The signal for the rank, if there is one."""
         if self._interruption.received:
             return signal.SIGTERM
         if not self._store.check([f"job/{number}/call_off"]):
@@ -235,17 +223,17 @@ class Server:
 
 _COME_S = 300.0
 _LOST_S = 180.0
-"""A server that says nothing for so long is lost. It says nothing while it ends a rank: 5 s to be asked, twice 30 s to
-end, and 10 s for what it left; on a busy host that takes longer.
+"""A server that is silent for so long is lost. It is silent while it ends a rank: 5 s for the stack, twice 30 s to end,
+and 10 s for leftovers; longer on a busy host.
 """
 _ANSWER_S = 15.0
-"""How long servers may take to ask their ranks where they stand."""
+"""How long servers may take to ask their ranks for stacks."""
 _LEAVE_S = 5.0
 _LOOK_S = 1.0
 
 
-class TorchrunLauncher(RankLauncher):
-    """Rank 0. Use it as a context: on entry the other ranks have come, and at the end they are sent home."""
+class TorchrunLauncher(Launcher):
+    """Rank 0. Use it as a context: on entry it waits for the other ranks, and at the end it dismisses them."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -272,8 +260,8 @@ class TorchrunLauncher(RankLauncher):
             self.dismiss(well=False)
 
     def dismiss(self, *, well: bool) -> None:
-        """Send the other ranks home. They end as this process will: a host where all ended well waits for the others,
-        which torchrun lets a host that failed not tell.
+        """Dismiss the other ranks. They exit like this process: torchrun on a host that ended well waits for the
+        others, and a host that failed does not tell them.
         """
         self._dismissed = True
         self._store.set(f"job/{self._jobs}", msgspec.json.encode(well).decode())
@@ -282,42 +270,42 @@ class TorchrunLauncher(RankLauncher):
             time.sleep(POLL_S)
 
     @contextmanager
-    def start(self, job: Job, folder: Path) -> Iterator[Ranks]:
-        """See :meth:`RankLauncher.start`.
+    def start(self, program: Program, folder: Path) -> Iterator[Ranks]:
+        """See :meth:`Launcher.start`.
 
         Raises:
             LaunchError: a rank of torchrun is lost, or does not see the folder.
         """
         meeting = _open_store(self._place)
-        announced = Announced(job=job, folder=str(folder), port=meeting.port)
+        announced = Announced(program=program, folder=str(folder), port=meeting.port)
         number, self._jobs = self._jobs, self._jobs + 1
         self._store.set(f"job/{number}", msgspec.json.encode(announced).decode())
         try:
             with start_rank(announced, self._place) as own:
-                yield _Everywhere(own, self._store, number, job.processes)
+                yield _Everywhere(own, self._store, number, program.processes)
         finally:
             self._store.set(f"job/{number}/call_off", str(int(signal.SIGTERM)))
 
-    def check(self, case: CaseSpec, *, oversubscribe: bool) -> None:
+    def check(self, case: Case, *, oversubscribe: bool) -> None:
         """See :meth:`Launcher.check`. All hosts are of one kind."""
         place = self._place
         if case.processes > place.world_size:
             raise SpecError(
-                f"world_size: {case.processes} ranks asked for, torchrun started {place.world_size}; lower it, or "
+                f"gpus: {case.processes} ranks asked for, torchrun started {place.world_size}; lower it, or "
                 "raise torchrun's --nproc-per-node or --nnodes"
             )
         check_fits_machine(case, min(case.processes, place.local_world_size), oversubscribe=oversubscribe)
 
-    def environment(self, threads: int, beside: Path, on_progress: Callable[[str], None]) -> Environment:
+    def environment(self, threads: int, run: Path, on_progress: Callable[[str], None]) -> Environment:
         """See :meth:`Launcher.environment`. A rank of every host tells."""
         place = self._place
         hosts = -(-place.world_size // place.local_world_size)
         network = f"{hosts} hosts of {place.local_world_size} ranks (torchrun)" if hosts > 1 else ""
-        return environment_elsewhere(self, place.world_size, threads, network, beside, on_progress)
+        return environment_elsewhere(self, place.world_size, threads, network, run, on_progress)
 
 
 class _Everywhere(Ranks):
-    """Rank 0, which is a child of this process, and the ranks of the servers."""
+    """Rank 0, a child of this process, and the ranks of the servers."""
 
     def __init__(self, own: Ranks, store: Store, number: int, processes: int) -> None:
         self._own, self._store, self._number = own, store, number
@@ -333,8 +321,18 @@ class _Everywhere(Ranks):
             return self.end(signal.SIGTERM)
         return None if self._running else tuple(self._ends)
 
+    def outcome(self, ends: tuple[RankEnd, ...]) -> LaunchOutcome:
+        return self._own.outcome(ends)
+
+    @property
+    def ran_s(self) -> float:
+        return self._own.ran_s
+
+    def progress(self) -> str:
+        return self._own.progress()
+
     def ask(self) -> None:
-        """See :class:`Ranks`. None is ended before all were asked: a rank that lost its peer stands elsewhere."""
+        """See :class:`Ranks`. All are asked before one is ended: a rank that lost its peer stands elsewhere."""
         self._store.set(f"job/{self._number}/call_off", str(int(ASK)))
         if 0 in self._running:
             self._own.ask()
@@ -369,7 +367,7 @@ class _Everywhere(Ranks):
             raise LaunchError(f"rank {rank} of torchrun exited; check torchrun's output and --resume the run")
 
     def _lost(self) -> set[int]:
-        """Servers that left, or say nothing any more, of those whose ranks run."""
+        """Servers with running ranks that left, or are silent."""
         now, others = time.monotonic(), sorted(self._running - {0})
         if now < self._looked + _LOOK_S or not others:
             return set()

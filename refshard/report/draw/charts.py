@@ -19,17 +19,12 @@ from refshard.report.draw.palette import INK, Look
 
 _GRID = "rgba(128,128,128,0.25)"
 _AXIS = {
-    "gridcolor": _GRID,
-    "zerolinecolor": _GRID,
-    "linecolor": _GRID,
-    "automargin": True,
-    "ticklabelstandoff": 5,
+    "gridcolor": _GRID, "zerolinecolor": _GRID, "linecolor": _GRID, "automargin": True, "ticklabelstandoff": 5,
     "title": {"font": {"size": 13}},
-}
+}  # fmt: skip
 _ROW_PX, _LOW_ROW_PX, _MANY_ROWS = 32, 26, 12
-"""Height of a row, and its height from so many rows on."""
-BAR = 0.7
-"""Of a row. Plotly would else take the least distance between bars of one trace for it."""
+"""Height of a row, and its height if there are more than so many."""
+_BAR = 0.7  # of a row; plotly's default is the least distance between bars of one trace
 
 THEME = go.layout.Template(
     layout={
@@ -48,7 +43,7 @@ THEME = go.layout.Template(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A figure as plotly's JSON without its theme, and the sentence that says what it shows; a page may fold it."""
+    """A figure as plotly's JSON without its theme, and a sentence that says what it shows; a page may fold it."""
 
     id: str
     title: str
@@ -88,24 +83,6 @@ class Row:
     case: int | None = None
 
 
-def lay_out(figure: go.Figure, rows: Sequence[Row], *, barmode: str, legend: bool = False) -> None:
-    """Give each row its name, from top to bottom."""
-    count = max(len(rows), 1)
-    row_px = _ROW_PX if count <= _MANY_ROWS else _LOW_ROW_PX
-    figure.update_layout(
-        template=THEME, height=70 + (60 if legend else 0) + row_px * count, showlegend=legend, barmode=barmode,
-        meta={"rows": [{"text": row.text, "case": row.case} for row in rows]},
-    )  # fmt: skip
-    figure.update_yaxes(
-        ticklabelstandoff=6,
-        tickvals=list(range(len(rows))),
-        ticktext=[row.text for row in rows],
-        range=[count - 0.5, -0.5],
-        showgrid=False,
-        zeroline=False,
-    )
-
-
 def label_text(name: str) -> str:
     """A name as plotly must get it, because plotly reads a subset of HTML in every label."""
     return html.escape(name, quote=False)
@@ -140,7 +117,7 @@ def stacked(
     rows: Sequence[Row], bars: Sequence[Bar], looks: Mapping[str, Look], unit: Literal["s", "B"], axis: str
 ) -> go.Figure:
     """Stacked bars; ``axis`` follows the unit in the axis's title. Parts that no bar has are left out."""
-    told = {"s": format_seconds, "B": format_bytes}[unit]
+    text = {"s": format_seconds, "B": format_bytes}[unit]
     shown, size = axis_unit(unit, max((sum(bar.parts.values()) for bar in bars), default=1.0))
     figure = go.Figure()
     for part, look in looks.items():
@@ -150,17 +127,25 @@ def stacked(
                 name=label_text(part),
                 y=[bar.place for bar in bars],
                 x=short([value / size for value in values]),
-                width=BAR,
+                width=_BAR,
                 orientation="h",
                 marker=filling(look),
                 customdata=[
-                    f"{label_text(bar.name)}<br>{label_text(part)}: {told(value)}, "
+                    f"{label_text(bar.name)}<br>{label_text(part)}: {text(value)}, "
                     f"{format_percent(value / (sum(bar.parts.values()) or 1))}"
                     for bar, value in zip(bars, values)
                 ],
                 hovertemplate="%{customdata}<extra></extra>",
             )
-    lay_out(figure, rows, barmode="stack", legend=True)
+    count = max(len(rows), 1)
+    figure.update_layout(
+        template=THEME, height=130 + (_ROW_PX if count <= _MANY_ROWS else _LOW_ROW_PX) * count, showlegend=True,
+        barmode="stack", meta={"rows": [{"text": row.text, "case": row.case} for row in rows]},
+    )  # fmt: skip
+    figure.update_yaxes(
+        ticklabelstandoff=6, tickvals=list(range(len(rows))), ticktext=[row.text for row in rows],
+        range=[count - 0.5, -0.5], showgrid=False, zeroline=False,
+    )  # fmt: skip
     return figure.update_xaxes(title_text=f"{shown} {axis}", rangemode="tozero", nticks=6)
 
 

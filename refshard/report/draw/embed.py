@@ -1,6 +1,7 @@
 """Traces inside a page, so that a page that is sent elsewhere can still open them in Perfetto."""
 
 import base64
+import contextlib
 import gzip
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,24 +18,14 @@ def embedded(paths: Sequence[Path]) -> list[str | None]:
     """Each trace's gzip as base64, None if it is too large or cannot be read."""
     left, found = MOST_EMBEDDED_TOGETHER, list[str | None]()
     for path in paths:
-        content = _gzipped(path, min(left, MOST_EMBEDDED))
-        left -= len(content or b"")
-        found.append(None if content is None else base64.b64encode(content).decode())
+        most, content = min(left, MOST_EMBEDDED), None
+        with contextlib.suppress(OSError):
+            with path.open("rb") as file:
+                compressed = file.read(2) == b"\x1f\x8b"
+            # A trace as plain JSON compresses to about a tenth.
+            if path.stat().st_size <= (most if compressed else 16 * most):
+                content = path.read_bytes() if compressed else gzip.compress(path.read_bytes(), mtime=0)
+        kept = None if content is None or len(content) > most else content
+        left -= len(kept or b"")
+        found.append(None if kept is None else base64.b64encode(kept).decode())
     return found
-
-
-def _gzipped(path: Path, most: int) -> bytes | None:
-    """The trace's bytes as gzip, None if they are more than ``most`` or the file cannot be read any more."""
-    try:
-        size = path.stat().st_size
-        if size > 16 * most:  # a trace as plain JSON compresses to about a tenth
-            return None
-        with path.open("rb") as file:
-            compressed = file.read(2) == b"\x1f\x8b"
-        if compressed and size > most:
-            return None
-        content = path.read_bytes()
-    except OSError:
-        return None
-    content = content if compressed else gzip.compress(content, mtime=0)
-    return content if len(content) <= most else None

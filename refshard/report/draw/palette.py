@@ -34,7 +34,7 @@ def look(place: int) -> Look:
 
 
 def dimmed(colour: str) -> str:
-    """A colour that leaves the eye to others."""
+    """The colour at low opacity."""
     return f"{colour}47"
 
 

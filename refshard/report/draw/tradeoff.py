@@ -7,7 +7,6 @@ hides points.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import plotly.graph_objects as go
 
@@ -24,7 +23,7 @@ _BAND = "rgba(0,114,178,0.10)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A strategy: its step time (s, perhaps with an interval) and memory (B), what pointing at it says, and its look.
+    """A strategy: its step time (s, perhaps with an interval), memory (B), tip and look.
 
     ``place`` chooses the marker; ``number`` is that of its case, if there are cases.
     """
@@ -42,9 +41,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """What stands around the points: the memory's name, the limit (B) with its name, and up to which step time (s)
-    points tie with the fastest.
-    """
+    """The memory's name, the limit (B) with its name, and the step time (s) up to which points tie with the fastest."""
 
     memory: str
     limit: float | None = None
@@ -53,7 +50,7 @@ class Frame:
 
 
 def front(points: Sequence[Point]) -> list[Point]:
-    """The points that no other beats in both, from the least memory on."""
+    """The points that no other beats in both, by memory."""
     kept: list[Point] = []
     for point in sorted(points, key=lambda point: (point.memory, point.time)):
         if not kept or point.time < kept[-1].time:
@@ -81,15 +78,34 @@ def tradeoff_figure(points: Sequence[Point], frame: Frame, predicted: Sequence[P
     if predicted:
         figure.add_trace(_points(predicted, (size_x, size_y), hollow=True))
     figure.add_trace(_points(points, (size_x, size_y), hollow=False))
-    figure.update_xaxes(title_text=f"{frame.memory} per rank, {unit_x} (lower is better)", nticks=8)
-    figure.update_yaxes(title_text=f"step time, {unit_y} (lower is better)", nticks=7)
     figure.update_layout(template=THEME, height=400, showlegend=bool(predicted), hovermode="closest", margin={"t": 24})
     limit = frame.limit / size_x if frame.limit is not None and shows_limit(drawn, frame) else None
     xs = [point.memory / size_x for point in drawn]
-    is_log = max(xs) > _SPREAD * min(xs)
-    _set_ranges(figure, xs, [end / size_y for end in _ends(drawn)], limit, is_log=is_log)
-    if limit is not None:
-        _add_limit(figure, limit, frame.limit_text, is_log=is_log)
+    ys = [y / size_y for point in drawn for y in (point.low, point.time, point.high) if y is not None]
+    # Room around the points for their labels, and for the limit if it is drawn.
+    is_log, left, right = max(xs) > _SPREAD * min(xs), min(xs), max(max(xs), limit or 0.0)
+    if is_log:
+        figure.update_xaxes(tickvals=(ticks := _ticks(left, right)), ticktext=[f"{tick:g}" for tick in ticks])
+        left, right = math.log10(left), math.log10(right)
+    wide, tall = (right - left) or 0.2 * right, (max(ys) - min(ys)) or 0.2 * max(ys)
+    least = left - 0.2 * wide
+    figure.update_xaxes(
+        title_text=f"{frame.memory} per rank, {unit_x} (lower is better)", nticks=8, minor_showgrid=False,
+        type="log" if is_log else "linear", range=short([least if is_log else max(0.0, least), right + 0.12 * wide]),
+    )  # fmt: skip
+    figure.update_yaxes(
+        title_text=f"step time, {unit_y} (lower is better)", nticks=7,
+        range=short([max(0.0, min(ys) - 0.15 * tall), max(ys) + 0.15 * tall]),
+    )  # fmt: skip
+    if limit is not None:  # a line, with its name above the chart, clear of all points
+        figure.add_shape(
+            type="line", x0=limit, x1=limit, yref="paper", y0=0, y1=1, name="limit",
+            line={"color": RED, "dash": "dash", "width": 2},
+        )  # fmt: skip
+        figure.add_annotation(
+            x=math.log10(limit) if is_log else limit, xanchor="right", yref="paper", y=1, yanchor="bottom",
+            showarrow=False, text=f"limit: {frame.limit_text}", font={"size": 12}, borderpad=2, name="limit",
+        )  # fmt: skip
     if frame.tie is not None:
         figure.add_shape(
             type="rect", xref="paper", x0=0, x1=1, y0=min(point.time for point in points) / size_y,
@@ -101,6 +117,12 @@ def tradeoff_figure(points: Sequence[Point], frame: Frame, predicted: Sequence[P
 def _points(points: Sequence[Point], sizes: tuple[float, float], *, hollow: bool) -> go.Scatter:
     size_x, size_y = sizes
     markers = [MARKERS[point.place % len(MARKERS)] for point in points]
+    above = [(point.high - point.time) / size_y if point.high is not None else 0.0 for point in points]
+    below = [(point.time - point.low) / size_y if point.low is not None else 0.0 for point in points]
+    bars = {
+        "type": "data", "symmetric": False, "color": INK, "thickness": 1.5, "width": 5, "visible": any(above + below),
+        "array": short(above), "arrayminus": short(below),
+    }  # fmt: skip
     return go.Scatter(
         name="dry run (hollow)" if hollow else "measured (filled)",
         x=short(point.memory / size_x for point in points),
@@ -116,43 +138,11 @@ def _points(points: Sequence[Point], sizes: tuple[float, float], *, hollow: bool
             "symbol": [f"{marker}-open" for marker in markers] if hollow else markers,
             "line": {"width": 2} if hollow else {"width": 1, "color": INK},
         },
-        error_y=None if hollow else _error_bars(points, size_y),
+        error_y=None if hollow else bars,
         customdata=[point.tip for point in points],
         hovertemplate="%{customdata}<extra></extra>",
         meta={"cases": [point.number for point in points], "labels": not hollow},
     )
-
-
-def _error_bars(points: Sequence[Point], size: float) -> dict[str, Any]:
-    above = [(point.high - point.time) / size if point.high is not None else 0.0 for point in points]
-    below = [(point.time - point.low) / size if point.low is not None else 0.0 for point in points]
-    return {
-        "type": "data", "symmetric": False, "color": INK, "thickness": 1.5, "width": 5, "visible": any(above + below),
-        "array": short(above), "arrayminus": short(below),
-    }  # fmt: skip
-
-
-def _ends(points: Sequence[Point]) -> list[float]:
-    """Step times and the ends of their intervals."""
-    return [end for point in points for end in (point.low, point.time, point.high) if end is not None]
-
-
-def _set_ranges(
-    figure: go.Figure, xs: Sequence[float], ys: Sequence[float], limit: float | None, *, is_log: bool
-) -> None:
-    """Room around the points for their labels, and for the limit if it is drawn."""
-    left, right = min(xs), max(max(xs), limit or 0.0)
-    tall = (max(ys) - min(ys)) or 0.2 * max(ys)
-    if is_log:
-        figure.update_xaxes(tickvals=(ticks := _ticks(left, right)), ticktext=[f"{tick:g}" for tick in ticks])
-        left, right = math.log10(left), math.log10(right)
-    wide = (right - left) or 0.2 * right
-    least = left - 0.2 * wide
-    figure.update_xaxes(
-        type="log" if is_log else "linear", range=short([least if is_log else max(0.0, least), right + 0.12 * wide]),
-        minor_showgrid=False,
-    )  # fmt: skip
-    figure.update_yaxes(range=short([max(0.0, min(ys) - 0.15 * tall), max(ys) + 0.15 * tall]))
 
 
 def _ticks(low: float, high: float) -> list[float]:
@@ -164,14 +154,3 @@ def _ticks(low: float, high: float) -> list[float]:
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     every = [float(f"{step}e{power}") for power in powers for step in (1, 2, 5)]
     return [tick for tick in every if 0.6 * low <= tick <= 1.5 * high]
-
-
-def _add_limit(figure: go.Figure, x: float, text: str, *, is_log: bool) -> None:
-    """A line, with its name above the chart, clear of all points."""
-    figure.add_shape(
-        type="line", x0=x, x1=x, yref="paper", y0=0, y1=1, line={"color": RED, "dash": "dash", "width": 2}, name="limit"
-    )
-    figure.add_annotation(
-        x=math.log10(x) if is_log else x, xanchor="right", yref="paper", y=1, yanchor="bottom", showarrow=False,
-        text=f"limit: {text}", font={"size": 12}, borderpad=2, name="limit",
-    )  # fmt: skip

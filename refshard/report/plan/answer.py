@@ -10,10 +10,10 @@ import msgspec
 
 from refshard.plan.memory import PARTS
 from refshard.plan.plan import TIME_PARTS, Plan, Row, Size, Spread
+from refshard.plan.space import FIELDS
 from refshard.quantities import format_seconds
 from refshard.report.blocks import Answer, Block, Cell, Charts, Cover, Notes, Quantity, Section, Table, Verdict, table
 from refshard.report.plan import text
-from refshard.specs.configuration import Configuration
 
 if TYPE_CHECKING:
     from refshard.report.draw.charts import Chart
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 SHOWN_UNFIT = 4
 """Configurations that do not fit, listed if some fit."""
 COLUMNS = (
-    "world_size", "global_batch", *Configuration.__struct_fields__,
-    *(name for name in Row.__struct_fields__ if name not in ("configuration", "parts", "memory")),
+    *FIELDS, "dp_shard", "microbatch",
+    *(name for name in Row.__struct_fields__ if name not in ("job", "parts", "memory")),
     *(f"{part}_s" for part in TIME_PARTS), *(f"{part}_bytes" for part in PARTS),
 )  # fmt: skip
 """Of CSV."""
@@ -34,7 +34,7 @@ def plan_answer(plan: Plan, spread: Spread, title: str, *, model: str, cluster: 
     """
     shown = next((size for size in reversed(plan.sizes) if size.rows), plan.largest)
     rows, varied = shown.rows, plan.varied
-    ranks = f"{shown.world_size:,} rank{'s' if shown.world_size > 1 else ''}"
+    ranks = f"{shown.gpus:,} rank{'s' if shown.gpus > 1 else ''}"
     fidelity = "dry run" if rows and rows[0].dry_step_s else "closed form"
     about = "nothing was run: every figure follows from the cluster's profile"
     if any(row.dry_step_s for row in rows):
@@ -105,10 +105,10 @@ def _charts(name: str, size: Size, plan: Plan, spread: Spread) -> "list[Chart]":
 def _flat(row: Row) -> dict[str, Any]:
     """A row for CSV: the configuration's fields, and the figures."""
     found: dict[str, Any] = msgspec.structs.asdict(row)
-    configuration, parts, memory = found.pop("configuration"), found.pop("parts"), found.pop("memory")
+    job, parts, memory = found.pop("job"), found.pop("parts"), found.pop("memory")
+    fields = {**msgspec.structs.asdict(job), **msgspec.structs.asdict(job.implementation)}
     return {
-        "world_size": configuration.world_size, "global_batch": configuration.global_batch,
-        **msgspec.structs.asdict(configuration), **found,
+        **{name: fields[name] for name in FIELDS}, "dp_shard": job.dp_shard, "microbatch": job.microbatch, **found,
         **{f"{part}_s": seconds for part, seconds in parts.items()},
         **{f"{part}_bytes": size for part, size in memory.items()},
     }  # fmt: skip
@@ -116,7 +116,7 @@ def _flat(row: Row) -> dict[str, Any]:
 
 def _which(row: Row, varied: Sequence[str], head: str = "strategy", *, batch: bool = True) -> dict[str, Cell]:
     """The columns that say which configuration a row is about; the first has the heading ``head``."""
-    one = row.configuration
+    one = row.job
     found: dict[str, Cell] = {head: one.strategy, "mesh": text.mesh_text(one), **text.variant_columns(one, varied)}
     if batch:
         layers = "selective" if one.checkpointing == "selective" else f"{row.checkpointed} of {row.layers}"
@@ -149,13 +149,13 @@ def _scaling(plan: Plan) -> list[Mapping[str, Cell]]:
     first = best[0][1]
     return [
         {
-            "ranks": size.world_size,
+            "ranks": size.gpus,
             **_which(row, plan.varied, batch=False),
             "step time": Quantity(row.time_s, "s"),
-            "tokens/s": Quantity(row.tokens_per_s_gpu * size.world_size, "rate"),
+            "tokens/s": Quantity(row.tokens_per_s_gpu * size.gpus, "rate"),
             "scaling efficiency": Quantity(row.tokens_per_s_gpu / first.tokens_per_s_gpu, "share"),
             "goodput": Quantity(row.goodput, "share"),
-            "days for 10^12 tokens": f"{row.gpu_hours / size.world_size / 24:,.1f}",
+            "days for 10^12 tokens": f"{row.gpu_hours / size.gpus / 24:,.1f}",
             "USD for 10^12 tokens": f"{row.cost_usd:,.0f}",
         }
         for size, row in best

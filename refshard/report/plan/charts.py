@@ -27,8 +27,7 @@ def tradeoff(size: Size, plan: Plan, spread: Spread) -> Chart:
         tie=(1 + tie) * points[0].time,
     )  # fmt: skip
     front = "; ".join(
-        f"{text.short_text(row.configuration, plan.varied)} ({format_seconds(row.step_s)}, "
-        f"{format_bytes(row.peak_bytes)})"
+        f"{text.short_text(row.job, plan.varied)} ({format_seconds(row.step_s)}, {format_bytes(row.peak_bytes)})"
         for row in size.front
     )
     sentence = (
@@ -40,9 +39,9 @@ def tradeoff(size: Size, plan: Plan, spread: Spread) -> Chart:
 
 def _point(row: Row, place: int, varied: Sequence[str]) -> Point:
     lines = [
-        f"<b>{label_text(row.configuration.strategy + text.variant_text(row.configuration, varied).rstrip(','))}</b>",
-        label_text(text.mesh_text(row.configuration)),
-        label_text(f"{text.batch_text(row.configuration)}, {text.checkpointing_text(row)}"),
+        f"<b>{label_text(row.job.strategy + text.variant_text(row.job, varied).rstrip(','))}</b>",
+        label_text(text.mesh_text(row.job)),
+        label_text(f"{text.batch_text(row.job)}, {text.checkpointing_text(row)}"),
         f"step time {format_seconds(row.time_s)}, {'dry run' if row.dry_step_s else 'closed form'}",
         f"peak memory {format_bytes(row.memory_bytes)}",
         f"{row.tokens_per_s_gpu:,.0f} tokens/s/GPU",
@@ -55,19 +54,19 @@ def _point(row: Row, place: int, varied: Sequence[str]) -> Point:
 
 def _name(row: Row, place: int) -> str:
     """Rows may share a strategy, so each has its place in the table before its name."""
-    return f"{place + 1} {row.configuration.strategy}"
+    return f"{place + 1} {row.job.strategy}"
 
 
 def scaling_chart(plan: Plan) -> Chart:
     """Tokens a second of one GPU against the number of ranks, best configuration of each size, with its range."""
-    best = [(size.world_size, size.rows[0]) for size in plan.sizes if size.rows]
+    best = [(size.gpus, size.rows[0]) for size in plan.sizes if size.rows]
     figure = go.Figure()
     ranks = [count for count, _ in best]
     speeds = [row.tokens_per_s_gpu for _, row in best]
     above = [row.tokens_per_s_gpu * (row.step_s / row.low_s - 1) for _, row in best]
     below = [row.tokens_per_s_gpu * (1 - row.step_s / row.high_s) for _, row in best]
     tips = [
-        f"<b>{count:,} ranks</b><br>{label_text(text.short_text(row.configuration, plan.varied))}<br>"
+        f"<b>{count:,} ranks</b><br>{label_text(text.short_text(row.job, plan.varied))}<br>"
         f"{row.tokens_per_s_gpu:,.0f} tokens/s/GPU" for count, row in best
     ]  # fmt: skip
     figure.add_scatter(

@@ -6,78 +6,80 @@ from refshard.plan.cost_models import find_cost_model
 from refshard.plan.plan import Plan, Row, Spread, cheapest, fastest, ranked
 from refshard.plan.space import OWN_KERNELS
 from refshard.quantities import format_bytes, format_percent, format_seconds
-from refshard.specs.configuration import Configuration
+from refshard.specs.job import Job
 
 _SCHEDULES = {"1f1b": "1F1B", "interleaved": "interleaved", "zero-bubble": "zero bubble"}
 _MOST_TIES = 3
 
 
-def mesh_text(one: Configuration) -> str:
+def mesh_text(one: Job) -> str:
     """The mesh in the field's shorthand, innermost axis first.
 
-    >>> mesh_text(Configuration(strategy="fsdp2", tensor=8, pipeline=16, shard=64, replicate=2))
+    >>> mesh = {"tp": 8, "pp": 16, "dp_replicate": 2, "gpus": 8 * 16 * 128}
+    >>> mesh_text(Job(strategy="fsdp2", model="llama3-405b", global_batch=2048, microbatches=16, **mesh))
     'TP 8 x HSDP 2 x 64 x PP 16 (1F1B)'
     """
     way = find_cost_model(one.strategy)
     if not way.shards_optimizer:
         data = f"DP {one.data_ranks}"
     elif not way.by_unit:
-        data = f"ZeRO-1 {one.shard}" if one.replicate == 1 else f"ZeRO-1 {one.replicate} x {one.shard}"
+        data = f"ZeRO-1 {one.dp_shard}" if one.dp_replicate == 1 else f"ZeRO-1 {one.dp_replicate} x {one.dp_shard}"
     else:
-        data = f"FSDP {one.shard}" if one.replicate == 1 else f"HSDP {one.replicate} x {one.shard}"
-    parts = [f"TP {one.tensor}"] * (one.tensor > 1) + [f"CP {one.context}"] * (one.context > 1) + [data]
-    parts += [f"EP {one.expert}"] * (one.expert > 1)
-    if one.pipeline > 1:
+        data = f"FSDP {one.dp_shard}" if one.dp_replicate == 1 else f"HSDP {one.dp_replicate} x {one.dp_shard}"
+    parts = [f"TP {one.tp}"] * (one.tp > 1) + [f"CP {one.cp}"] * (one.cp > 1) + [data]
+    parts += [f"EP {one.ep}"] * (one.ep > 1)
+    if one.pp > 1:
         stages = f", {one.interleave} stages each" if one.interleave > 1 else ""
-        parts.append(f"PP {one.pipeline} ({_SCHEDULES[one.schedule]}{stages})")
+        parts.append(f"PP {one.pp} ({_SCHEDULES[one.schedule]}{stages})")
     return " x ".join(parts)
 
 
-def batch_text(one: Configuration) -> str:
+def batch_text(one: Job) -> str:
     """The batch of one data-parallel rank."""
     count = "1 microbatch" if one.microbatches == 1 else f"{one.microbatches} microbatches"
     return f"{count} of {one.microbatch} sequence{'s' if one.microbatch > 1 else ''}{_once(one)}"
 
 
-def short_batch_text(one: Configuration) -> str:
+def short_batch_text(one: Job) -> str:
     """The same for a table's cell."""
     return f"{one.microbatches} x {one.microbatch}{_once(one)}"
 
 
-def _once(one: Configuration) -> str:
-    return "" if one.reduce_each or one.microbatches == 1 else ", reduced once"
+def _once(one: Job) -> str:
+    return "" if one.implementation.reduce_each or one.microbatches == 1 else ", reduced once"
 
 
 def checkpointing_text(row: Row) -> str:
     """How many of a rank's layers recompute."""
-    if row.configuration.checkpointing == "selective":
+    if row.job.checkpointing == "selective":
         return "selective checkpointing"
     if row.checkpointed == row.layers:
         return "full checkpointing"
     return f"{row.checkpointed} of {row.layers} layers checkpointed" if row.checkpointed else "no checkpointing"
 
 
-def short_text(configuration: Configuration, varied: Sequence[str] = ()) -> str:
+def short_text(job: Job, varied: Sequence[str] = ()) -> str:
     """Strategy, the fields that are ``varied``, and mesh."""
-    return f"{configuration.strategy}{variant_text(configuration, varied)} with {mesh_text(configuration)}"
+    return f"{job.strategy}{variant_text(job, varied)} with {mesh_text(job)}"
 
 
-def variant_text(configuration: Configuration, varied: Sequence[str]) -> str:
+def variant_text(job: Job, varied: Sequence[str]) -> str:
     """The fields that are ``varied``, as they follow the strategy's name.
 
-    >>> variant_text(Configuration(strategy="fsdp2", precision="fp8", compiled=True), ["precision", "compiled"])
-    ' in fp8, compiled,'
+    >>> job = Job(strategy="fsdp2", model="llama3-8b", gpus=8, global_batch=8, precision="fp8")
+    >>> variant_text(job, ["precision", "compiled"])
+    ' in fp8, eager,'
     """
-    precision = f" in {configuration.precision}" if "precision" in varied else ""
-    if "compiled" not in varied or configuration.strategy in OWN_KERNELS:
+    precision = f" in {job.precision}" if "precision" in varied else ""
+    if "compiled" not in varied or job.strategy in OWN_KERNELS:
         return precision
-    return f"{precision}, {'compiled' if configuration.compiled else 'eager'},"
+    return f"{precision}, {'compiled' if job.implementation.compiled else 'eager'},"
 
 
-def variant_columns(configuration: Configuration, varied: Sequence[str]) -> dict[str, str]:
+def variant_columns(job: Job, varied: Sequence[str]) -> dict[str, str]:
     """A table's columns of the fields that are ``varied``."""
-    compiled = "own kernels" if configuration.strategy in OWN_KERNELS else "yes" if configuration.compiled else "no"
-    columns = {"precision": configuration.precision, "compiled": compiled}
+    compiled = "own kernels" if job.strategy in OWN_KERNELS else "yes" if job.implementation.compiled else "no"
+    columns = {"precision": job.precision, "compiled": compiled}
     return {field: columns[field] for field in varied}
 
 
@@ -87,12 +89,11 @@ def verdict(plan: Plan, spread: Spread) -> list[str]:
     if best is None or cheap is None:
         return _nothing_fits(plan)
     rows = next(size.rows for size in plan.sizes if size.rows and size.rows[0] is best)
-    one = best.configuration
-    on = f" on {one.world_size:,} ranks" if len(plan.sizes) > 1 else ""
+    one = best.job
+    on = f" on {one.gpus:,} ranks" if len(plan.sizes) > 1 else ""
     reserved = "" if best.reserved_bytes is None else " reserved"
     cheapest_text = (
-        f"Cheapest: {cheap.configuration.world_size:,} ranks, {cheap.cost_usd:,.0f} USD per 10^12 tokens "
-        f"(here {best.cost_usd:,.0f})."
+        f"Cheapest: {cheap.job.gpus:,} ranks, {cheap.cost_usd:,.0f} USD per 10^12 tokens (here {best.cost_usd:,.0f})."
     )
     return [
         f"Use {one.strategy}{variant_text(one, plan.varied)}{on} with {mesh_text(one)}, {batch_text(one)}, "
@@ -106,30 +107,30 @@ def verdict(plan: Plan, spread: Spread) -> list[str]:
 
 
 def _others(rows: Sequence[Row], spread: Spread, varied: Sequence[str]) -> list[str]:
-    """Configurations within the median error of the first, the first beyond it, and the best of each other variant."""
+    """Jobs within the median error of the first, the first beyond it, and the best of each other variant."""
     best = rows[0]
     tied, after = ranked(rows, spread)
     found = []
     if tied:
-        names = "; ".join(short_text(row.configuration, varied) for row in tied[:_MOST_TIES])
+        names = "; ".join(short_text(row.job, varied) for row in tied[:_MOST_TIES])
         more = f"; and {len(tied) - _MOST_TIES} more below" if len(tied) > _MOST_TIES else ""
         found.append(f"Tied within the model's error: {names}{more}.")
     if after is not None:
-        found.append(f"Next: {short_text(after.configuration, varied)}, {_slower(after, best)}.")
+        found.append(f"Next: {short_text(after.job, varied)}, {_slower(after, best)}.")
     # A closed form does not compete with a dry run: one may be too fast by what the other has measured.
     closed = [row for row in rows if best.dry_step_s and not row.dry_step_s]
     named = [best, *tied[:_MOST_TIES], *([after] if after is not None else [])]
-    known = {"", *(variant_text(row.configuration, varied).strip(" ,") for row in named)}
+    known = {"", *(variant_text(row.job, varied).strip(" ,") for row in named)}
     for row in rows:
-        variant = variant_text(row.configuration, varied).strip(" ,")
+        variant = variant_text(row.job, varied).strip(" ,")
         if variant not in known and row not in closed:
             known.add(variant)
-            one = row.configuration
+            one = row.job
             found.append(f"Best {variant}: {one.strategy} with {mesh_text(one)}, {_slower(row, best)}.")
     faster = next((row for row in closed if row.step_s < best.step_s), None)
     if faster is not None:
         gain = format_percent(1 - faster.step_s / best.step_s, 0)
-        name = short_text(faster.configuration, varied)
+        name = short_text(faster.job, varied)
         found.append(f"{name} would be {gain} faster in closed form, but has no dry run: {faster.not_dry}.")
     return found
 
@@ -149,7 +150,7 @@ def _nothing_fits(plan: Plan) -> list[str]:
     if size.unfit:
         least = size.unfit[0]
         found.append(
-            f"Closest: {short_text(least.configuration, plan.varied)}, {checkpointing_text(least)}, needs "
+            f"Closest: {short_text(least.job, plan.varied)}, {checkpointing_text(least)}, needs "
             f"{format_bytes(least.peak_bytes)}. Use more nodes, a smaller microbatch, or --search."
         )
     return found
@@ -166,7 +167,7 @@ def warnings(plan: Plan, spread: Spread) -> list[str]:
             f"Error bars: {error.count} published runs {which} were held out of the fit: median error "
             f"{format_percent(error.median)}; 8 of 10 lie within the range."
         )
-    if any(row.configuration.offload for row in rows):
+    if any(row.job.offload for row in rows):
         found.append("With --offload the host runs AdamW. That is not in the step time: steps take longer than this.")
     far = [abs(row.dry_step_s / row.step_s - 1) for size in plan.sizes for row in size.rows if row.dry_step_s]
     more = "-v lists what the model assumes and leaves out."

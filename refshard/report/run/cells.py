@@ -1,11 +1,10 @@
-"""Figures of a case as cells and as text: one way for every table, tip and sentence."""
+"""Figures of a case as cells and as text, the same in every table, tip and sentence."""
 
 import math
-from typing import Any
+from collections.abc import Callable
 
 from refshard.analysis.cases import CaseResult
 from refshard.analysis.compare import Comparison
-from refshard.analysis.gpu_memory import gpu_memory_of
 from refshard.analysis.sample import Summary, too_few
 from refshard.quantities import format_part, format_percent, format_seconds
 from refshard.records import METRICS
@@ -21,22 +20,14 @@ STATES: dict[str, str] = {
 _STATE_STYLES: dict[str, Style] = {"ok": "plain", "unsupported": "doubtful", "skipped": "doubtful"}
 
 
-def cell(metric: str, value: float | None) -> Cell:
-    """A metric's value.
-
-    >>> str(cell("overlap_ratio", 0.5)), cell("loss_parity", 0.00000012)
-    ('50.0 %', '1.2e-07')
-    """
-    if value is None or not math.isfinite(value):
-        return None
-    if metric == "loss_parity":
-        return "0" if value == 0 else f"{value:.1e}"
-    return Quantity(value, _UNITS.get(METRICS[metric].unit, "rate"))
-
-
 def metric(case: CaseResult, name: str) -> Cell:
     """A case's metric."""
-    return cell(name, case.metrics[name])
+    value = case.metrics[name]
+    if value is None or not math.isfinite(value):
+        return None
+    if name == "loss_parity":
+        return "0" if value == 0 else f"{value:.1e}"
+    return Quantity(value, _UNITS.get(METRICS[name].unit, "rate"))
 
 
 def metric_text(case: CaseResult, name: str) -> str:
@@ -45,24 +36,19 @@ def metric_text(case: CaseResult, name: str) -> str:
 
 
 def state(name: str) -> Cell:
-    """A state, set apart unless it is ok."""
+    """A state, highlighted unless it is ok."""
     style = _STATE_STYLES.get(name, "bad")
     return name if style == "plain" else Marked(name, style)
 
 
 def step_time(case: CaseResult) -> str:
-    """Median and 95 % interval of the step time; a calculated time has no interval."""
-    if case.fidelity in REPEATING or case.step_time is None:
+    """The median step time, and its 95 % interval on a line of its own; a calculated time has no interval."""
+    found = case.step_time
+    if case.fidelity in REPEATING or found is None:
         return metric_text(case, "step_time_s")
-    return with_interval(case.step_time)
-
-
-def with_interval(summary: Summary) -> str:
-    """A median in seconds and its 95 % interval, on a line of its own."""
-    median = format_seconds(summary.median)
-    if not math.isfinite(summary.high):
-        return f"{median}\n({no_interval(summary)})"
-    return f"{median}\n({span(format_seconds(summary.low), format_seconds(summary.high), median)})"
+    median, bounded = format_seconds(found.median), math.isfinite(found.high)
+    ends = span(format_seconds(found.low), format_seconds(found.high), median) if bounded else no_interval(found)
+    return f"{median}\n({ends})"
 
 
 def span(low: str, high: str, like: str = "") -> str:
@@ -79,7 +65,7 @@ def span(low: str, high: str, like: str = "") -> str:
 
 def reserved(case: CaseResult) -> Cell:
     """Peak reserved memory, and the GPU's size if the case ran on one."""
-    gpu = gpu_memory_of(case)
+    gpu = case.gpu_memory
     return metric(case, "peak_reserved_bytes") if gpu is None else format_part(gpu.reserved_bytes, gpu.total_bytes)
 
 
@@ -99,8 +85,8 @@ def overlap(case: CaseResult) -> Cell:
     return f"{metric_text(case, 'overlap_ratio')}{ends}" if ends else metric(case, "overlap_ratio")
 
 
-def _traced_range(case: CaseResult, name: str, text: Any) -> str:
-    """The least and the largest of the traced steps, on a line of their own."""
+def _traced_range(case: CaseResult, name: str, text: Callable[[float], str]) -> str:
+    """The smallest and the largest of the traced steps, on a line of their own."""
     low, high = map(text, case.traced_range.get(name, (0.0, 0.0)))
     return "" if low == high else f"\n[{span(low, high)}]"
 
@@ -122,6 +108,6 @@ def ratio_text(comparison: Comparison, digits: int = 2) -> str:
     return f"{comparison.ratio:.{digits}f} ({ends if comparison.bounded else no_interval(comparison)})"
 
 
-def percent_error(error: float | None) -> Cell:
-    """A relative error with its sign."""
-    return None if error is None else f"{100 * error:+.1f} %"
+def times(ratio: float | None) -> Cell:
+    """A ratio without an interval."""
+    return None if ratio is None else f"{ratio:.2f}"

@@ -4,24 +4,23 @@ Two runs are not interleaved, so the ratio of their times includes the machine's
 --baseline``) measures both in turns. Times are compared if one machine measured both runs, exact metrics always.
 """
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from refshard.analysis.cases import CaseResult
 from refshard.analysis.compare import Comparison
-from refshard.analysis.compared import compared
-from refshard.analysis.evidence import Evidence, Setting, machine
+from refshard.analysis.evidence import Evidence, machine
 from refshard.analysis.exact import Change, changes, exact_metrics, portable
-from refshard.analysis.ratios import RATIO_COLUMNS, Ratio, ratio_columns, ratios
+from refshard.analysis.ratios import RATIO_COLUMNS, Ratio, compared, ratio_columns, ratios
 from refshard.errors import SpecError, nearest
 from refshard.quantities import format_percent
-from refshard.report.blocks import Answer, Block, Cell, Marked, Notes, Row, Section, Style, Table, Verdict, Where, table
-from refshard.report.run.cells import metric, no_interval, ratio_text
-from refshard.report.run.rows import COLUMNS, as_json
+from refshard.report.blocks import Answer, Block, Cell, Marked, Notes, Row, Section, Style, Table, Verdict, table
+from refshard.report.run.answer import COLUMNS, as_rows
+from refshard.report.run.cells import metric, no_interval, ratio_text, times
+from refshard.report.run.tables import numbers
 from refshard.report.run.verdict import busy_between, listed
-from refshard.specs.case import REPEATING, CaseSpec, Fidelity, spelled
+from refshard.specs.case import REPEATING, spelled
 from refshard.specs.gate import RULES, TimeLimits
 
 Outcome = Literal["slower", "faster", "unchanged", "unknown", "not compared"]
@@ -49,72 +48,62 @@ def compare_strategies(evidence: Evidence, a: str, others: Sequence[str]) -> Ans
                 f"compare: there is no run in '{name}', and this run has no case of strategy '{name}'; "
                 f"{nearest(name, present)}"
             )
-    found = [
-        (setting, ratio)
-        for setting in evidence.settings
-        for ratio in ratios(setting, a)
-        if not others or ratio.case.strategy in others
+    tables, found = list[Table](), list[Ratio]()
+    for setting in evidence.settings:
+        here = [ratio for ratio in ratios(setting, a) if not others or ratio.case.strategy in others]
+        timed = [ratio.step_time for ratio in here if ratio.step_time]
+        paired = ", paired by round" if all(time.paired for time in timed) else ""
+        interval = f"\n(95 % interval{paired})" if timed else ""
+        rows: list[Row] = [
+            {
+                "strategy": ratio.case.strategy,
+                "ranks": ratio.case.spec.job.gpus,
+                f"step time / {a}{interval}": _time(ratio),
+                f"peak memory / {a}": times(ratio.peak_memory),
+            }
+            for ratio in here
+        ]
+        tables.append(table(rows, title=setting.label))
+        found += here
+    shown = {ratio.case.number for ratio in found}
+    flat = [
+        {**row, **more}
+        for case, row, more in zip(evidence.cases, as_rows(evidence), ratio_columns(evidence, a))
+        if case.number in shown
     ]
-    rows = [{**row, **more} for row, more in zip(as_json(evidence), ratio_columns(evidence, a))]
-    numbers = {ratio.case.number for _, ratio in found}
-    rows = [row for row, case in zip(rows, evidence.cases) if case.number in numbers]
-    sentences = [_sentence(ratio, a) for _, ratio in found] or [
+    sentences = [_sentence(ratio, a) for ratio in found] or [
         f"Nothing to compare: no other case with the same number of ranks as {a} ended ok."
     ]
-    intervals = [ratio.step_time for _, ratio in found if ratio.step_time and ratio.step_time.bounded]
-    doubts = dict.fromkeys(doubt for interval in intervals for doubt in interval.warnings)
-    tables = [
-        _ratio_table(setting, [ratio for s, ratio in found if s is setting], a)
-        for setting in dict.fromkeys(setting for setting, _ in found)
-    ]
+    intervals = [ratio.step_time for ratio in found if ratio.step_time and ratio.step_time.bounded]
+    warnings = dict.fromkeys(warning for interval in intervals for warning in interval.warnings)
     return Answer(
-        data={"a": a, "verdict": sentences, "notes": list(doubts), "cases": rows},
-        rows=rows,
+        data={"a": a, "verdict": sentences, "notes": list(warnings), "cases": flat},
+        rows=flat,
         columns=[*COLUMNS, *RATIO_COLUMNS],
-        blocks=[*tables, Notes(sentences=[f"Caution: {doubt}." for doubt in doubts]), Verdict(sentences=sentences)],
+        blocks=[*tables, Notes(sentences=[f"Caution: {one}." for one in warnings]), Verdict(sentences=sentences)],
     )
-
-
-def _ratio_table(setting: Setting, found: Sequence[Ratio], a: str) -> Table:
-    timed = [ratio.step_time for ratio in found if ratio.step_time]
-    paired = ", paired by round" if all(time.paired for time in timed) else ""
-    interval = f"\n(95 % interval{paired})" if timed else ""
-    rows: list[Row] = [
-        {
-            "strategy": ratio.case.strategy,
-            "ranks": ratio.case.spec.world_size,
-            f"step time / {a}{interval}": _time(ratio),
-            f"peak memory / {a}": _times(ratio.peak_memory),
-        }
-        for ratio in found
-    ]
-    return table(rows, title=setting.label)
-
-
-def _times(ratio: float | None) -> Cell:
-    return None if ratio is None else f"{ratio:.2f}"
 
 
 def _time(ratio: Ratio) -> Cell:
     found = ratio.step_time
     if found is None:
-        return _times(ratio.calculated)
+        return times(ratio.calculated)
     style: Style = "plain" if not (found.bounded and found.significant) else "bad" if found.ratio > 1 else "good"
     return Marked(ratio_text(found), style)
 
 
 def _sentence(ratio: Ratio, a: str) -> str:
-    time, found = ratio.step_time, ratio.calculated
+    time, found = ratio.step_time, ratio.step_time.ratio if ratio.step_time else ratio.calculated
+    if time is None:
+        how = f"{spelled(ratio.case.fidelity)}, so there is no interval"
+    else:
+        how = "significant" if time.bounded else no_interval(time)
     if time is not None and time.bounded and not time.significant:
         text = "a tie, since the interval of the step time's ratio includes 1"
-    elif time is not None:
-        how = "significant" if time.bounded else no_interval(time)
-        text = f"step time {_more(time.ratio, 'longer', 'shorter')} ({how})"
-    elif found is not None:
-        how = f"{spelled(ratio.case.fidelity)}, so there is no interval"
-        text = f"step time {_more(found, 'longer', 'shorter')} ({how})"
-    else:
+    elif found is None:
         text = "step time not compared"
+    else:
+        text = f"step time {_more(found, 'longer', 'shorter')} ({how})"
     memory = "" if ratio.peak_memory is None else f"; peak memory {_more(ratio.peak_memory, 'more', 'less')}"
     return f"{ratio.case.label} against {a}: {text}{memory}."
 
@@ -129,7 +118,7 @@ def _more(ratio: float, up: str, down: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changed:
-    """One case and the same case in the baseline; ``why_not`` says why times are not compared. ``exact`` are the exact
+    """A case and the same case in the baseline; ``why_not`` says why times are not compared. ``exact`` are the exact
     metrics that changed, None if there are none to compare.
     """
 
@@ -148,9 +137,7 @@ class Changed:
         low, high = (self.interval.low, self.interval.high) if self.interval else (self.ratio, self.ratio)
         if low >= 1 - RELEVANT and high <= 1 + RELEVANT:
             return "unchanged"
-        if low > 1:
-            return "slower"
-        return "faster" if high < 1 else "unknown"
+        return "slower" if low > 1 else "faster" if high < 1 else "unknown"
 
     @property
     def broke(self) -> bool:
@@ -158,39 +145,66 @@ class Changed:
         return self.before.ok and not self.case.ok
 
     @property
-    def worse(self) -> bool:
-        """Whether it is slower, broke, or an exact metric regressed."""
-        regressed = any(change.verdict == "regressed" for change in self.exact or ())
-        return self.outcome == "slower" or self.broke or regressed
+    def regressed(self) -> bool:
+        """Whether an exact metric did."""
+        return any(change.verdict == "regressed" for change in self.exact or ())
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """For programs."""
+        bounded = self.interval if self.interval and self.interval.bounded else None
+        return {
+            "case": self.case.name, "strategy": self.case.strategy, "gpus": self.case.spec.job.gpus,
+            "step_time_a_s": self.before.metrics["step_time_s"], "step_time_b_s": self.case.metrics["step_time_s"],
+            "step_time_ratio": self.ratio,
+            "step_time_ratio_low": bounded and bounded.low, "step_time_ratio_high": bounded and bounded.high,
+            "time": self.outcome, "why_not_compared": self.why_not or None,
+            "peak_memory_a_bytes": self.before.metrics["peak_memory_bytes"],
+            "peak_memory_b_bytes": self.case.metrics["peak_memory_bytes"],
+            "exact_changes": None if self.exact is None else [
+                f"{change.metric}: {change.before} -> {change.after} ({change.verdict})" for change in self.exact
+            ],
+        }  # fmt: skip
+
+
+_ROW = ("case", "strategy", "gpus", "step_time_a_s", "step_time_b_s", "step_time_ratio", "step_time_ratio_low",
+        "step_time_ratio_high", "time", "why_not_compared", "peak_memory_a_bytes", "peak_memory_b_bytes",
+        "exact_changes")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Against:
-    """What changed in the baseline's cases, in sentences and case by case, and doubts about it."""
+    """What changed in the baseline's cases, in sentences and case by case, and caveats."""
 
     baseline: str
-    sentences: tuple[str, ...]
-    doubts: tuple[str, ...]
-    changed: tuple[Changed, ...]
+    sentences: list[str]
+    caveats: list[str]
+    changed: list[Changed]
 
     @property
     def worse(self) -> bool:
-        """Whether any case is."""
-        return any(one.worse for one in self.changed)
+        """Whether any case is slower, broke, or has an exact metric that regressed."""
+        return any(one.outcome == "slower" or one.broke or one.regressed for one in self.changed)
 
-    def table(self, before: str, now: str, *, title: str = "", where: Where = "always") -> Table:
+    @property
+    def notes(self) -> Notes:
+        """The caveats."""
+        return Notes(sentences=[f"Caution: {caveat}." for caveat in self.caveats])
+
+    def table(self, before: str, now: str, *, title: str = "") -> Table:
         """A row for each case; ``before`` and ``now`` name the two runs."""
-        ratio = f"{now} / {before} (95 % interval)"
+
+        def ratio(one: Changed) -> str:
+            if one.ratio is None:
+                return one.why_not
+            return f"{one.ratio:.3f}" if one.interval is None else ratio_text(one.interval, digits=3)
+
         rows: list[Row] = [
             {
                 "case": one.case.full_label,
                 before: metric(one.before, "step_time_s"),
                 now: metric(one.case, "step_time_s"),
-                ratio: one.why_not
-                if one.ratio is None
-                else f"{one.ratio:.3f}"
-                if one.interval is None
-                else ratio_text(one.interval, digits=3),
+                f"{now} / {before} (95 % interval)": ratio(one),
                 "time": Marked(one.outcome, _OUTCOMES.get(one.outcome, "plain")),
                 f"peak memory {before}": metric(one.before, "peak_memory_bytes"),
                 f"peak memory {now}": metric(one.case, "peak_memory_bytes"),
@@ -198,29 +212,26 @@ class Against:
             }
             for one in self.changed
         ]
-        cases = [one.case.number for one in self.changed]
-        return table(
-            rows, text=["time"], title=title, caption=f"{now} over {before}, by case", cases=cases, where=where
-        )
+        cases = numbers([one.case for one in self.changed])
+        return table(rows, text=["time"], title=title, caption=f"{now} over {before}, by case", cases=cases)
 
 
 def compare_runs(a: Evidence, b: Evidence, machines: Sequence[str]) -> Answer:
     """Every case that both runs have, B over A. ``machines`` says what differs between the two machines."""
     found = against(b, a)
-    rows = [{name: value(one) for name, value in _ROW.items()} for one in found.changed]
+    rows = [one.row for one in found.changed]
     return Answer(
         data={
             "a": [run.header.run_id for run in a.runs], "b": [run.header.run_id for run in b.runs],
-            "verdict": list(found.sentences), "notes": list(found.doubts), "machines_differ_in": list(machines),
-            "cases": rows,
+            "verdict": found.sentences, "notes": found.caveats, "machines_differ_in": list(machines), "cases": rows,
         },
         rows=rows,
-        columns=list(_ROW),
+        columns=_ROW,
         blocks=[
             found.table("A", "B", title=f"A: {found.baseline}"),
             Notes(sentences=[f"{difference}." for difference in machines], title="Machine or software differ")
             if machines else Notes(sentences=["Both runs have the same machine and software."]),
-            Notes(sentences=[f"Caution: {doubt}." for doubt in found.doubts]),
+            found.notes,
             Verdict(sentences=found.sentences),
         ],
     )  # fmt: skip
@@ -228,61 +239,43 @@ def compare_runs(a: Evidence, b: Evidence, machines: Sequence[str]) -> Answer:
 
 def against_section(found: Against) -> Section:
     """What changed, for a page."""
-    style: Style = "bad" if found.worse else "strong"
-    blocks: list[Block] = [Verdict(sentences=found.sentences, style=style)]
-    if found.changed:
-        changes = found.table("then", "now")
-        cautions = Notes(sentences=[f"Caution: {doubt}." for doubt in found.doubts])
-        title = f"Each case, now and in {found.baseline}"
-        blocks.append(Section(title=title, folded=True, blocks=[changes, cautions]))
+    title = f"Each case, now and in {found.baseline}"
+    folded = Section(title=title, folded=True, blocks=[found.table("then", "now"), found.notes])
+    verdict = Verdict(sentences=found.sentences, style="bad" if found.worse else "strong")
+    blocks: list[Block] = [verdict, *([folded] if found.changed else [])]
     return Section(title=f"Compared with {found.baseline}", id="against", blocks=blocks)
-
-
-_ROW: dict[str, Callable[[Changed], object]] = {
-    "case": lambda one: one.case.name,
-    "strategy": lambda one: one.case.strategy,
-    "world_size": lambda one: one.case.spec.world_size,
-    "step_time_a_s": lambda one: one.before.metrics["step_time_s"],
-    "step_time_b_s": lambda one: one.case.metrics["step_time_s"],
-    "step_time_ratio": lambda one: one.ratio,
-    "step_time_ratio_low": lambda one: one.interval.low if one.interval and one.interval.bounded else None,
-    "step_time_ratio_high": lambda one: one.interval.high if one.interval and one.interval.bounded else None,
-    "time": lambda one: one.outcome,
-    "why_not_compared": lambda one: one.why_not or None,
-    "peak_memory_a_bytes": lambda one: one.before.metrics["peak_memory_bytes"],
-    "peak_memory_b_bytes": lambda one: one.case.metrics["peak_memory_bytes"],
-    "exact_changes": lambda one: (
-        None
-        if one.exact is None
-        else [f"{change.metric}: {change.before} -> {change.after} ({change.verdict})" for change in one.exact]
-    ),
-}
-"""A case of two runs, for programs."""
 
 
 def against(evidence: Evidence, baseline: Evidence) -> Against:
     """Every case of the evidence that is in the baseline too, on the same machine if possible."""
-    pairs = [(case, before) for case in evidence.cases if (before := _before(case, baseline)) is not None]
-    found = tuple(_changed(case, before) for case, before in pairs)
+    found = []
+    for case in evidence.cases:
+        same = [b for b in baseline.cases if (b.spec, b.fidelity) == (case.spec, case.fidelity)]
+        here = [b for b in same if machine(b.header.environment) == machine(case.header.environment)]
+        found += [_changed(case, before, together=before in here) for before in [*here, *reversed(same)][:1]]
     names = listed([run.header.run_id for run in baseline.runs])
-    return Against(
-        baseline=names,
-        sentences=tuple(_sentences(found, names)),
-        doubts=tuple(_doubts(found, evidence, baseline)),
-        changed=found,
+    timed = [one for one in found if one.interval]
+    caveats = dict.fromkeys(w for one in timed if one.interval and not one.why_not for w in one.interval.warnings)
+    drift = (
+        "The two runs were not interleaved, so machine drift looks like a change; `refshard gate` measures both in "
+        "paired rounds"
     )
+    mine, its = ({(case.spec, case.fidelity) for case in side.cases} for side in (evidence, baseline))
+    only = [
+        f"{len(alone)} {'case is' if len(alone) == 1 else 'cases are'} only {where}"
+        for alone, where in ((mine - its, "here"), (its - mine, "in the earlier run"))
+        if alone
+    ]
+    return Against(
+        baseline=names, sentences=_sentences(found, names), caveats=[*([drift] if timed else []), *caveats, *only],
+        changed=found,
+    )  # fmt: skip
 
 
-def _before(case: CaseResult, baseline: Evidence) -> CaseResult | None:
-    same = [b for b in baseline.cases if (b.spec, b.fidelity) == (case.spec, case.fidelity)]
-    here = [b for b in same if machine(b.header.environment) == machine(case.header.environment)]
-    return next(iter([*here, *reversed(same)]), None)
-
-
-def _changed(case: CaseResult, before: CaseResult) -> Changed:
-    together = machine(before.header.environment) == machine(case.header.environment)
+def _changed(case: CaseResult, before: CaseResult, *, together: bool) -> Changed:
+    """``together``: on one machine."""
     mine, its = case.metrics["step_time_s"], before.metrics["step_time_s"]
-    exact = _exact(case, before, together=together)
+    ratio, interval = None, None
     if not (case.ok and before.ok):
         why_not = f"{'now' if before.ok else 'then'} {case.state if before.ok else before.state}"
     elif not together and case.fidelity not in REPEATING:
@@ -293,15 +286,15 @@ def _changed(case: CaseResult, before: CaseResult) -> Changed:
         interval = compared(before, case)
         ratio = interval.ratio if interval else mine / its
         why_not = "" if interval is None or interval.bounded else no_interval(interval)
-        return Changed(case=case, before=before, ratio=ratio, interval=interval, why_not=why_not, exact=exact)
-    return Changed(case=case, before=before, ratio=None, interval=None, why_not=why_not, exact=exact)
+    exact = _exact(case, before, together=together)
+    return Changed(case=case, before=before, ratio=ratio, interval=interval, why_not=why_not, exact=exact)
 
 
 def _exact(case: CaseResult, before: CaseResult, *, together: bool) -> tuple[Change, ...] | None:
     """Exact metrics that changed; between machines, only those that do not depend on the machine."""
     sides = []
     for one in (before, case):
-        launch = next((launch for launch in one.launches if launch.state == "ok" and launch.proof), None)
+        launch = next((launch for launch in one.ok_launches if launch.proof), None)
         if launch is None:
             return None
         metrics = exact_metrics(launch)
@@ -318,14 +311,16 @@ def _exact_text(change: Change) -> str:
 def _sentences(found: Sequence[Changed], baseline: str) -> list[str]:
     if not found:
         return [f"Nothing to compare: no case is also in {baseline}."]
-    counts: Counter[str] = Counter(one.outcome for one in found)
     sentences = []
     for outcome in ("slower", "faster"):
         here = sorted((o for o in found if o.outcome == outcome), key=lambda o: -abs((o.ratio or 1.0) - 1.0))
+        named = []
+        for one in here[:MOST_NAMED]:
+            interval = f" (times {one.interval.low:.3f} to {one.interval.high:.3f})" if one.interval else ""
+            named.append(f"{one.case.full_label} {_more(one.ratio or 1.0, 'longer', 'shorter')}{interval}")
+        more = f" and {len(here) - MOST_NAMED} more" if len(here) > MOST_NAMED else ""
         if here:
-            more = f" and {len(here) - MOST_NAMED} more" if len(here) > MOST_NAMED else ""
-            named = "; ".join(map(_change, here[:MOST_NAMED]))
-            sentences.append(f"{outcome.capitalize()} than in {baseline}: {named}{more}.")
+            sentences.append(f"{outcome.capitalize()} than in {baseline}: {'; '.join(named)}{more}.")
     if busy := busy_between(
         (one.before, one.case, one.ratio - 1)
         for one in found
@@ -335,7 +330,7 @@ def _sentences(found: Sequence[Changed], baseline: str) -> list[str]:
     if broke := [one.case.full_label for one in found if one.broke]:
         sentences.append(f"Ended ok in {baseline} but not here: {listed(broke)}.")
     if moved := [(one, one.exact) for one in found if one.exact]:
-        regressed = sum(any(change.verdict == "regressed" for change in exact) for _, exact in moved)
+        regressed = sum(one.regressed for one, _ in moved)
         first, exact = moved[0]
         sentences.append(
             f"Exact metrics changed in {len(moved)} of {len(found)} cases and count as regressions in {regressed}; "
@@ -343,37 +338,14 @@ def _sentences(found: Sequence[Changed], baseline: str) -> list[str]:
         )
     reasons = dict.fromkeys(one.why_not for one in found if one.outcome == "not compared")
     rest = [
-        f"{counts[outcome]} {text}"
+        f"{count} {text}"
         for outcome, text in (
-            ("unchanged", f"within {RELEVANT:.1%}".replace("%", " %")),
+            ("unchanged", f"within {format_percent(RELEVANT)}"),
             ("unknown", "too noisy to tell"),
             ("not compared", f"times not compared ({'; '.join(reasons)})"),
         )
-        if counts[outcome]
+        if (count := sum(one.outcome == outcome for one in found))
     ]
     if rest:
         sentences.append(f"{len(found)} matching {'case' if len(found) == 1 else 'cases'}: {', '.join(rest)}.")
     return sentences
-
-
-def _change(one: Changed) -> str:
-    assert one.ratio is not None
-    size = f"{format_percent(abs(one.ratio - 1))} {'longer' if one.ratio > 1 else 'shorter'}"
-    interval = f" (times {one.interval.low:.3f} to {one.interval.high:.3f})" if one.interval else ""
-    return f"{one.case.full_label} {size}{interval}"
-
-
-def _doubts(found: Sequence[Changed], evidence: Evidence, baseline: Evidence) -> list[str]:
-    doubts = []
-    if any(one.interval for one in found):
-        doubts.append(
-            "The two runs were not interleaved, so machine drift looks like a change; `refshard gate` "
-            "measures both in paired rounds"
-        )
-    warnings = dict.fromkeys(w for one in found if one.interval and not one.why_not for w in one.interval.warnings)
-    doubts += list(warnings)
-    keys: list[set[tuple[CaseSpec, Fidelity]]] = [{(c.spec, c.fidelity) for c in e.cases} for e in (evidence, baseline)]
-    for only, where in ((keys[0] - keys[1], "only here"), (keys[1] - keys[0], "only in the earlier run")):
-        if only:
-            doubts.append(f"{len(only)} {'case is' if len(only) == 1 else 'cases are'} {where}")
-    return doubts

@@ -1,8 +1,8 @@
-"""Why one strategy is faster: the traces of a run's cases, side by side."""
+"""Why one strategy is faster: the traces of a run's cases."""
 
 import contextlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -15,30 +15,17 @@ from refshard.errors import TraceError
 from refshard.quantities import format_percent, format_rate
 from refshard.records import Run
 from refshard.report.blocks import Block, Marked, Quantity, Row, Section, table
-from refshard.report.draw.charts import Chart, chart
-from refshard.report.run.charts import drawn, exposed_text, step_parts
-from refshard.report.trace import charts as trace_charts
-from refshard.report.trace import tables as trace_tables
-from refshard.report.trace import wording
-from refshard.report.trace.idle import NAMES as IDLE
-from refshard.report.trace.lanes import drawn_windows
-from refshard.report.trace.spans_figure import View, find_layer, layer_chart
+from refshard.report.run.charts import drawn
+from refshard.report.run.tables import numbers
+from refshard.report.trace.charts import layer_chart
+from refshard.report.trace.lanes import View, drawn_windows, find_layer
+from refshard.report.trace.sections import blocking, middle_of
+from refshard.report.trace.text import parts as steps_of
 
 MOST_TRACED = 64
 """Traces that are analysed for one page; every trace keeps its link."""
 MOST_LAYERS = 8
 """Layers drawn for one setting."""
-LEAST_SHARE = 0.005
-"""Of a step in copies and preparation, from which on a drawing that has them is worth its place."""
-COPIES = "copy, preparation, other"
-PARTS = {
-    "compute alone": ("compute alone",),
-    "overlapped communication": ("compute over communication",),
-    "exposed communication": ("exposed communication",),
-    COPIES: ("other",),
-    "idle": tuple(IDLE.values()),
-}
-"""Parts of a traced step, which add up to it, and what :func:`trace_charts.split` calls them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,100 +52,46 @@ def read_traces(evidence: Evidence, folders: Sequence[tuple[Run, Path]], page: P
     found: dict[CaseResult, Traced] = {}
     for case in evidence.cases:
         folder = next((folder for run, folder in folders if run.header is case.header), None)
-        rounds = [launch.traces for launch in case.launches if launch.state == "ok" and launch.traces]
+        rounds = [launch.traces for launch in case.ok_launches if launch.traces]
         files = [folder / name for traces in reversed(rounds) for name in traces[:1]] if folder else []
         path = next((path for path in files if path.is_file()), None)
         if path is None:
             continue
-        link = os.path.relpath(path.resolve(), page.resolve().parent).replace(os.sep, "/")
         analysis = None
         if len(found) < MOST_TRACED:
             with contextlib.suppress(TraceError):
                 analysis = analyse(path)
+        link = os.path.relpath(path.resolve(), page.resolve().parent).replace(os.sep, "/")
         found[case] = Traced(case=case, path=path, link=link, analysis=analysis, view=_view(analysis))
     return found
 
 
 def why(setting: Setting, traced: Mapping[CaseResult, Traced], prefix: str, *, with_layers: bool) -> list[Block]:
-    """What traces say of one setting: where their steps go if that is more than the records say, a row for each, and a
-    layer of each on one scale. Nothing if no case of the setting has a trace that can be read.
-    """
+    """The traces of one setting: a row for each, and a layer of each on one scale; nothing without a readable trace."""
     here = [traced[case] for case in setting.cases if case in traced and traced[case].analysis is not None]
     if not here:
         return []
-    parts = {one.case: parts_of(one.figures) for one in here}
-    inside: list[Block] = []
-    if any(one[COPIES] > LEAST_SHARE * sum(one.values()) for one in parts.values()):
-        shares = {
-            case.strategy: one["exposed communication"] / (sum(one.values()) or 1.0) for case, one in parts.items()
-        }
-        text = exposed_text(shares, "Rank 0, one round: exposed")
-        whole = chart(f"{prefix}-traced", "Rank 0's traced step", step_parts(parts, PARTS), text)
-        inside.append(drawn(whole))
-    inside.append(
-        table([_row(one) for one in here], text=["bus bandwidth"], cases=[one.case.number for one in here],
-              caption="Rank 0's trace, per step (click a case to open its trace)")
+    rows = table(
+        [_row(one) for one in here], text=["bus bandwidth"], cases=numbers([one.case for one in here]),
+        caption="Rank 0's trace, per step (click a case to open its trace)",
     )  # fmt: skip
-    blocks: list[Block] = [Section(title="Rank 0's trace in numbers", folded=True, blocks=inside)]
-    layers = [
-        Section(title=f"{case.label}: {layer.title[0].lower()}{layer.title[1:]}", blocks=[drawn(layer, titled=False)],
-                cases=[case.number])
-        for case, layer in (_layers(here, prefix) if with_layers else ())
-    ]  # fmt: skip
+    blocks: list[Block] = [Section(title="Rank 0's trace in numbers", folded=True, blocks=[rows])]
+    # The same layer of each case of one world size, with one scale and one zero.
+    sizes = [one.case.spec.job.gpus for one in here if one.view is not None] if with_layers else []
+    size = max(sizes, key=lambda size: (sizes.count(size), size), default=0)
+    shown = [one for one in here if one.view is not None and one.case.spec.job.gpus == size][:MOST_LAYERS]
+    views = [(one, view) for one in shown if (view := _view(one.analysis, like=shown[0].view))]
+    before = max((view.before for _, view in views), default=0)
+    after = max((view.length - view.before for _, view in views), default=0)
+    layers = []
+    for one, view in views:
+        layer = layer_chart(view.spanning(before, after), one.figures, f"{prefix}-layer-{one.case.number}")
+        title = f"{one.case.label}: {layer.title[0].lower()}{layer.title[1:]}"
+        layers.append(Section(title=title, blocks=[drawn(layer, titled=False)], cases=[one.case.number]))
     if layers:
         title = "One layer's backward, strategies on one time scale"
         blocks.append(Section(title=title, folded=True, blocks=layers))
     return blocks
-
-
-def parts_of(figures: TraceFigures) -> dict[str, float]:
-    """Of the mean step, s."""
-    split = trace_charts.mean_split(figures)
-    return {part: sum(split[name] for name in names) / 1e9 for part, names in PARTS.items()}
-
-
-def _row(one: Traced) -> Row:
-    figures = one.figures
-    steps = len(wording.parts(figures))
-    copies, idle = figures.copies, sum(step.breakdown.idle_host_ns or 0 for step in figures.steps)
-    return {
-        "case": Marked(one.case.full_label, href=one.link),
-        "late reductions (give-way)": Quantity(figures.giveway.index, "share", 2),
-        "blocking gaps": trace_tables.blocking(figures.collectives, steps),
-        "queued": Quantity(trace_tables.middle_of([found.queued_ns for found in figures.collectives]), "ns"),
-        "copies": Quantity((copies.copy_in_ns + copies.copy_out_ns) / steps, "ns"),
-        "exposed copies": Quantity(copies.exposed_ns / steps, "ns"),
-        "waiting for the host": None if figures.whole.idle_host_ns is None else Quantity(idle / steps, "ns"),
-        "bus bandwidth": _bandwidths(figures.collectives, one.case),
-    }
-
-
-def _bandwidths(collectives: Sequence[CollectiveFigures], case: CaseResult) -> str:
-    """The median bus bandwidth of the larger half of each kind, and its share of the link where that has a rate."""
-    network = case.header.suite.network if case.fidelity == "measured" else None
-    texts = []
-    for op in dict.fromkeys(found.op for found in collectives if found.bus_bandwidth):
-        mine = [found for found in collectives if found.op == op and found.bus_bandwidth]
-        middle = median(found.bytes or 0 for found in mine)
-        rate = median(found.bus_bandwidth or 0.0 for found in mine if (found.bytes or 0) >= middle)
-        share = f" ({format_percent(rate * 8 / network.bits_per_s)} of the link)" if network else ""
-        texts.append(f"{op} {format_rate(rate / 2**30)} GiB/s{share}")
-    return ", ".join(texts) or "-"
-
-
-def _layers(here: Sequence[Traced], prefix: str) -> Iterable[tuple[CaseResult, Chart]]:
-    """The same layer of each case of one world size, with one scale and one zero."""
-    sizes = [one.case.spec.world_size for one in here if one.view is not None]
-    if not sizes:
-        return
-    size = max(sizes, key=lambda size: (sizes.count(size), size))
-    shown = [one for one in here if one.view is not None and one.case.spec.world_size == size][:MOST_LAYERS]
-    views = [_view(one.analysis, like=shown[0].view) for one in shown]
-    before = max(view.before for view in views if view)
-    after = max(view.length - view.before for view in views if view)
-    for one, view in zip(shown, views):
-        if view is not None:
-            yield one.case, layer_chart(view.spanning(before, after), one.figures, f"{prefix}-layer-{one.case.number}")
 
 
 def _view(analysis: Analysis | None, like: View | None = None) -> View | None:
@@ -167,3 +100,32 @@ def _view(analysis: Analysis | None, like: View | None = None) -> View | None:
         return None
     window = drawn_windows(analysis.figures, analysis.timeline)[0]
     return find_layer(analysis.timeline, window.begin, window.close, unit=like.unit if like else None)
+
+
+def _row(one: Traced) -> Row:
+    figures = one.figures
+    parts, copies = [step.breakdown for step in steps_of(figures)], figures.copies
+    steps, idle = len(parts), sum(part.idle_host_ns or 0 for part in parts)
+    exposed = sum(part.exposed_ns for part in parts) / max(sum(part.span_ns for part in parts), 1)
+    return {
+        "case": Marked(one.case.full_label, href=one.link),
+        "exposed communication": Quantity(exposed, "share"),
+        "late reductions (give-way)": Quantity(figures.giveway.index, "share", 2),
+        "blocking gaps": blocking(figures.collectives, steps),
+        "queued": Quantity(middle_of([found.queued_ns for found in figures.collectives]), "ns"),
+        "copies": Quantity((copies.copy_in_ns + copies.copy_out_ns) / steps, "ns"),
+        "exposed copies": Quantity(copies.exposed_ns / steps, "ns"),
+        "waiting for the host": None if figures.whole.idle_host_ns is None else Quantity(idle / steps, "ns"),
+        "bus bandwidth": ", ".join(_bandwidths(figures.collectives, one.case)) or "-",
+    }
+
+
+def _bandwidths(collectives: Sequence[CollectiveFigures], case: CaseResult) -> Iterator[str]:
+    """The median bus bandwidth of the larger half of each kind, and its share of the link if that has a rate."""
+    network = case.header.suite.network if case.fidelity == "measured" else None
+    for op in dict.fromkeys(found.op for found in collectives if found.bus_bandwidth):
+        mine = [found for found in collectives if found.op == op and found.bus_bandwidth]
+        middle = median(found.bytes or 0 for found in mine)
+        rate = median(found.bus_bandwidth or 0.0 for found in mine if (found.bytes or 0) >= middle)
+        share = f" ({format_percent(rate * 8 / network.bits_per_s)} of the link)" if network else ""
+        yield f"{op} {format_rate(rate / 2**30)} GiB/s{share}"

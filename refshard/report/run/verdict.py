@@ -1,25 +1,24 @@
 """The findings of a run: which strategy is fastest, which needs the least memory, by how much, and why."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from refshard.analysis.busy import drift_over
 from refshard.analysis.cases import FIDELITY, CaseResult, ranks
 from refshard.analysis.compare import Comparison
 from refshard.analysis.evidence import Evidence
-from refshard.analysis.rankings import ALIKE, RELEVANT, Ranking, Rival, rankings, step_time
+from refshard.analysis.rankings import ALIKE, RELEVANT, Ranking, rankings, step_time
 from refshard.analysis.sample import too_few
 from refshard.plain import plain
 from refshard.quantities import format_bytes, format_percent, format_seconds
-from refshard.records import Run
 from refshard.report.run.cells import STATES, no_interval, span
-from refshard.specs.case import REFERENCE_STRATEGY, REPEATING, spelled
+from refshard.specs.case import REPEATING, spelled
 
 MANY = 4
 """Comparisons from which on a sentence sums them up."""
 _MOST_NAMED = 3
-"""Strategies that a lead or a list of unranked cases names; of more it gives the number."""
+"""Strategies that a list of unranked cases names; of more it gives the number."""
 _ERROR_LENGTH = 120
 _TIMES = 2  # ratio from which "2.3 times as long" reads better than "130 % longer"
 _PARTS = {"compute": "compute_s", "exposed communication": "exposed_comm_s", "idle time": "idle_s"}
@@ -27,39 +26,28 @@ _PARTS = {"compute": "compute_s", "exposed communication": "exposed_comm_s", "id
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The outcome of one comparison: a title, sentences, and doubts about them.
+    """The outcome of one comparison in sentences, "" if there is nothing to say.
 
-    ``cases`` are all of the comparison, including references and cases that did not end ok. ``fastest`` and
-    ``lowest_memory`` name the strategies that lead, several if they tie; empty if nothing is ranked. ``lead`` is the
-    outcome in one sentence.
+    ``lead`` says who is fastest and who needs the least memory, ``margin`` by how much, ``why`` what the traces say,
+    ``busy`` that the machine drifted; ``caveats`` weaken them.
     """
 
-    title: str
-    cases: tuple[CaseResult, ...]
-    fastest: tuple[str, ...]
-    lowest_memory: tuple[str, ...]
+    ranking: Ranking
     lead: str
-    speed: str
     margin: str
-    memory: str
     why: str
     busy: str
     caveats: tuple[str, ...]
 
     @property
-    def sentences(self) -> tuple[str, ...]:
-        """The outcome in full."""
-        return tuple(sentence for sentence in (self.speed, *self.reasons, self.memory) if sentence)
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """What the lead leaves out: by how much, why, and whether the machine was busy."""
-        return tuple(sentence for sentence in (self.margin, self.why, self.busy) if sentence)
+    def title(self) -> str:
+        """The setting and the world size."""
+        return f"{self.ranking.setting.label}, {ranks(self.ranking.world_size)}"
 
     @property
     def summary(self) -> str:
-        """Speed and memory, without reasons."""
-        return " ".join(filter(None, (self.speed, self.margin, self.memory)))
+        """The outcome without its reasons."""
+        return f"{self.lead} {self.margin}".strip()
 
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
@@ -69,178 +57,69 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
 
 def finding_of(ranking: Ranking) -> Finding:
     """The outcome of one comparison."""
-    candidates = [case for case in ranking.candidates if case.fidelity not in REPEATING]
-    drift = "the cases come from several runs, so a drift of the machine between them looks like a difference"
-    doubts = [drift] if len({id(case.header) for case in candidates}) > 1 else []
-    doubts += [doubt for rival in ranking.rivals if rival.comparison for doubt in rival.comparison.warnings]
+    caveats = [warning for rival in ranking.rivals if rival.comparison for warning in rival.comparison.warnings]
+    if len({id(case.header) for case in ranking.candidates if case.fidelity not in REPEATING}) > 1:
+        caveats.insert(0, "the cases come from several runs, so machine drift between them looks like a difference")
     return Finding(
-        title=f"{ranking.setting.label}, {ranks(ranking.world_size)}",
-        cases=ranking.cases,
-        fastest=tuple(case.strategy for case in ranking.fastest),
-        lowest_memory=tuple(case.strategy for case in ranking.lowest_memory),
-        lead=_lead(ranking),
-        speed=_speed(ranking),
-        margin=_margin(ranking),
-        memory=_memory(ranking),
-        why=_why(ranking),
-        busy=_busy(ranking),
-        caveats=tuple(dict.fromkeys(doubts)),
-    )
-
-
-def overview(found: Sequence[Finding]) -> tuple[str, ...]:
-    """How often each strategy leads, a sentence per fidelity that has :data:`MANY` comparisons or more."""
-    sentences = []
-    fidelities = dict.fromkeys(finding.cases[0].fidelity for finding in found)
-    for fidelity in fidelities:
-        here = [finding for finding in found if finding.cases[0].fidelity == fidelity]
-        ranked = [one for one in here if sum(c.ok and c.strategy != REFERENCE_STRATEGY for c in one.cases) > 1]
-        if len(ranked) < MANY:
-            continue
-        count = f"{len(ranked)} {f'{spelled(fidelity)} ' if len(fidelities) > 1 else ''}comparisons"
-        alone, ties, unranked = _led([finding.fastest for finding in ranked])
-        rest = [f"{ties} {'was a tie' if ties == 1 else 'were ties'}"] if ties else []
-        rest += [f"{unranked} {'was' if unranked == 1 else 'were'} not ranked"] if unranked else []
-        if alone:
-            (name, times), *others = alone
-            text = f"{name} was fastest in {times} of {count}{''.join(f', {other} in {n}' for other, n in others)}"
-            text += f"{'; ' if rest else ''}{', '.join(rest)}."
-        elif ties == len(ranked):
-            text = f"All {count} are ties for the fastest strategy."
-        else:
-            text = f"No strategy alone was fastest in {count}: {', '.join(rest)}."
-        alone, ties, _ = _led([finding.lowest_memory for finding in ranked])
-        least = [f"{name} in {times}" for name, times in alone]
-        least += [f"{ties} {'tie' if ties == 1 else 'ties'}"] if ties else []
-        sentences.append(f"{text} Lowest memory: {', '.join(least)}." if least else text)
-    return tuple(sentences)
-
-
-def _led(leads: Sequence[tuple[str, ...]]) -> tuple[list[tuple[str, int]], int, int]:
-    """How often each strategy led alone, most often first, how many comparisons were ties, and how many are not
-    ranked.
-    """
-    alone = Counter(names[0] for names in leads if len(names) == 1)
-    ordered = sorted(alone.items(), key=lambda item: (-item[1], item[0]))
-    return ordered, sum(len(names) > 1 for names in leads), sum(not names for names in leads)
-
-
-def notes(evidence: Evidence) -> list[str]:
-    """What a reader has to know of the cases: the network, what was not measured, what failed, and doubts."""
-    return [*network(evidence), *modelled(evidence), *unranked(evidence), *caveats(evidence)]
-
-
-def network(evidence: Evidence) -> tuple[str, ...]:
-    """A sentence for each network between hosts."""
-    joined = dict.fromkeys(run.header.environment.network for run in evidence.runs)
-    return tuple(f"The ranks ran on {name}." for name in joined if name)
-
-
-def modelled(evidence: Evidence) -> tuple[str, ...]:
-    """A sentence for every cluster on which cases were not measured."""
-    kinds = dict.fromkeys((case.fidelity, case.spec.cluster) for case in evidence.cases if case.fidelity != "measured")
-    return tuple(
-        f"Not measured, but {'dry-run' if fidelity == 'dryrun' else fidelity} on {cluster}: {FIDELITY[fidelity]}."
-        for fidelity, cluster in kinds
-    )
-
-
-def unranked(evidence: Evidence) -> tuple[str, ...]:
-    """A sentence for every case that did not end ok."""
-    return tuple(_unranked(case) for case in evidence.cases if not case.ok)
-
-
-def _unranked(case: CaseResult) -> str:
-    ended = sum(launch.state == case.state for launch in case.launches)
-    rounds = f" in {ended} of {len(case.launches)} rounds" if len(case.launches) > 1 else ""
-    state, error = STATES[case.state], plain(next(iter((case.error or "").strip().splitlines()), ""))
-    error = error.removeprefix(f"{state}: ")
-    if len(error) > _ERROR_LENGTH:
-        error = f"{error[: _ERROR_LENGTH - 3]}..."
-    return f"{case.full_label}: {state}{rounds}{f' ({error})' if error else ''}."
-
-
-def caveats(evidence: Evidence) -> list[str]:
-    """What weakens the findings, each doubt once, and the first of the launches' warnings."""
-    doubts = dict.fromkeys(doubt for finding in findings(evidence) for doubt in finding.caveats)
-    left = [(case, warning) for case in evidence.cases for launch in case.launches for warning in launch.warnings]
-    sentences = [f"Caution: {doubt}." for doubt in doubts]
-    if left:
-        case, warning = left[0]
-        others = len({case.full_label for case, _ in left}) - 1
-        more = f"; {others} more {'case has' if others == 1 else 'cases have'} warnings: see --json" if others else ""
-        sentences.append(f"Caution: {case.full_label}: {plain(warning)}{more}.")
-    return sentences
-
-
-def unfinished(evidence: Evidence) -> tuple[str, ...]:
-    """A sentence for each run that did not end by itself: what is missing may change the verdict."""
-    found = [(run.header.run_id, sentence) for run in evidence.runs if (sentence := _unfinished(run))]
-    return tuple(f"{name}: {sentence}" if len(evidence.runs) > 1 else sentence for name, sentence in found)
-
-
-def _unfinished(run: Run) -> str:
-    """Empty for a run that ended by itself. A gate's run does not know how many launches it will need."""
-    if run.end is not None and not run.end.interrupted:
-        return "" if run.launches else "Nothing was launched."
-    why = "the run was interrupted" if run.end else "the run was cut off, or is still under way"
-    done = f"{len(run.launches)} of {run.header.planned}" if run.header.planned else f"{len(run.launches)}"
-    return f"Not finished: {done} launches are done; {why}."
+        ranking=ranking, lead=_lead(ranking), margin=" ".join(_margin(ranking)), why=_why(ranking), busy=_busy(ranking),
+        caveats=tuple(dict.fromkeys(caveats)),
+    )  # fmt: skip
 
 
 def _lead(ranking: Ranking) -> str:
-    """Speed and memory in one sentence."""
-    least = [case.strategy for case in ranking.lowest_memory]
-    if ranking.winner is None or len(ranking.candidates) < 2:
-        return _speed(ranking)
-    times = _between([step_time(case) for case in ranking.fastest])
-    fastest = [case.strategy for case in ranking.fastest]
-    need = ""
-    if len(ranking.peaks) > 1 and len(least) < len(ranking.peaks):
-        memory = format_bytes(min(ranking.peaks.values()))
-        if fastest == least and len(least) == 1:
-            return f"{fastest[0]} is fastest ({times} per step) and needs the least memory ({memory})."
-        need = f"; {_counted(least)} {'needs' if len(least) == 1 else 'need'} the least memory ({memory})"
-    verb = "is fastest" if len(fastest) == 1 else "tie for fastest"
-    return f"{_counted(fastest)} {verb} ({times} per step){need}."
-
-
-def _counted(names: Sequence[str]) -> str:
-    return listed(names) if len(names) <= _MOST_NAMED else f"{len(names)} strategies"
-
-
-def _between(seconds: Sequence[float]) -> str:
-    """The range of step times."""
-    low, high = format_seconds(min(seconds)), format_seconds(max(seconds))
-    return high if low == high else span(low, high)
-
-
-def _speed(ranking: Ranking) -> str:
+    """Speed and memory."""
     if not ranking.candidates:
         return "No strategy finished, so there is nothing to rank."
     if len(ranking.candidates) == 1:
         (alone,) = ranking.candidates
         time = format_seconds(step_time(alone))
         return f"{alone.strategy} is the only strategy here that finished: {time} per step{_few((alone,))}."
-    if ranking.winner is None:
-        return _by_time(ranking.candidates)
-    if not ranking.tied:
-        return f"{ranking.winner.strategy} is fastest at {format_seconds(step_time(ranking.winner))} per step."
-    names = listed([case.strategy for case in ranking.fastest])
-    return f"{names} tie for fastest: {_between([step_time(case) for case in ranking.fastest])} per step."
+    memory = ""
+    fastest, least = ([case.strategy for case in cases] for cases in (ranking.fastest, ranking.lowest_memory))
+    if len(ranking.peaks) > 1:
+        size = format_bytes(min(ranking.peaks.values()))
+        kind = "reserved" if ranking.memory_metric == "peak_reserved_bytes" else "peak"
+        memory = f"{'needs' if len(least) == 1 else 'need'} the least memory ({size} per rank, {kind})."
+    if not fastest:
+        return f"{_by_time(ranking.candidates)}{f' {listed(least)} {memory}' if memory else ''}"
+    times = _between([step_time(case) for case in ranking.fastest])
+    speed = f"{listed(fastest)} {'is' if len(fastest) == 1 else 'tie for'} fastest ({times} per step)"
+    return f"{speed} and {memory}" if memory and fastest == least else (
+        f"{speed}; {listed(least)} {memory}" if memory else f"{speed}."
+    )  # fmt: skip
 
 
-def _margin(ranking: Ranking) -> str:
-    """Why the tied ones are tied, how much slower the next one is, and which cases are not ranked."""
-    sentences = []
+def _margin(ranking: Ranking) -> Iterator[str]:
+    """Why the tied ones are tied, how much slower the next one is, which cases are not ranked, and the next in
+    memory.
+    """
     if ranking.tied:
-        assert ranking.winner is not None
-        sentences.append(_tied(ranking.winner, ranking.tied[-1]))
-    if ranking.runner_up:
-        sentences.append(_behind(ranking.runner_up))
+        last = ranking.tied[-1]
+        if last.comparison is None:
+            yield f"Differences under {format_percent(ALIKE, 0)} are within the model's error."
+        else:
+            assert ranking.winner is not None
+            why = f"{_interval(last.comparison, as_ratio=True)}, which includes 1; more rounds would narrow it"
+            why = why if last.comparison.bounded else no_interval(last.comparison)
+            ratio = f"{last.ratio:.3f} times as long as {ranking.winner.strategy}{_pairing(last.comparison)}"
+            yield f"{last.case.strategy} takes {ratio} ({why})."
+    if (next_ := ranking.runner_up) is not None:
+        large = next_.ratio >= _TIMES
+        longer = f"{next_.ratio:.1f} times as long" if large else f"{format_percent(next_.ratio - 1)} longer"
+        basis = ""
+        if next_.comparison is not None:
+            size = (
+                "significant"
+                if next_.ratio - 1 >= RELEVANT
+                else f"significant, but under {format_percent(RELEVANT, 0)}"
+            )
+            basis = f"{_pairing(next_.comparison)} ({_interval(next_.comparison, as_ratio=large)}; {size})"
+        yield f"Next: {next_.case.strategy} takes {format_seconds(step_time(next_.case))}, {longer}{basis}."
     if ranking.winner and len(ranking.ranked) < len(ranking.candidates):
-        sentences.append(_by_time([case for case in ranking.candidates if case not in ranking.ranked]))
-    return " ".join(sentences)
+        yield _by_time([case for case in ranking.candidates if case not in ranking.ranked])
+    for case, peak in list(ranking.peaks.items())[len(ranking.lowest_memory) :][:1]:
+        more = format_percent(peak / min(ranking.peaks.values()) - 1)
+        yield f"Next in memory: {case.strategy} with {format_bytes(peak)}, {more} more."
 
 
 def _by_time(cases: Sequence[CaseResult]) -> str:
@@ -259,28 +138,10 @@ def _few(cases: Sequence[CaseResult]) -> str:
     return "".join(f" ({reason})" for reason in too_few(min(launches))) if launches else ""
 
 
-def _tied(winner: CaseResult, last: Rival) -> str:
-    """Why the slowest of those that tie is not called slower."""
-    comparison = last.comparison
-    if comparison is None:
-        return f"Differences under {ALIKE:.0%} are within the model's error.".replace("%", " %")
-    lead = f"{last.case.strategy} takes {last.ratio:.3f} times as long as {winner.strategy}{_pairing(comparison)}"
-    if not comparison.bounded:
-        return f"{lead} ({no_interval(comparison)})."
-    return f"{lead} ({_interval(comparison, as_ratio=True)}, which includes 1; more rounds would narrow it)."
-
-
-def _behind(rival: Rival) -> str:
-    longer = (
-        f"{rival.ratio:.1f} times as long" if rival.ratio >= _TIMES else f"{format_percent(rival.ratio - 1)} longer"
-    )
-    time = format_seconds(step_time(rival.case))
-    sentence = f"Next: {rival.case.strategy} takes {time}, {longer}{_pairing(rival.comparison)}"
-    if rival.comparison is None:
-        return f"{sentence}."
-    interval = _interval(rival.comparison, as_ratio=rival.ratio >= _TIMES)
-    size = "significant" if abs(rival.ratio - 1) >= RELEVANT else f"significant, but under {RELEVANT:.0%}"
-    return f"{sentence} ({interval}; {size})."
+def _between(seconds: Sequence[float]) -> str:
+    """The range of step times."""
+    low, high = format_seconds(min(seconds)), format_seconds(max(seconds))
+    return high if low == high else span(low, high)
 
 
 def _interval(comparison: Comparison, *, as_ratio: bool) -> str:
@@ -290,9 +151,8 @@ def _interval(comparison: Comparison, *, as_ratio: bool) -> str:
     return f"95 % interval {span(format_percent(comparison.low - 1), format_percent(comparison.high - 1))}"
 
 
-def _pairing(comparison: Comparison | None) -> str:
-    """How a ratio came about, after a comma, if it is not the ratio of the medians."""
-    return ", paired by round" if comparison and comparison.paired else ""
+def _pairing(comparison: Comparison) -> str:
+    return ", paired by round" if comparison.paired else ""
 
 
 def listed(names: Sequence[str]) -> str:
@@ -302,20 +162,6 @@ def listed(names: Sequence[str]) -> str:
     ('a', 'a and b', 'a, b and c')
     """
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-
-
-def _memory(ranking: Ranking) -> str:
-    peaks = ranking.peaks
-    if len(peaks) < 2:
-        return ""
-    equal = [case.strategy for case in ranking.lowest_memory]
-    least = min(peaks.values())
-    kind = "reserved" if ranking.memory_metric == "peak_reserved_bytes" else "peak"
-    verb = "needs" if len(equal) == 1 else "need"
-    sentence = f"{listed(equal)} {verb} the least memory: {format_bytes(least)} per rank ({kind})."
-    for case, peak in list(peaks.items())[len(equal) :][:1]:
-        sentence += f" Next: {case.strategy} with {format_bytes(peak)}, {format_percent(peak / least - 1)} more."
-    return sentence
 
 
 def _why(ranking: Ranking) -> str:
@@ -372,3 +218,95 @@ def busy_between(pairs: Iterable[tuple[CaseResult, CaseResult, float]]) -> str:
         f"The machine was busy: {what} ({format_percent(drift.size)}). That is more than the difference in step time "
         f"({format_percent(abs(effect))})."
     )
+
+
+def overview(found: Sequence[Finding]) -> tuple[str, ...]:
+    """How often each strategy leads, a sentence per fidelity that has :data:`MANY` comparisons or more."""
+    sentences = []
+    fidelities = dict.fromkeys(one.ranking.cases[0].fidelity for one in found)
+    for fidelity in fidelities:
+        here = [one.ranking for one in found if one.ranking.cases[0].fidelity == fidelity]
+        ranked = [ranking for ranking in here if len(ranking.candidates) > 1]
+        if len(ranked) < MANY:
+            continue
+        count = f"{len(ranked)} {f'{spelled(fidelity)} ' if len(fidelities) > 1 else ''}comparisons"
+        alone, ties = _led([ranking.fastest for ranking in ranked])
+        unranked = sum(not ranking.fastest for ranking in ranked)
+        rest = [f"{ties} {'was a tie' if ties == 1 else 'were ties'}"] if ties else []
+        rest += [f"{unranked} {'was' if unranked == 1 else 'were'} not ranked"] if unranked else []
+        if alone:
+            (name, times), *others = alone
+            text = f"{name} was fastest in {times} of {count}{''.join(f', {other} in {n}' for other, n in others)}"
+            text += f"{'; ' if rest else ''}{', '.join(rest)}."
+        elif ties == len(ranked):
+            text = f"All {count} are ties for the fastest strategy."
+        else:
+            text = f"No strategy alone was fastest in {count}: {', '.join(rest)}."
+        alone, ties = _led([ranking.lowest_memory for ranking in ranked])
+        least = [f"{name} in {times}" for name, times in alone]
+        least += [f"{ties} {'tie' if ties == 1 else 'ties'}"] if ties else []
+        sentences.append(f"{text} Lowest memory: {', '.join(least)}." if least else text)
+    return tuple(sentences)
+
+
+def _led(leads: Sequence[tuple[CaseResult, ...]]) -> tuple[list[tuple[str, int]], int]:
+    """How often each strategy led alone, most often first, and the number of ties."""
+    alone = Counter(cases[0].strategy for cases in leads if len(cases) == 1)
+    return sorted(alone.items(), key=lambda item: (-item[1], item[0])), sum(len(cases) > 1 for cases in leads)
+
+
+def notes(evidence: Evidence) -> list[str]:
+    """What a reader has to know of the cases: the network, what was not measured, what failed, and caveats."""
+    networks = dict.fromkeys(run.header.environment.network for run in evidence.runs)
+    kinds = dict.fromkeys(
+        (case.fidelity, case.spec.job.cluster) for case in evidence.cases if case.fidelity != "measured"
+    )
+    caveats = dict.fromkeys(caveat for finding in findings(evidence) for caveat in finding.caveats)
+    sentences = [
+        *(f"The ranks ran on {name}." for name in networks if name),
+        *(
+            f"Not measured, but {'dry-run' if fidelity == 'dryrun' else fidelity} on {cluster}: {FIDELITY[fidelity]}."
+            for fidelity, cluster in kinds
+        ),
+        *unranked(evidence),
+        *(f"Caution: {caveat}." for caveat in caveats),
+    ]
+    left = [(case, warning) for case in evidence.cases for launch in case.launches for warning in launch.warnings]
+    if left:
+        case, warning = left[0]
+        others = len({case.full_label for case, _ in left}) - 1
+        more = f"; {others} more {'case has' if others == 1 else 'cases have'} warnings: see --json" if others else ""
+        sentences.append(f"Caution: {case.full_label}: {plain(warning)}{more}.")
+    return sentences
+
+
+def unranked(evidence: Evidence) -> list[str]:
+    """A sentence for every case that did not end ok."""
+    sentences = []
+    for case in (case for case in evidence.cases if not case.ok):
+        ended = sum(launch.state == case.state for launch in case.launches)
+        rounds = f" in {ended} of {len(case.launches)} rounds" if len(case.launches) > 1 else ""
+        error = first_line(case, _ERROR_LENGTH)
+        sentences.append(f"{case.full_label}: {STATES[case.state]}{rounds}{f' ({error})' if error else ''}.")
+    return sentences
+
+
+def first_line(case: CaseResult, most: int) -> str:
+    """The first line of a case's error, at most so long, without the state."""
+    line = plain(next(iter((case.error or "").strip().splitlines()), "")).removeprefix(f"{STATES[case.state]}: ")
+    return line if len(line) <= most else f"{line[: most - 3]}..."
+
+
+def unfinished(evidence: Evidence) -> list[str]:
+    """A sentence for each run that did not end by itself: what is missing may change the verdict."""
+    sentences = []
+    for run in evidence.runs:
+        name = f"{run.header.run_id}: " if len(evidence.runs) > 1 else ""
+        if run.end is None or run.end.interrupted:
+            why = "the run was interrupted" if run.end else "the run was cut off, or is still under way"
+            # A gate's run does not know how many launches it will need.
+            of = f" of {run.header.planned}" if run.header.planned else ""
+            sentences.append(f"{name}Not finished: {len(run.launches)}{of} launches are done; {why}.")
+        elif not run.launches:
+            sentences.append(f"{name}Nothing was launched.")
+    return sentences

@@ -1,12 +1,14 @@
-"""The answer of an analysis of traces: per job a table with a row per rank, what there is to know of it, and more on
-each trace; warnings; and each job's largest loss.
+"""The answer of an analysis of traces: for each job its finding and a table with a row per rank, the sections of each
+trace, warnings, and each job's largest loss as the verdict.
 """
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 import msgspec
 
@@ -24,26 +26,26 @@ from refshard.report.blocks import (
     Notes,
     Part,
     Quantity,
+    Row,
     Section,
     Table,
     Text,
     TraceFile,
     Verdict,
-    cell_text,
     table,
+    without_empty,
 )
 from refshard.report.draw.embed import embedded
-from refshard.report.trace import tables
-from refshard.report.trace.findings import SMALL, Finding, findings, late, warnings_text
-from refshard.report.trace.sections import sections_of
-from refshard.report.trace.wording import each, has_steps, job_names, jobs, parts, per, who
+from refshard.report.trace import sections
+from refshard.report.trace.findings import SMALL, Finding, findings, warnings_text
+from refshard.report.trace.text import each, has_steps, job_names, jobs, ns, parts, per, share, who
 
-if TYPE_CHECKING:
-    from refshard.report.draw.charts import Chart
-
-_ALWAYS = frozenset(("rank", "compute", "comm.", "exposed", "overlap", "idle"))
+_OPTIONAL = (
+    "device", "exposed to all", "copies alone", "idle, host late", "late reductions (give-way)", "warnings",
+)  # fmt: skip
+"""Columns of a job's table that are left out without values."""
 _FEW_WARNINGS = 3
-"""So many are shown without being asked for."""
+"""So many are shown without ``--verbose``."""
 _DEFINITIONS = {
     "compute, communication, preparation, copy": "Time covered by the spans of the class; overlapping spans count "
     "once. Preparation: kernels under a reduce-scatter's annotation, before the collective itself.",
@@ -73,63 +75,60 @@ def trace_answer(analyses: Sequence[Analysis], checks: Sequence[Block] = (), mor
     ``more`` is a line for the terminal.
     """
     traces = [one.figures for one in analyses]
-    found = findings(traces)
-    names = job_names(traces).values()
-    lead = [one.lead if len(found) == 1 else f"{name}: {one.lead}" for name, one in zip(names, found)]
+    found, names = findings(traces), job_names(traces)
+    lead = [one.lead if len(found) == 1 else f"{name}: {one.lead}" for name, one in zip(names.values(), found)]
     blocks: list[Block] = []
     for members, finding in zip(jobs(traces).values(), found):
         ranks = sorted(members, key=lambda trace: (trace.rank is None, trace.rank))
         blocks += [_job_table(ranks, f"{finding.title} ({_pattern(ranks)})"), Notes(sentences=finding.more)]
-        blocks += _waits(members, "" if len(found) == 1 else f": {job_names(traces)[members[0].job]}")
-    blocks += [Charts(draw=lambda: _rank_charts(traces))]
-    count = len(names)
-    title = f"{len(traces)} traces of {f'{count} jobs' if count > 1 else 'one job'}"
-    title = Path(traces[0].file).name if len(traces) == 1 else title
+        if waits := sections.waits(members):
+            name = "" if len(found) == 1 else f": {names[members[0].job]}"
+            caption = f"Time waited in collectives for the last rank, {sections.per_step(members[0])}; longest first"
+            blocks.append(
+                Section(title=f"Who waits for whom{name}", id=f"waits-{members[0].job}", nav="Who waits",
+                        blocks=[table(waits, left=2, caption=caption)], where="detail")
+            )  # fmt: skip
+    title = f"{len(traces)} traces of {f'{len(names)} jobs' if len(names) > 1 else 'one job'}"
+    definitions: list[Row] = [{"term": term, "meaning": text} for term, text in _DEFINITIONS.items()]
+    objects = as_objects(traces)
+
+    def is_nested(value: object) -> bool:
+        return isinstance(value, dict) or (
+            isinstance(value, list) and bool(value) and isinstance(value[0], (dict, list))
+        )
+
     return Answer(
-        data={"verdict": lead, "traces": as_objects(traces)},
-        rows=[_flat(trace) for trace in traces],
+        data={"verdict": lead, "traces": objects},
+        rows=[{key: value for key, value in one.items() if not is_nested(value)} for one in objects],
         blocks=[
             *blocks,
+            Charts(draw=lambda: _charts().ranks_chart(traces)),
             *_each_trace(analyses),
             *checks,
             *_warnings(traces),
-            Section(title="Definitions", id="words", nav="Definitions", where="page", blocks=[
-                table([{"term": term, "meaning": text} for term, text in _DEFINITIONS.items()], left=2,
-                      caption="What each figure means")
-            ]),
+            Section(title="Definitions", id="words", nav="Definitions", where="page",
+                    blocks=[table(definitions, left=2, caption="The definition of each figure")]),
             Verdict(sentences=lead),
             *([Text(text=more, where="terminal")] if more else []),
         ],
-        cover=Cover(title=title),
+        cover=Cover(title=Path(traces[0].file).name if len(traces) == 1 else title),
     )  # fmt: skip
 
 
 def as_objects(traces: Sequence[TraceFigures]) -> list[dict[str, Any]]:
-    """One object per trace: its whole breakdown at the top, everything else below."""
-    return [_as_object(trace) for trace in traces]
+    """One object per trace: its whole breakdown at the top, everything else below.
 
-
-def _as_object(trace: TraceFigures) -> dict[str, Any]:
-    built: dict[str, Any] = msgspec.to_builtins(trace)
-    whole = _of_device(trace, built.pop("whole"))
-    identity = {key: built.pop(key) for key in ("file", "job", "rank", "world_size", "backend", "device", "events")}
-    steps = [{**_of_device(trace, step.pop("breakdown")), **step} for step in built.pop("steps")]
-    return {**identity, **whole, "giveway_index": trace.giveway.index, **built, "steps": steps}
-
-
-def _of_device(trace: TraceFigures, breakdown: dict[str, Any]) -> dict[str, Any]:
-    """A breakdown, of which nothing but its length is known if the device's events are missing."""
-    return {key: None if trace.host_only and key != "span_ns" else value for key, value in breakdown.items()}
-
-
-def _flat(trace: TraceFigures) -> dict[str, Any]:
-    """A trace without what is nested in it."""
-    return {
-        key: value
-        for key, value in _as_object(trace).items()
-        if not isinstance(value, dict)
-        and not (isinstance(value, list) and value and isinstance(value[0], (dict, list)))
-    }
+    Only the length of a breakdown is known if the device's events are missing.
+    """
+    objects = []
+    for trace in traces:
+        built: dict[str, Any] = msgspec.to_builtins(trace)
+        unknown = {key: None for key in built["whole"] if trace.host_only and key != "span_ns"}
+        identity = {key: built.pop(key) for key in ("file", "job", "rank", "world_size", "backend", "device", "events")}
+        whole = {**built.pop("whole"), **unknown}
+        steps = [{**step.pop("breakdown"), **unknown, **step} for step in built.pop("steps")]
+        objects.append({**identity, **whole, "giveway_index": trace.giveway.index, **built, "steps": steps})
+    return objects
 
 
 def _pattern(members: Sequence[TraceFigures]) -> str:
@@ -141,81 +140,57 @@ def _pattern(members: Sequence[TraceFigures]) -> str:
 
 
 def _job_table(members: Sequence[TraceFigures], title: str) -> Table:
-    """A row per rank: means over its steps. Columns that say nothing here are left out."""
+    """A row per rank: means over its steps."""
     lengths = {per(one).replace("in the", "whole") for one in members}
     length = lengths.pop() if len(lengths) == 1 else f"per {each(members[0])}"
-    rows: list[dict[str, Cell]] = []
+    rows: list[Row] = []
     for trace in members:
         steps = [part.breakdown for part in parts(trace)]
         device = [] if trace.host_only else steps
-        # Communication is hidden by something else than compute, too.
-        hidden = sum(step.exposed_ns - step.exposed_any_ns for step in device)
         span, alone = (sum(getattr(step, key) for step in device) for key in ("span_ns", "lone_copy_ns"))
+        # Other work than compute hides communication, too.
+        hidden = sum(step.exposed_ns - step.exposed_any_ns for step in device)
         rows.append(
             {
                 "rank": "-" if trace.rank is None else str(trace.rank),
                 "device": trace.device if len({one.device for one in members}) > 1 else None,
                 "windows" if trace.windows else "steps": len(trace.steps) if has_steps(trace) else None,
-                length: Quantity(_mean(steps, "span_ns"), "ns"),
-                "compute": _share(device, "compute_ns"),
-                "comm.": _share(device, "comm_ns"),
-                "exposed": _share(device, "exposed_ns"),
-                "exposed to all": _share(device, "exposed_any_ns") if hidden > SMALL * span else None,
-                "overlap": Quantity(mean_ratio(device), "share"),
-                "copies alone": _share(device, "lone_copy_ns") if alone >= SMALL * span > 0 else None,
-                "idle": _share(device, "idle_ns"),
-                "idle, host late": None if trace.device == "cpu" else _share(device, "idle_host_ns"),
-                "late reductions (give-way)": Quantity(trace.giveway.index, "share", 2),
+                length: ns(fmean(step.span_ns for step in steps)),
+                "compute": _mean(device, "compute_ns"),
+                "comm.": _mean(device, "comm_ns"),
+                "exposed": _mean(device, "exposed_ns"),
+                "exposed to all": _mean(device, "exposed_any_ns") if hidden > SMALL * span else None,
+                "overlap": share(mean_ratio(device)),
+                "copies alone": _mean(device, "lone_copy_ns") if alone >= SMALL * span > 0 else None,
+                "idle": _mean(device, "idle_ns"),
+                "idle, host late": None if trace.device == "cpu" else _mean(device, "idle_host_ns"),
+                "late reductions (give-way)": share(trace.giveway.index, 2),
                 "warnings": len(trace.warnings) or None,
             }
         )
-    always = _ALWAYS | {length}
-    sentences = [key for key in rows[0] if key in always or any(cell_text(row[key]) != "-" for row in rows)]
-    return table(
-        [{key: row[key] for key in sentences} for row in rows],
-        left=0,
-        text=("device",),
-        title=title,
-        caption="Means over the steps",
-    )
+    steps_head = "windows" if members[0].windows else "steps"
+    rows = without_empty(rows, (*_OPTIONAL, steps_head))
+    return table(rows, left=0, text=("device",), title=title, caption="Means over the steps")
 
 
-def _mean(steps: Sequence[Breakdown], key: str) -> float | None:
-    values = [getattr(step, key) for step in steps]
-    return None if None in values or not values else fmean(values)
-
-
-def _share(steps: Sequence[Breakdown], key: str) -> Cell:
+def _mean(steps: Sequence[Breakdown], key: str) -> Cell:
     """Time per step, and its part of the step."""
-    mean, span = _mean(steps, key), _mean(steps, "span_ns")
-    return None if mean is None or not span else Part(Quantity(mean, "ns"), span)
-
-
-def _waits(members: Sequence[TraceFigures], job: str) -> Iterator[Block]:
-    """Who waits for whom in a job."""
-    found = tables.waits(members)
-    if found.rows:
-        blocks: list[Block] = [Notes(sentences=[late(members)]), found]
-        identity = f"waits-{members[0].job}"
-        yield Section(title=f"Who waits for whom{job}", id=identity, nav="Who waits", blocks=blocks, where="detail")
+    values, span = [getattr(step, key) for step in steps], sum(step.span_ns for step in steps)
+    return None if None in values or not span else Part(Quantity(fmean(values), "ns"), span / len(steps))
 
 
 def _warnings(traces: Sequence[TraceFigures]) -> Iterator[Block]:
     """How many, and which with ``--verbose``."""
-    codes: dict[str, int] = {}
-    for warning in (warning for trace in traces for warning in trace.warnings):
-        codes[warning.code] = codes.get(warning.code, 0) + 1
-    if not codes:
-        return
-    counted = ", ".join(f"{code} ({count})" if count > 1 else code for code, count in codes.items())
-    few = sum(codes.values()) <= _FEW_WARNINGS
+    codes = Counter(warning.code for trace in traces for warning in trace.warnings)
+    few = codes.total() <= _FEW_WARNINGS
     if not few:
-        yield Notes(sentences=[f"Warnings: {counted}. -v explains them."], where="terminal")
+        counts = ", ".join(f"{code} ({count})" if count > 1 else code for code, count in codes.items())
+        yield Notes(sentences=[f"Warnings: {counts}. -v explains them."], where="terminal")
     yield Notes(sentences=warnings_text(traces), title="Warnings", where="always" if few else "detail")
 
 
 def _each_trace(analyses: Sequence[Analysis]) -> Iterator[Section]:
-    """More on each trace. A terminal shows the first one of each job; the others are in JSON and on the page."""
+    """The sections of each trace; a terminal shows those of the first trace of each job."""
     contents: list[str | None] = []
     several, shown = len(analyses) > 1, set[int]()
     for place, one in enumerate(analyses):
@@ -238,31 +213,20 @@ def _each_trace(analyses: Sequence[Analysis]) -> Iterator[Section]:
 def rank_blocks(
     figures: TraceFigures, timeline: Timeline | None, prefix: str, trace: TraceFile | None = None
 ) -> list[Block]:
-    """What there is of one trace: charts, of which ids begin with ``prefix``, then its sections and tables."""
-    return [
-        Charts(draw=lambda: _charts(figures, timeline, prefix)),
-        *([trace] if trace is not None else []),
-        *sections_of(figures),
-        *tables.of_trace(figures, timeline),
-    ]
+    """Charts of one trace, with ids that begin with ``prefix``, then its sections."""
+    charts = Charts(draw=lambda: _charts().all_charts(figures, timeline, prefix))
+    return [charts, *([trace] if trace is not None else []), *sections.sections_of(figures, timeline)]
 
 
 def job_blocks(figures: TraceFigures, finding: Finding) -> list[Block]:
-    """A job of one rank: its table and what there is to know beyond the finding's lead."""
+    """A job of one rank: its table, and the finding without its lead."""
     return [_job_table([figures], ""), Notes(sentences=finding.more)]
 
 
-def _charts(figures: TraceFigures, timeline: Timeline | None, prefix: str) -> "Sequence[Chart]":
-    from refshard.report.trace.charts import all_charts  # plotly takes a second to import
+def _charts() -> ModuleType:
+    from refshard.report.trace import charts  # plotly takes a second to import
 
-    return all_charts(figures, timeline, prefix)
-
-
-def _rank_charts(traces: Sequence[TraceFigures]) -> "Sequence[Chart]":
-    from refshard.report.trace.charts import ranks_chart
-
-    drawn = ranks_chart(traces)
-    return [] if drawn is None else [drawn]
+    return charts
 
 
 def check_block(name: str, ours: HtaFigures | None, theirs: HtaFigures | HtaFailure) -> Block:
@@ -271,11 +235,15 @@ def check_block(name: str, ours: HtaFigures | None, theirs: HtaFigures | HtaFail
         return Notes(sentences=[f"{name}: HTA {theirs.version} fails: {theirs.error}"])
     if ours is None:
         return Notes(sentences=[f"{name}: a CPU trace; HTA {theirs.version} handles GPU traces only"])
-    rows: list[dict[str, Cell]] = [
+
+    def text(value: float | None) -> str | None:
+        return None if value is None else f"{value:,.3f}".rstrip("0").rstrip(".")
+
+    rows: list[Row] = [
         {
             "whole trace": label,
-            "refshard": _figure(getattr(ours, key)),
-            f"HTA {theirs.version}": _figure(getattr(theirs, key)),
+            "refshard": text(getattr(ours, key)),
+            f"HTA {theirs.version}": text(getattr(theirs, key)),
         }
         for label, key in (
             ("span (us)", "span_us"), ("compute (us)", "compute_us"), ("no compute (us)", "noncompute_us"),
@@ -283,7 +251,3 @@ def check_block(name: str, ours: HtaFigures | None, theirs: HtaFigures | HtaFail
         )
     ]  # fmt: skip
     return table(rows, title=f"{name} by HTA's classes (docs/explanation/metrics.md says why they differ)")
-
-
-def _figure(value: float | None) -> str | None:
-    return None if value is None else f"{value:,.3f}".rstrip("0").rstrip(".")

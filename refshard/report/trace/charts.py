@@ -1,295 +1,135 @@
-"""What each chart of a trace shows, in a sentence that stands in for it."""
+"""The charts of traces: steps and ranks as bars, a step and a layer as lanes over time, memory as curves.
+
+On lanes, each style in a row is one curve that steps up where a block begins and down where it ends, filled: an SVG
+path, however many blocks it has, where bars would be an element each. An invisible curve in each row carries the text
+that pointing shows; its points are the blocks' ends, so that the nearest point belongs to the block under the pointer.
+The texts are in the layout's ``meta`` once, and each block's code in the curve's.
+"""
 
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from refshard.analysis.figures import Breakdown, Cause, MemoryPoint, TraceFigures
-from refshard.events.timeline import Timeline
+from refshard.events.timeline import Nanoseconds, Timeline
 from refshard.quantities import axis_unit, format_bytes, format_ns, format_percent
-from refshard.report.blocks import Cell
-from refshard.report.draw.charts import THEME, Bar, Chart, Row, chart, filling, label_text, shortened, stacked
-from refshard.report.draw.palette import INK, OKABE_ITO, SPANS, STEP
-from refshard.report.trace import wording
-from refshard.report.trace.idle import BETWEEN_OPERATORS, NAMES
-from refshard.report.trace.idle import NAMES as IDLE
-from refshard.report.trace.lanes import Window, drawn_windows, idle_styles, step_rows
-from refshard.report.trace.spans_figure import Extent, find_layer, layer_chart, spans_figure
-from refshard.report.trace.wording import counted, each, has_steps, parts, per, who
+from refshard.report.draw.charts import THEME, Bar, Chart, Row, chart, label_text, pattern, shortened, stacked
+from refshard.report.draw.palette import BLUE, INK, OKABE_ITO, SPANS, STEP, Look, dimmed
+from refshard.report.trace.lanes import (
+    NAMES,
+    Blocks,
+    LaneRow,
+    View,
+    drawn_windows,
+    find_layer,
+    layer_sentence,
+    rows_of,
+)
+from refshard.report.trace.text import (
+    IDLE,
+    ON_CPU,
+    counted,
+    each,
+    has_steps,
+    job_names,
+    jobs,
+    mean,
+    parts,
+    per,
+    who,
+)
 
-
-def ranks_caption(shown: Sequence[TraceFigures], whole: int, names: dict[int, str]) -> str:
-    """What the bars of all ranks show, and which of them are left out."""
-    shortest, longest = min(shown, key=mean_span), max(shown, key=mean_span)
-    left_out = f" Of {whole} ranks, the {len(shown)} with the longest step are drawn." if len(shown) < whole else ""
-    return (
-        f"Mean {each(longest)} of each rank: from {format_ns(mean_span(shortest))} on {_where(shortest, names)} to "
-        f"{format_ns(mean_span(longest))} on {_where(longest, names)}.{left_out}"
-    )
-
-
-def _where(one: TraceFigures, names: dict[int, str]) -> str:
-    return who(one) if len(names) == 1 or one.rank is None else f"{who(one)} of {names[one.job]}"
-
-
-def mean_span(one: TraceFigures) -> float:
-    """Nanoseconds of a step of one rank, in the mean."""
-    spans = [part.breakdown.span_ns for part in parts(one)]
-    return sum(spans) / len(spans)
-
-
-def timeline_caption(label: str, whose: str, cell_ns: int, undrawn_lanes: int) -> str:
-    """What a timeline shows, what it leaves out, and how to read it."""
-    sentences = [f"{label[0].upper()}{label[1:]}, of {whose}."]
-    if cell_ns:
-        sentences.append(
-            f"There are too many spans to draw: those under {format_ns(cell_ns)} that begin within that time of each "
-            "other are one block."
-        )
-    if undrawn_lanes:
-        sentences.append(
-            f"{counted(undrawn_lanes, 'more lane')}, the least busy, {'is' if undrawn_lanes == 1 else 'are'} not drawn."
-        )
-    return " ".join([*sentences, "Point at a block for its name and duration; drag to zoom; double-click to zoom out."])
-
-
-def steps_caption(figures: TraceFigures) -> str:
-    """What the bars of the steps show."""
-    every = [part.breakdown for part in parts(figures)]
-    exposed = [part.exposed_ns / part.span_ns for part in every if part.span_ns]
-    idle = [part.idle_ns / part.span_ns for part in every if part.span_ns]
-    if not exposed:
-        return "The trace holds no time."
-    what = counted(len(every), each(figures)) if has_steps(figures) else "The whole trace, which has no steps"
-    return f"{what}: exposed communication takes {_range(exposed)}, idle time {_range(idle)} of it."
-
-
-def _gaps_text(noun: str, lengths: Sequence[int]) -> str:
-    if not lengths:
-        return f"No {noun.format('')}"
-    middle, longest = sorted(lengths)[len(lengths) // 2], max(lengths)
-    return (
-        f"{len(lengths):,} {noun.format('' if len(lengths) == 1 else 's')}, {format_ns(sum(lengths))} together, median "
-        f"{format_ns(middle)}, longest {format_ns(longest)}"
-    )
-
-
-def memory_caption(points: Sequence[MemoryPoint]) -> str:
-    """The peak of every device."""
-    sentences = []
-    for device in dict.fromkeys(point.device for point in points):
-        mine = [point.bytes for point in points if point.device == device]
-        sentences.append(f"{device}: from {format_bytes(mine[0])} at first to a peak of {format_bytes(max(mine))}.")
-    return f"Bytes that torch's allocator holds. {' '.join(sentences)}"
-
-
-def _range(shares: Sequence[float]) -> str:
-    ends = format_percent(min(shares)), format_percent(max(shares))
-    return ends[0] if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
-
-
-_CPU_NAME = (NAMES[Cause.LAUNCH], f"idle, {BETWEEN_OPERATORS}")
-
-
-def chart_of_cpu(chart: Chart) -> Chart:
-    """The same with the name in its legend and in what it says of each block."""
-    return replace(chart, figure=json.loads(json.dumps(chart.figure).replace(*_CPU_NAME)))
-
-
-_UNITS = (("s", 10**9), ("ms", 10**6), ("us", 10**3))
-_NAMES = {
-    "gap-blocking": "between collectives, blocking",
-    "gap": "between collectives, other",
-    **{f"idle-{cause}": name for cause, name in IDLE.items()},
-}
-"""By the style of :mod:`refshard.report.trace.lanes`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GapSet:
-    """The lengths of gaps of one style, in nanoseconds, none of them 0."""
-
-    style: str
-    lengths: tuple[int, ...]
-
-    @property
-    def name(self) -> str:
-        """What they are called in a legend."""
-        return _NAMES[self.style]
-
-
-def gaps_of(figures: TraceFigures, timeline: Timeline) -> tuple[GapSet, ...]:
-    """The gaps between collectives by whether they block, and idle gaps by cause, over the whole trace."""
-    found: dict[str, list[int]] = {style: [] for style in _NAMES}
-    for one in figures.collectives:
-        if one.gap_ns is not None and one.gap_ns > 0:
-            found["gap-blocking" if one.gap_blocking else "gap"].append(one.gap_ns)
-    spans = timeline.spans
-    if len(spans):
-        for style, gaps in idle_styles(timeline, int(spans.starts.min()), int(spans.ends.max())):
-            found[style] += (gaps.ends - gaps.starts).tolist()
-    return tuple(GapSet(style=style, lengths=tuple(lengths)) for style, lengths in found.items() if lengths)
-
-
-def sentence_of(sets: Sequence[GapSet]) -> str:
-    """What they come to."""
-    collective = [length for one in sets if one.style.startswith("gap") for length in one.lengths]
-    blocking = sum(len(one.lengths) for one in sets if one.style == "gap-blocking")
-    idle = [length for one in sets if not one.style.startswith("gap") for length in one.lengths]
-    between = _gaps_text("gap{} between collectives", collective)
-    blocks = f"; {blocking} blocking" if collective else ""
-    return f"Over the whole trace. {between}{blocks}. {_gaps_text('idle gap{}', idle)}."
-
-
-def edges_of(sets: Sequence[GapSet]) -> list[int]:
-    """Edges of bins that hold every length, at 1, 2 and 5 times the powers of ten.
-
-    >>> edges_of([GapSet(style="idle", lengths=(7, 30))])
-    [5, 10, 20, 50]
-    """
-    every = [length for one in sets for length in one.lengths]
-    steps = [n * 10**power for power in range(len(str(max(every))) + 1) for n in (1, 2, 5)]
-    first = max(place for place, edge in enumerate(steps) if edge <= min(every))
-    last = min(place for place, edge in enumerate(steps) if edge > max(every))
-    return steps[first : last + 1]
-
-
-def _binned(one: GapSet, edges: Sequence[int]) -> tuple[list[int], list[int]]:
-    """How many gaps each bin holds, and their nanoseconds."""
-    place = np.searchsorted(edges, one.lengths, side="right") - 1
-    counts = np.bincount(place, minlength=len(edges) - 1)
-    sums = np.bincount(place, weights=one.lengths, minlength=len(edges) - 1)
-    return counts.tolist(), [round(ns) for ns in sums.tolist()]
-
-
-def gap_histogram(sets: Sequence[GapSet]) -> go.Figure:
-    """How much time gaps of each length take."""
-    edges = edges_of(sets)
-    labels = [_between(low, high) for low, high in pairwise(edges)]
-    binned = [_binned(one, edges) for one in sets]
-    unit, size = _unit(max(ns for _, sums in binned for ns in sums))
-    # Idle gaps have an axis of their own, for they may be a hundredth of what lies between collectives.
-    above = [one.style.startswith("gap") for one in sets]
-    rows = 2 if any(above) and not all(above) else 1
-    figure = make_subplots(rows=rows, cols=1, shared_xaxes=True, vertical_spacing=0.08)
-    for one, (counts, sums), is_above in zip(sets, binned, above):
-        bar = go.Bar(
-            name=one.name,
-            x=labels,
-            y=[ns / size for ns in sums],
-            marker=filling(SPANS[one.style]),
-            customdata=[[count, format_ns(ns)] for count, ns in zip(counts, sums)],
-            hovertemplate=f"%{{x}}: %{{customdata[0]}} gaps, %{{customdata[1]}} together<br>{one.name}<extra></extra>",
-        )
-        figure.add_trace(bar, row=1 if is_above else rows, col=1)
-    figure.update_layout(template=THEME, barmode="group", height=170 + 170 * rows, showlegend=True, bargap=0.15)
-    figure.update_xaxes(
-        tickangle=-60, tickvals=labels, ticktext=[_short(edge) for edge in edges[:-1]], tickfont={"size": 11}
-    )
-    figure.update_xaxes(title_text="length of the gap, from", row=rows, col=1)
-    return figure.update_yaxes(title_text=f"{unit} together", nticks=5, rangemode="tozero")
-
-
-def gap_table(sets: Sequence[GapSet]) -> list[dict[str, Cell]]:
-    """The same in numbers: for each bin how many gaps of each style, and their time together."""
-    edges = edges_of(sets)
-    binned = {one.name: _binned(one, edges) for one in sets}
-    rows = list[dict[str, Cell]]()
-    for place, (low, high) in enumerate(pairwise(edges)):
-        row: dict[str, Cell] = {"length": _between(low, high)}
-        for name, (counts, sums) in binned.items():
-            row[name] = f"{counts[place]:,} ({format_ns(sums[place])})" if counts[place] else None
-        rows.append(row)
-    return rows
-
-
-def _between(low: int, high: int) -> str:
-    return f"{_short(low)} to {_short(high)}"
-
-
-def _short(ns: int) -> str:
-    unit, size = _unit(ns)
-    return f"{ns // size} {unit}"
-
-
-def _unit(ns: float) -> tuple[str, int]:
-    return next(((name, size) for name, size in _UNITS if ns >= size), ("ns", 1))
-
-
-MOST_STEPS = 60
-MOST_RANKS = 40
-MOST_POINTS = 1500
-MOST_SPANS = 20_000
-"""Of a timeline, which then takes about 1 MB of its page; a browser draws it in 0.1 s."""
-_MOST_CHARACTERS = 24
-PARTS = (
-    "compute alone", "compute over communication", "exposed communication", "other", *IDLE.values(),
-)  # fmt: skip
+MOST_STEPS, MOST_RANKS, MOST_POINTS = 60, 40, 1500
+MOST_SPANS, MOST_BLOCKS = 20_000, 2_000
+"""Of a timeline, which then takes about 1 MB of its page and is drawn in 0.1 s, and of a layer."""
+PARTS = ("compute alone", "compute over communication", "exposed communication", "other", *IDLE.values())
 """Of a step; they add up to it."""
+_ROW, _NARROW, _LABEL, _PAUSE, _AXIS, _MODES, _LEGEND = 24, 12, 17, 5, 48, 26, 26
+"""Heights in pixels: rows, narrow rows, a lane's name, the pause above it, the axis, the buttons that zoom and pan, the
+legend."""
+_LOW, _HIGH = 0.3, (1.0, 0.9)
+"""Heights of gaps between collectives, and of blocks in turn, so that touching ones differ; parts of a row."""
+_NUDGE = 1 / 30_000
+"""How far within a block its points lie, so that none is on its neighbour's: plotly compares hundredths of a pixel."""
+_CHARACTER = 1 / 100
+"""Room for a character of a label, like the nudge a part of the figure's width."""
+_LINE, _LINES = 48, 6
+"""Most characters of a line that pointing shows, and most lines."""
 
 
-def ranks_chart(figures: Sequence[TraceFigures]) -> Chart | None:
-    """A bar per rank of every job; None where there is but one trace."""
+def ranks_chart(figures: Sequence[TraceFigures]) -> list[Chart]:
+    """A bar per rank, those of a job under its name; nothing for a single trace."""
     if len(figures) < 2:
-        return None
-    names = wording.job_names(figures)
-    kept = sorted(range(len(figures)), key=lambda place: -mean_span(figures[place]))[:MOST_RANKS]
-    shown = [figures[place] for place in sorted(kept)]
-    sentence = ranks_caption(shown, len(figures), names)
-    drawn = chart("ranks", "Ranks side by side", rank_bars(shown, names), sentence)
-    return chart_of_cpu(drawn) if all(one.device == "cpu" for one in figures) else drawn
+        return []
+    names, spans = job_names(figures), [mean([one], lambda part: part.span_ns) for one in figures]
+    kept = sorted(sorted(range(len(figures)), key=lambda place: -spans[place])[:MOST_RANKS])
+    shown = [figures[place] for place in kept]
+
+    def span_of(place: int) -> str:
+        one = figures[place]
+        of = "" if len(names) == 1 or one.rank is None else f" of {names[one.job]}"
+        return f"{format_ns(spans[place])} on {who(one)}{of}"
+
+    rows, bars = list[Row](), list[Bar]()
+    for job, members in jobs(shown).items():
+        rows.append(Row(text=f"<b>{shortened(names[job], 24)}</b>"))
+        for one in members:
+            name = f"rank {'?' if one.rank is None else one.rank}"
+            bars.append(Bar(place=len(rows), name=name, parts=_seconds(mean_split(one))))
+            rows.append(Row(text=name))
+    shortest, longest = (choose(kept, key=spans.__getitem__) for choose in (min, max))
+    left_out = f" The {len(shown)} of {len(figures)} ranks with the longest step." if len(shown) < len(figures) else ""
+    text = f"Mean {each(figures[longest])} of each rank: from {span_of(shortest)} to {span_of(longest)}.{left_out}"
+    figure = stacked(rows, bars, {part: STEP[part] for part in PARTS}, "s", "of the mean step")
+    drawn = chart("ranks", "Ranks side by side", figure, text)
+    return [_on_cpu(drawn) if all(one.device == "cpu" for one in figures) else drawn]
 
 
 def all_charts(figures: TraceFigures, timeline: Timeline | None, prefix: str) -> list[Chart]:
     """Every chart of one trace, as far as its timeline is known; ids begin with ``prefix``."""
-    if timeline is None:
-        return list(charts_of(figures, (), prefix))
-    windows = drawn_windows(figures, timeline) if len(timeline.spans) else ()
-    layer = find_layer(timeline, windows[0].begin, windows[0].close) if windows else None
-    found = [
-        *timelines(timeline, figures, windows, prefix),
-        *([] if layer is None else [layer_chart(layer, figures, f"{prefix}-layer")]),
-        *charts_of(figures, gaps_of(figures, timeline), prefix),
-    ]
-    return list(map(chart_of_cpu, found)) if figures.device == "cpu" else found
-
-
-def timelines(timeline: Timeline, figures: TraceFigures, windows: Sequence[Window], prefix: str) -> tuple[Chart, ...]:
-    """Each window's lanes over time."""
     found = []
+    windows = () if timeline is None or not len(timeline.spans) else drawn_windows(figures, timeline)
     for n, window in enumerate(windows):
-        rows, undrawn = step_rows(timeline, figures, window)
+        assert timeline is not None
+        rows, undrawn = rows_of(timeline, figures, window.begin, window.close)
         title = f"from the start of the {'trace' if window.step is None else 'step'}"
-        extent = Extent(begin=window.begin, close=window.close, origin=window.begin, title=title)
-        figure, cell = spans_figure(rows, extent, MOST_SPANS)
-        sentence = timeline_caption(window.label, wording.who(figures), cell, undrawn)
-        drawn = chart(f"{prefix}-timeline-{n}", f"Timeline of {window.label}", figure, sentence)
+        figure, cell = spans_figure(rows, (window.begin, window.close), window.begin, title, MOST_SPANS)
+        sentences = [f"{window.label[0].upper()}{window.label[1:]}, of {who(figures)}."]
+        if cell:
+            sentences.append(
+                f"There are too many spans to draw: those under {format_ns(cell)} that begin within that time of each "
+                "other are one block."
+            )
+        if undrawn:
+            verb = "is" if undrawn == 1 else "are"
+            sentences.append(f"{counted(undrawn, 'more lane')}, the least busy, {verb} not drawn.")
+        sentences.append("Point at a block for details, drag to zoom, double-click to zoom out.")
+        drawn = chart(f"{prefix}-timeline-{n}", f"Timeline of {window.label}", figure, " ".join(sentences))
         found.append(replace(drawn, folded=n > 0))
-    return tuple(found)
-
-
-def charts_of(figures: TraceFigures, gaps: Sequence[GapSet], prefix: str) -> tuple[Chart, ...]:
-    """The charts that this trace has data for."""
+    if timeline is not None and windows and (layer := find_layer(timeline, windows[0].begin, windows[0].close)):
+        found.append(layer_chart(layer, figures, f"{prefix}-layer"))
     title = "Where each step goes" if has_steps(figures) else "Where the time goes"
-    drawn = [chart(f"{prefix}-steps", title, step_bars(figures), steps_caption(figures))]
-    if gaps:
-        histogram = chart(f"{prefix}-gaps", "Gaps", gap_histogram(gaps), sentence_of(gaps))
-        drawn.append(replace(histogram, folded=True))
+    found.append(chart(f"{prefix}-steps", title, step_bars(figures), _steps_sentence(figures)))
     if figures.memory:
-        sentence = memory_caption(figures.memory)
-        drawn.append(chart(f"{prefix}-memory", "Memory", memory_curves(figures), sentence))
-    return tuple(drawn)
+        found.append(chart(f"{prefix}-memory", "Memory", _memory_curves(figures), memory_sentence(figures.memory)))
+    return list(map(_on_cpu, found)) if figures.device == "cpu" else found
+
+
+def _on_cpu(drawn: Chart) -> Chart:
+    """The chart with a CPU's name for idle time between operators, in its legend and in what pointing shows."""
+    text = json.dumps(drawn.figure).replace(IDLE[Cause.LAUNCH], ON_CPU)
+    return replace(drawn, figure=json.loads(text))
 
 
 def split(part: Breakdown) -> dict[str, int]:
     """A window cut into parts that add up to it.
 
-    Compute and communication together cover compute + exposed, so that what else is busy is *other*.
+    Compute and communication together cover compute + exposed; *other* is whatever else is busy.
     """
     overlapped = part.comm_ns - part.exposed_ns
     return {
@@ -303,77 +143,71 @@ def split(part: Breakdown) -> dict[str, int]:
 
 def mean_split(figures: TraceFigures) -> dict[str, float]:
     """The parts of a trace's mean step."""
-    every = [split(part.breakdown) for part in wording.parts(figures)]
+    every = [split(part.breakdown) for part in parts(figures)]
     return {name: sum(parts[name] for parts in every) / len(every) for name in every[0]}
-
-
-def step_bars(figures: TraceFigures) -> go.Figure:
-    """One stacked bar per step, the last :data:`MOST_STEPS` of them."""
-    what = each(figures)
-    every = [(f"{what} {step.step}", split(step.breakdown)) for step in figures.steps if step.step is not None]
-    every = every[-MOST_STEPS:] or [("whole trace", split(figures.whole))]
-    bars = [Bar(place=place, name=name, parts=_seconds(parts)) for place, (name, parts) in enumerate(every)]
-    return _stacked([Row(text=bar.name) for bar in bars], bars, per(figures))
-
-
-def rank_bars(figures: Sequence[TraceFigures], names: Mapping[int, str]) -> go.Figure:
-    """One stacked bar per rank, those of a job under its name."""
-    rows: list[Row] = []
-    bars: list[Bar] = []
-    for job, members in wording.jobs(figures).items():
-        rows.append(Row(text=f"<b>{shortened(names[job], _MOST_CHARACTERS)}</b>"))
-        for one in members:
-            name = f"rank {'?' if one.rank is None else one.rank}"
-            bars.append(Bar(place=len(rows), name=name, parts=_seconds(mean_split(one))))
-            rows.append(Row(text=name))
-    return _stacked(rows, bars, "of the mean step")
-
-
-def _stacked(rows: Sequence[Row], bars: Sequence[Bar], axis: str) -> go.Figure:
-    return stacked(rows, bars, {part: STEP[part] for part in PARTS}, "s", axis)
 
 
 def _seconds(parts: Mapping[str, float]) -> dict[str, float]:
     return {part: ns / 1e9 for part, ns in parts.items()}
 
 
-def memory_curves(figures: TraceFigures) -> go.Figure:
+def step_bars(figures: TraceFigures) -> go.Figure:
+    """One stacked bar per step, the last :data:`MOST_STEPS` of them."""
+    every = [(f"{each(figures)} {one.step}", one.breakdown) for one in figures.steps if one.step is not None]
+    every = every[-MOST_STEPS:] or [("whole trace", figures.whole)]
+    bars = [Bar(place=n, name=name, parts=_seconds(split(part))) for n, (name, part) in enumerate(every)]
+    return stacked([Row(text=bar.name) for bar in bars], bars, {part: STEP[part] for part in PARTS}, "s", per(figures))
+
+
+def _steps_sentence(figures: TraceFigures) -> str:
+    every = [part.breakdown for part in parts(figures)]
+    ranges = []
+    for key in ("exposed_ns", "idle_ns"):
+        shares = [getattr(part, key) / part.span_ns for part in every if part.span_ns]
+        ends = dict.fromkeys(format_percent(end(shares)) for end in (min, max) if shares)
+        ranges.append(" to ".join(ends))
+    what = counted(len(every), each(figures)) if has_steps(figures) else "The whole trace, which has no steps"
+    return f"{what}: exposed communication takes {ranges[0] or '-'}, idle time {ranges[1] or '-'} of it."
+
+
+def memory_sentence(points: Sequence[MemoryPoint]) -> str:
+    """The first value and the peak of every device."""
+    sentences = ["Bytes that torch's allocator holds."]
+    for device in dict.fromkeys(point.device for point in points):
+        mine = [point.bytes for point in points if point.device == device]
+        sentences.append(f"{device}: from {format_bytes(mine[0])} at first to a peak of {format_bytes(max(mine))}.")
+    return " ".join(sentences)
+
+
+def _memory_curves(figures: TraceFigures) -> go.Figure:
     """Bytes over time, a curve per device; dotted where a step begins."""
     points = figures.memory
     first, last = min(point.ns for point in points), max(point.ns for point in points)
     unit, size = axis_unit("s", (last - first) / 1e9)
-    size *= 1e9
     name, bytes_each = axis_unit("B", max(point.bytes for point in points))
     figure = go.Figure()
     for place, device in enumerate(dict.fromkeys(point.device for point in points)):
         mine = thinned([point for point in points if point.device == device])
         figure.add_scatter(
-            name=label_text(device),
-            x=[(point.ns - first) / size for point in mine],
-            y=[point.bytes / bytes_each for point in mine],
-            mode="lines",
+            name=label_text(device), x=[(point.ns - first) / size / 1e9 for point in mine],
+            y=[point.bytes / bytes_each for point in mine], mode="lines",
             line={"shape": "hv", "color": OKABE_ITO[place % len(OKABE_ITO)]},
             customdata=[format_bytes(point.bytes) for point in mine],
             hovertemplate=f"{label_text(device)}<br>%{{x:.4g}} {unit}: %{{customdata}}<extra></extra>",
-        )
+        )  # fmt: skip
     begins = [step.start_ns for step in figures.steps if step.step is not None and first <= step.start_ns <= last]
     begins = begins if len(begins) <= MOST_STEPS else []
-    figure.update_layout(
-        template=THEME, height=300, showlegend=len(figure.data) > 1,
-        shapes=[
-            {"type": "line", "x0": (ns - first) / size, "x1": (ns - first) / size, "y0": 0, "y1": 1, "yref": "paper",
-             "line": {"dash": "dot", "width": 1, "color": INK}}
-            for ns in begins
-        ],
-    )  # fmt: skip
-    figure.update_xaxes(
-        title_text=f"{unit} from the first event{'; dotted: a step begins' if begins else ''}", nticks=6
-    )
+    for x in ((ns - first) / size / 1e9 for ns in begins):
+        line = {"dash": "dot", "width": 1, "color": INK}
+        figure.add_shape(type="line", x0=x, x1=x, y0=0, y1=1, yref="paper", line=line)
+    figure.update_layout(template=THEME, height=300, showlegend=len(figure.data) > 1)
+    title = f"{unit} from the first event{'; dotted: a step begins' if begins else ''}"
+    figure.update_xaxes(title_text=title, nticks=6)
     return figure.update_yaxes(title_text=name, rangemode="tozero")
 
 
 def thinned(points: Sequence[MemoryPoint]) -> list[MemoryPoint]:
-    """At most :data:`MOST_POINTS` points: of each run of neighbours the least and the largest, so that peaks stay."""
+    """At most :data:`MOST_POINTS` points: the least and the largest of each run of neighbours, so that peaks stay."""
     if len(points) <= MOST_POINTS:
         return list(points)
     kept: list[MemoryPoint] = []
@@ -382,3 +216,126 @@ def thinned(points: Sequence[MemoryPoint]) -> list[MemoryPoint]:
         ends = {id(p): p for p in (min(here, key=lambda p: p.bytes), max(here, key=lambda p: p.bytes))}
         kept += sorted(ends.values(), key=lambda p: p.ns)
     return kept
+
+
+def layer_chart(view: View, figures: TraceFigures, identity: str) -> Chart:
+    """The picture of a layer, over the extent of the view."""
+    noun = "kernel" if view.timeline.on_device else "operator"
+    axis = f"from the start of the layer's first {noun}"
+    rows, _ = rows_of(view.timeline, figures, view.begin, view.end, view.hull.unit)
+    figure, _ = spans_figure(rows, (view.begin, view.end), view.hull.start, axis, MOST_BLOCKS)
+    title = f"The {view.hull.phase} of {view.unit}" if view.hull.phase else view.unit
+    drawn = chart(identity, title, figure, f"{layer_sentence(view)} Dimmed: other units.")
+    return _on_cpu(drawn) if figures.device == "cpu" else drawn
+
+
+def spans_figure(
+    rows: Sequence[LaneRow], shown: tuple[int, int], origin: int, title: str, most: int
+) -> tuple[go.Figure, int]:
+    """Rows of blocks over the time ``shown``, counted from ``origin``, under an axis with this title.
+
+    Also the nanoseconds within which shorter blocks are drawn as one so that at most ``most`` are: 0 if all are drawn.
+    """
+    rows, cell = fitting(rows, most)
+    unit, size = axis_unit("s", (shown[1] - shown[0]) / 1e9)
+    heights = [_NARROW if row.narrow else _ROW for row in rows]
+    whole = sum(heights) + sum(_LABEL + _PAUSE for row in rows if row.label)
+    figure, top, texts, named = go.Figure(), 0, dict[str, int](), set[str]()
+
+    def places(moments: Nanoseconds) -> Any:
+        """On the axis; a float would not hold nanoseconds since 1970."""
+        return np.asarray((moments - origin) / (size * 1e9), np.float64)
+
+    for place, (row, height) in enumerate(zip(rows, heights), 1):
+        if row.label:
+            top += _PAUSE + _LABEL
+            figure.add_annotation(
+                x=0, y=1 - top / whole, xref="paper", yref="paper", xanchor="left", yanchor="bottom", showarrow=False,
+                borderpad=0, font={"size": 12}, text=shortened(row.label, _LINE),
+            )  # fmt: skip
+        figure.layout[f"yaxis{place}"] = {
+            "domain": [max(0, 1 - (top + height) / whole), 1 - top / whole], "range": [0, 1], "fixedrange": True,
+            "visible": False,
+        }  # fmt: skip
+        top += height
+        for blocks in row.blocks:
+            look, name = SPANS[blocks.style], NAMES.get(blocks.style)
+            latest = np.append(blocks.starts[:1], np.maximum.accumulate(blocks.ends)[:-1])
+            starts = np.maximum(blocks.starts, latest)
+            sides = np.zeros((len(blocks), 2), np.float32)
+            sides[:, 0] = _LOW if blocks.style in ("gap", "gap-blocking") else np.resize(_HIGH, len(blocks))
+            figure.add_scatter(
+                x=places(np.stack([starts, np.maximum(starts, blocks.ends)], 1).ravel()), y=sides.ravel(),
+                yaxis=f"y{place}", mode="lines", line={"shape": "hv", "width": 0, "color": look.colour},
+                fill="tozeroy", fillcolor=dimmed(look.colour) if blocks.dimmed else look.colour,
+                fillpattern=pattern(Look("") if blocks.dimmed else look), hoverinfo="skip", name=name, legendgroup=name,
+                showlegend=name is not None and not blocks.dimmed and blocks.style not in named,
+            )  # fmt: skip
+            named |= set() if blocks.dimmed else {blocks.style}
+        starts, ends = (np.concatenate([getattr(one, end) for one in row.blocks]) for end in ("starts", "ends"))
+        order, notes = np.argsort(starts, kind="stable"), [note for one in row.blocks for note in one.notes]
+        starts, ends, codes = starts[order], ends[order], []
+        for number in order.tolist():
+            lines = [line for part in notes[number] for line in textwrap.wrap(part, _LINE)]
+            text = "<br>".join(label_text(line) for line in lines[:_LINES])
+            codes.append(texts.setdefault(text, len(texts)))
+        inset = np.repeat(np.minimum(_NUDGE * (shown[1] - shown[0]), (ends - starts) / 4), 2) / (size * 1e9)
+        inset[1::2] *= -1
+        figure.add_scatter(
+            x=places(np.stack([starts, ends], 1).ravel()) + inset, y=np.ones(2 * len(order), np.int8),
+            yaxis=f"y{place}", mode="none", showlegend=False, meta={"codes": codes},
+            customdata=np.repeat((ends - starts) / 1e9, 2).astype(np.float32),
+            hovertemplate="%{text}<br>%{customdata:.3s}s<extra></extra>",
+        )  # fmt: skip
+        if labels := [label for one in row.blocks for label in _labels(one, shown)]:
+            figure.add_scatter(
+                x=places(np.array([middle for middle, _ in labels])), y=[0.5] * len(labels), yaxis=f"y{place}",
+                mode="text", text=[text for _, text in labels], textfont={"size": 11}, hoverinfo="skip",
+                showlegend=False,
+            )  # fmt: skip
+    figure.update_layout(
+        template=THEME, height=whole + _MODES + _AXIS + _LEGEND, hovermode="x", hoverdistance=-1,
+        meta={"texts": list(texts)}, legend={"y": -_AXIS / whole, "yanchor": "top"}, margin={"t": _MODES},
+        hoverlabel={"bgcolor": "#444444", "align": "left"},
+        modebar={"bgcolor": "rgba(0,0,0,0)", "color": INK, "activecolor": BLUE},
+    )  # fmt: skip
+    figure.update_xaxes(
+        title_text=title, title_standoff=4, anchor=f"y{len(rows)}", range=places(np.array(shown)).tolist(), nticks=6,
+        ticks="outside", ticksuffix=f" {unit}", hoverformat=",.7~r", showgrid=False, zeroline=False,
+    )  # fmt: skip
+    return figure, cell
+
+
+def _labels(blocks: Blocks, shown: tuple[int, int]) -> list[tuple[int, str]]:
+    """The names of blocks that are wide enough, each with the middle of the part that is shown."""
+    if blocks.style not in ("comm", "unit", "unit-odd") or blocks.dimmed:
+        return []
+    found = []
+    starts, ends = (end.clip(*shown) for end in (blocks.starts, blocks.ends))
+    for start, length, (name, _) in zip(starts.tolist(), (ends - starts).tolist(), blocks.notes):
+        for label in (name, name.partition(" ")[0]):
+            if length >= _CHARACTER * len(label) * (shown[1] - shown[0]):
+                found.append((start + length // 2, label_text(label)))
+                break
+    return found
+
+
+def fitting(rows: Sequence[LaneRow], most: int) -> tuple[Sequence[LaneRow], int]:
+    """The rows with at most ``most`` blocks, if merging can reach that, and the cell in ns within which it merged."""
+    cell, found = 0, rows
+    longest = max((int(one.ends.max() - one.starts.min()) for row in rows for one in row.blocks), default=0)
+    while sum(len(one) for row in found for one in row.blocks) > most and cell <= longest:
+        cell = 2 * cell or 256
+        found = [replace(row, blocks=tuple(merged(one, cell) for one in row.blocks)) for row in rows]
+    return found, cell
+
+
+def merged(blocks: Blocks, cell: int) -> Blocks:
+    """The same with one block for all that begin in one cell of so many nanoseconds and are shorter."""
+    short, place = blocks.ends - blocks.starts < cell, blocks.starts // cell
+    heads = np.flatnonzero(np.append(True, ~(short[1:] & short[:-1] & (place[1:] == place[:-1]))))
+    counts = np.diff(np.append(heads, len(blocks))).tolist()
+    notes = [
+        blocks.notes[head] if count == 1 else (f"{count} spans", "") for head, count in zip(heads.tolist(), counts)
+    ]
+    return replace(blocks, starts=blocks.starts[heads], ends=np.maximum.reduceat(blocks.ends, heads), notes=notes)

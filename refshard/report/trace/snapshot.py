@@ -1,208 +1,163 @@
-"""What CUDA memory snapshots and memory timelines of torch's profiler look like in a terminal, and as JSON."""
+"""The answers about CUDA memory snapshots, and memory timelines of torch's profiler."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import PurePath
-from typing import Any
 
 import msgspec
 
-from refshard.analysis.memory_timeline import MemoryTimelineFigures
-from refshard.analysis.snapshot import DeviceFigures, Fragmentation, HistoryFigures, LineFigures, OomFigures, Site
+from refshard.analysis.snapshot import (
+    DeviceFigures,
+    HistoryFigures,
+    LineFigures,
+    MemoryTimelineFigures,
+    OomFigures,
+    Site,
+)
 from refshard.plain import plain
 from refshard.quantities import format_bytes, format_ns, format_part, format_percent, format_times
-from refshard.report.blocks import Answer, Block, Notes, Table, Text, Verdict, table
+from refshard.report.blocks import Answer, Block, Notes, Quantity, Row, Text, Verdict, table
+from refshard.report.trace.text import share
+
+_LINES, _SIZES, _OOMS = 12, 10, 5
+_LARGE = 0.1
+"""Below this share of reserved memory, lost memory is not worth a remedy."""
+_EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+_SUMS = {
+    "asked for": "requested_bytes", "rounding": "rounding_bytes", "waiting for a stream": "pending_bytes",
+    "free, in segments in use": "split_bytes", "free, in unused segments": "unused_bytes", "reserved": "reserved_bytes",
+    "largest free block": "largest_free_bytes",
+}  # fmt: skip
 
 
 def memory_timeline_answer(timelines: Sequence[tuple[str, MemoryTimelineFigures]]) -> Answer:
     """The peak of each file, by category."""
     blocks: list[Block] = []
-    verdicts = []
+    verdicts, flat = [], []
     for file, one in timelines:
         ordered = sorted(one.by_category.items(), key=lambda item: -item[1])
-        rows = [
-            {"held for": name, "bytes": format_bytes(size), "share": format_percent(size / one.peak_bytes)}
+        rows: list[Row] = [
+            {"held for": name, "bytes": Quantity(size, "B"), "share": share(size / one.peak_bytes)}
             for name, size in ordered
         ]
         blocks.append(table(rows, title=f"{PurePath(file).name}: memory at the peak, by torch's categories"))
-        most, size = ordered[0]
         verdicts.append(
-            f"Peak: {format_bytes(one.peak_bytes)}, {format_ns(one.peak_ns)} after the first event; most is {most} "
-            f"({format_percent(size / one.peak_bytes, 0)})."
+            f"Peak: {format_bytes(one.peak_bytes)}, {format_ns(one.peak_ns)} after the first event; most is "
+            f"{ordered[0][0]} ({format_percent(ordered[0][1] / one.peak_bytes, 0)})."
         )
+        flat += [{"file": file, "category": name, "bytes": size} for name, size in one.by_category.items()]
     data = [{"file": file, **msgspec.to_builtins(one)} for file, one in timelines]
-    rows = [
-        {"file": one["file"], "category": name, "bytes": n} for one in data for name, n in one["by_category"].items()
-    ]
     return Answer(
-        data={"verdict": verdicts, "memory_timelines": data},
-        rows=rows,
-        blocks=[*blocks, Verdict(sentences=verdicts)],
+        data={"verdict": verdicts, "memory_timelines": data}, rows=flat, blocks=[*blocks, Verdict(sentences=verdicts)]
     )
-
-
-_LINES, _SIZES, _OOMS = 12, 10, 5
-_LARGE = 0.1
-"""Of what is reserved: less of it lost is not worth a remedy."""
-_EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
 def snapshot_answer(
     snapshots: Sequence[tuple[str, Mapping[str, str | int | float], Sequence[DeviceFigures]]],
 ) -> Answer:
-    """What there is to know of some snapshots, the verdict last."""
+    """The devices of each snapshot, the verdict last."""
     blocks: list[Block] = []
     verdicts: list[str] = []
     data, rows = [], []
     for file, settings, devices in snapshots:
         conf = str(settings.get("PYTORCH_CUDA_ALLOC_CONF") or "")
+        built = []
         for one in devices:
             blocks += _blocks(file, conf, one)
             name = "" if len(snapshots) == len(devices) == 1 else f"{PurePath(file).name}, device {one.device}: "
             verdicts += [f"{name}{plain(found)}" for found in _verdict(one, conf)]
-            rows.append({"file": file, "device": one.device, **_flat(one)})
-        # What is reserved and allocated now, beside what it is made of.
-        names = ("allocated_bytes", "active_bytes", "reserved_bytes")
-        built = [{**msgspec.to_builtins(x), **{n: getattr(x.fragmentation, n) for n in names}} for x in devices]
+            now, history = one.fragmentation, one.history
+            sums = {key: getattr(now, key) for key in ("reserved_bytes", "active_bytes", "allocated_bytes")}
+            peak = {
+                "peak_requested_bytes": None if history is None else history.requested_bytes,
+                "peak_reserved_bytes": None if history is None else history.reserved_bytes,
+                "ooms": None if history is None else len(history.ooms),
+            }
+            rows.append({"file": file, "device": one.device, **sums, **msgspec.to_builtins(now), **peak})
+            built.append({**msgspec.to_builtins(one), **sums})
         data.append({"file": file, "allocator_settings": settings, "devices": built})
     return Answer(
-        data={"verdict": verdicts, "snapshots": data},
-        rows=rows,
-        blocks=[*blocks, Verdict(sentences=verdicts)],
+        data={"verdict": verdicts, "snapshots": data}, rows=rows, blocks=[*blocks, Verdict(sentences=verdicts)]
     )
-
-
-def _flat(one: DeviceFigures) -> dict[str, Any]:
-    now, history = one.fragmentation, one.history
-    return {
-        "reserved_bytes": now.reserved_bytes,
-        "active_bytes": now.active_bytes,
-        "allocated_bytes": now.allocated_bytes,
-        **msgspec.to_builtins(now),
-        "peak_requested_bytes": None if history is None else history.requested_bytes,
-        "peak_reserved_bytes": None if history is None else history.reserved_bytes,
-        "ooms": None if history is None else len(history.ooms),
-    }
 
 
 def _blocks(file: str, conf: str, one: DeviceFigures) -> list[Block]:
-    recorded = "no recorded history" if one.history is None else f"{one.history.entries:,} recorded calls"
-    head = f"{PurePath(file).name}: device {one.device}, {recorded}{f', {conf}' if conf else ''}"
-    return [
-        Text(text=plain(head)),
-        _sums(one),
-        _pools(one),
-        _lines(one),
-        _sizes(one),
-        Notes(sentences=[] if one.history is None else _calls(one.history)),
-        Notes(sentences=_failures(one.history.ooms) if one.history else [], title="Out of memory"),
-    ]
-
-
-def _sums(one: DeviceFigures) -> Table:
-    """Where what is reserved now is, and how much of it there was at the peak, as far as a history tells."""
-    now, history = one.fragmentation, one.history
-    peak = {} if history is None else {
+    now, history, when = one.fragmentation, one.history, "now" if one.history is None else "at the peak"
+    recorded = "no recorded history" if history is None else f"{history.entries:,} recorded calls"
+    at_peak = {} if history is None else {
         "asked for": history.requested_bytes, "waiting for a stream": history.pending_bytes,
         "reserved": history.reserved_bytes,
     }  # fmt: skip
-    rows = (
-        ("asked for", now.requested_bytes),
-        ("rounding", now.rounding_bytes),
-        ("waiting for a stream", now.pending_bytes),
-        ("free, in segments in use", now.split_bytes),
-        ("free, in unused segments", now.unused_bytes),
-        ("reserved", now.reserved_bytes),
-        ("largest free block", now.largest_free_bytes),
-    )
-    return table(
-        [
-            {"memory": name, "now": format_bytes(size), "share": _share(size, now.reserved_bytes)}
-            | ({} if history is None else {"at the peak": format_bytes(peak.get(name))})
-            for name, size in rows
-        ]
-    )
-
-
-def _pools(one: DeviceFigures) -> Table:
-    return table(
-        [
-            {
-                "pool": f"{pool.kind}{', expandable' if pool.expandable else ''}{', private' if pool.private else ''}",
-                "stream": str(pool.stream),
-                "segments": f"{pool.segments:,}",
-                "reserved": format_bytes(pool.fragmentation.reserved_bytes),
-                "allocated": format_bytes(pool.fragmentation.allocated_bytes),
-                "free, in use": format_bytes(pool.fragmentation.split_bytes),
-                "free, unused": format_bytes(pool.fragmentation.unused_bytes),
-                "largest free": format_bytes(pool.fragmentation.largest_free_bytes),
-            }
-            for pool in one.pools
-        ],
-        title="Pools, now",
-    )
-
-
-def _lines(one: DeviceFigures) -> Table:
-    total, when = sum(line.bytes for line in one.lines), "at the peak" if one.history else "now"
-    shown = one.lines[:_LINES]
+    sums: list[Row] = [
+        {
+            "memory": name, "now": Quantity(getattr(now, key), "B"),
+            "share": share(getattr(now, key) / now.reserved_bytes if now.reserved_bytes else None),
+            **({} if history is None else {"at the peak": Quantity(at_peak.get(name), "B")}),
+        }
+        for name, key in _SUMS.items()
+    ]  # fmt: skip
+    columns = {
+        "reserved": "reserved_bytes", "allocated": "allocated_bytes", "free, in use": "split_bytes",
+        "free, unused": "unused_bytes", "largest free": "largest_free_bytes",
+    }  # fmt: skip
+    pools: list[Row] = [
+        {
+            "pool": f"{pool.kind}{', expandable' if pool.expandable else ''}{', private' if pool.private else ''}",
+            "stream": str(pool.stream), "segments": pool.segments,
+            **{head: Quantity(getattr(pool.fragmentation, key), "B") for head, key in columns.items()},
+        }
+        for pool in one.pools
+    ]  # fmt: skip
+    total, shown = sum(line.bytes for line in one.lines), one.lines[:_LINES]
+    lines: list[Row] = [
+        {
+            "line": plain(_place(line)), "function": plain("-" if line.site is None else line.site.function),
+            "asked for": Quantity(line.bytes, "B"), "share": share(line.bytes / total if total else None),
+            "blocks": line.blocks,
+        }
+        for line in shown
+    ]  # fmt: skip
+    sizes: list[Row] = [
+        {"block size": f"{size.size:,} B", "blocks": size.blocks, "together": Quantity(size.size * size.blocks, "B")}
+        for size in one.sizes[:_SIZES]
+    ]
     part = f": the first {len(shown)} of {len(one.lines)} lines" if len(shown) < len(one.lines) else ""
-    return table(
-        [
-            {
-                "line": plain(_place(line)),
-                "function": plain("-" if line.site is None else line.site.function),
-                "asked for": format_bytes(line.bytes),
-                "share": _share(line.bytes, total),
-                "blocks": f"{line.blocks:,}",
-            }
-            for line in shown
-        ],
-        left=2,
-        title=f"Held {when}, by line of Python{part}",
-    )
+    head = f"{PurePath(file).name}: device {one.device}, {recorded}{f', {conf}' if conf else ''}"
+    return [
+        Text(text=plain(head)),
+        table(sums),
+        table(pools, title="Pools, now"),
+        table(lines, left=2, title=f"Held {when}, by line of Python{part}"),
+        table(sizes, title=f"Held {when}, by size of block", where="detail"),
+        Notes(sentences=[] if history is None else list(_calls(history))),
+        Notes(sentences=[] if history is None else _failures(history.ooms), title="Out of memory"),
+    ]
 
 
-def _sizes(one: DeviceFigures) -> Table:
-    return table(
-        [
-            {
-                "block size": f"{one.size:,} B",
-                "blocks": f"{one.blocks:,}",
-                "together": format_bytes(one.size * one.blocks),
-            }
-            for one in one.sizes[:_SIZES]
-        ],
-        title=f"Held {'at the peak' if one.history else 'now'}, by size of block",
-        where="detail",
-    )
-
-
-def _calls(history: HistoryFigures) -> list[str]:
+def _calls(history: HistoryFigures) -> Iterator[str]:
     """How often the device was asked for memory, which stops it."""
     if not history.allocations:
-        return []
-    sentences = [
+        return
+    yield (
         f"{history.allocations:,} allocations; memory taken from the device {format_times(history.segments_taken)}, "
         f"given back {format_times(history.segments_given_back)}; in the latter half "
         f"{format_times(history.late_segments_taken)} and {format_times(history.late_segments_given_back)}."
-    ]
+    )
     if history.gone_bytes:
-        sentences.append(
+        yield (
             f"The history ends before the snapshot was taken: {format_bytes(history.gone_bytes)} that it leaves in use "
             "are not there any more. Take the snapshot before recording is switched off."
         )
     if history.late_segments_taken and history.late_segments_given_back:
-        sentences.append(
+        yield (
             "A program that has warmed up should do neither: each call stops the device. It runs near the limit of its "
             "memory, or calls torch.cuda.empty_cache()."
         )
     if history.early_bytes > 0:
-        sentences.append(
+        yield (
             f"{format_part(history.early_bytes, history.requested_bytes)} at the peak were there before the recorded "
             "history began."
         )
-    return sentences
 
 
 def _failures(ooms: Sequence[OomFigures]) -> list[str]:
@@ -217,40 +172,31 @@ def _failures(ooms: Sequence[OomFigures]) -> list[str]:
     return [plain(sentence) for sentence in sentences] + ([f"{len(ooms) - _OOMS} more."] if len(ooms) > _OOMS else [])
 
 
-def _verdict(one: DeviceFigures, conf: str) -> list[str]:
+def _verdict(one: DeviceFigures, conf: str) -> Iterator[str]:
+    """Use of the reserved memory and what holds most of it; fragmentation, and running out of memory."""
     now, history = one.fragmentation, one.history
-    if history is None:
-        text = f"{format_part(now.allocated_bytes, now.reserved_bytes)} reserved are allocated now"
-    else:
+    text = f"{format_part(now.allocated_bytes, now.reserved_bytes)} reserved are allocated now"
+    if history is not None:
         text = f"Peak: {format_part(history.requested_bytes, history.reserved_bytes)} reserved were in use"
     known = [line for line in one.lines if line.site is not None]
     if known and (total := sum(line.bytes for line in one.lines)):
-        share = format_percent(known[0].bytes / total, 0)
-        text += f"; {_place(known[0])} holds most ({share})"
+        text += f"; {_place(known[0])} holds most ({format_percent(known[0].bytes / total, 0)})"
     elif one.lines:
         text += "; no stacks were recorded: call torch.cuda.memory._record_memory_history() first"
-    return [f"{text}.", *_remedy(now, conf), *_failure(history)]
-
-
-def _remedy(now: Fragmentation, conf: str) -> list[str]:
-    """What to do about what is lost, if it is worth it."""
+    yield f"{text}."
     if now.split_bytes > _LARGE * now.reserved_bytes:
-        share = format_percent(now.split_bytes / now.reserved_bytes, 0)
-        text = f"Fragmentation: {format_bytes(now.split_bytes)} ({share}) are free, in segments that are in use."
-        return [text if "expandable_segments:True" in conf else f"{text} Try {_EXPANDABLE}."]
-    return []
-
-
-def _failure(history: HistoryFigures | None) -> list[str]:
-    if history is None or not history.ooms:
-        return []
-    last = history.ooms[-1]
-    unused = last.reserved_bytes - last.requested_bytes
-    last_of = "" if len(history.ooms) == 1 else f" {len(history.ooms):,} times; the last time"
-    text = f"Out of memory{last_of or ':'} {format_bytes(last.asked_bytes)} were asked for"
-    if unused > last.asked_bytes:
-        return [f"{text} while {format_bytes(unused)} were reserved and not in use: fragmentation. Try {_EXPANDABLE}."]
-    return [f"{text}, and {format_bytes(unused)} were reserved and not in use: hold less."]
+        part = f"{format_bytes(now.split_bytes)} ({format_percent(now.split_bytes / now.reserved_bytes, 0)})"
+        attempt = "" if "expandable_segments:True" in conf else f" Try {_EXPANDABLE}."
+        yield f"Fragmentation: {part} are free, in segments that are in use.{attempt}"
+    if history is not None and history.ooms:
+        last, count = history.ooms[-1], len(history.ooms)
+        unused = last.reserved_bytes - last.requested_bytes
+        times = ":" if count == 1 else f" {count:,} times; the last time"
+        text = f"Out of memory{times} {format_bytes(last.asked_bytes)} were asked for"
+        if unused > last.asked_bytes:
+            yield f"{text} while {format_bytes(unused)} were reserved and not in use: fragmentation. Try {_EXPANDABLE}."
+        else:
+            yield f"{text}, and {format_bytes(unused)} were reserved and not in use: hold less."
 
 
 def _place(line: LineFigures) -> str:
@@ -260,7 +206,3 @@ def _place(line: LineFigures) -> str:
 def _where(site: Site) -> str:
     """A line by its file's last two parts."""
     return f"{'/'.join(PurePath(site.file).parts[-2:])}:{site.line}"
-
-
-def _share(part: int, whole: int) -> str:
-    return format_percent(part / whole) if whole else "-"

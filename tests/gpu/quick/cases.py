@@ -135,7 +135,7 @@ def predict(out: Path, cluster: str, only: Sequence[str] = ()) -> None:
         nodes = -(-case.world_size // 8)
         command = [
             sys.executable, "-m", "refshard", "dryrun", "--cluster", f"{profile}" + (f"x{nodes}" if nodes > 1 else ""),
-            "--world-size", str(case.world_size), "--steps", str(case.steps), "--json",
+            "--gpus", str(case.world_size), "--steps", str(case.steps), "--json",
             "--", str(SCRIPT), "--out", os.devnull, *case.arguments,
         ]  # fmt: skip
         environment = dict(os.environ, OMP_NUM_THREADS="1")

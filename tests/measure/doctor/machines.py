@@ -4,7 +4,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from refshard.measure.doctor.facts import Facts, GpuFacts, TorchFacts, TorchGpu
+from refshard.measure.doctor import Facts, GpuFacts, TorchFacts, TorchGpu
 from refshard.measure.nvml import GpuCondition, GpuReading
 from refshard.records import GpuSettings
 
@@ -53,3 +53,11 @@ def with_readings(index: int, *readings: GpuReading) -> Facts:
     """The machine with four GPUs, with other readings of one of them."""
     changed = replace(GPU, readings=readings)
     return replace(DGX, gpus=tuple(changed if gpu == index else one for gpu, one in enumerate(DGX.gpus)))
+
+
+SHARED = replace(
+    with_gpu(1, "settings", power_limit_w=500.0, mig=True), torch=replace(CUDA, tf32=True), busy_cores=8.0,
+    variables={"NCCL_ALGO": "Ring", "CUDA_LAUNCH_BLOCKING": "1"}, programs=("ip", "sbatch"), root=False,
+    unavailable={"yafsdp": "why", "megatron-fsdp": "why"},
+)  # fmt: skip
+"""Four H100s that others use, too."""

@@ -2,8 +2,7 @@
 
 from msgspec.structs import replace
 
-from refshard.measure.doctor.facts import Facts
-from refshard.measure.doctor.findings import Ability, abilities
+from refshard.measure.doctor import Ability, Facts, abilities
 from tests.measure.doctor.machines import CPU_ONLY, DGX
 
 

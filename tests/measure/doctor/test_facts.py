@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from refshard.measure.doctor.facts import Facts, _driver, _pci_gpus, gather
+from refshard.measure.doctor import Facts, _driver, _pci_gpus, gather
 from refshard.measure.load import available_cores
 from refshard.measure.nvml import GpuReading
 from refshard.records import GpuSettings

@@ -3,8 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from refshard.measure.doctor.facts import Facts, TorchGpu
-from refshard.measure.doctor.findings import findings
+from refshard.measure.doctor import Facts, TorchGpu, findings
 from refshard.measure.nvml import GpuReading
 from tests.measure.doctor.machines import CPU_ONLY, CUDA, DGX, GIB, GPU, H100, with_all, with_gpu, with_readings
 
@@ -14,102 +13,85 @@ UNSEEN = replace(DGX, torch=replace(CUDA, gpus=()))
 CPU_BUILD = replace(CPU_ONLY, pci_gpus=4, driver="570.86.15", driver_cuda=12080, nvml=True, gpus=(GPU,) * 4)
 
 
-def only(facts: Facts) -> tuple[str, str, str]:
-    (found,) = findings(facts)
-    return found.severity, found.says, found.remedy
-
-
 @pytest.mark.parametrize("facts", [CPU_ONLY, DGX])
 def test_a_machine_with_nothing_wrong_has_no_findings(facts: Facts) -> None:
     assert findings(facts) == ()
 
 
+E, W, N = "error", "warning", "note"
+
+
 @pytest.mark.parametrize(
-    ("facts", "says", "remedy"),
+    ("severity", "facts", "says", "remedy"),
     [
-        (CPU_BUILD, "torch 2.13.0+cpu is a CPU build, but the machine has 4 NVIDIA GPUs: it would measure the CPU",
+        (E, CPU_BUILD, "torch 2.13.0+cpu is a CPU build, but the machine has 4 NVIDIA GPUs: it would measure the CPU",
          "install the build for the GPU"),
-        (replace(CPU_ONLY, amd_gpus=True), "torch 2.13.0+cpu is a CPU build, but the machine has an AMD GPU: it would "
+        (E, replace(CPU_ONLY, amd_gpus=True),
+         "torch 2.13.0+cpu is a CPU build, but the machine has an AMD GPU: it would "
          "measure the CPU", "install the build for the GPU"),
-        (replace(UNSEEN, driver="", driver_cuda=None, gpus=(), pci_gpus=1),
+        (E, replace(UNSEEN, driver="", driver_cuda=None, gpus=(), pci_gpus=1),
          "the machine has 1 NVIDIA GPU, but NVIDIA's driver is not loaded", "install the driver"),
-        (replace(UNSEEN, driver="470.1", driver_cuda=11040),
+        (E, replace(UNSEEN, driver="470.1", driver_cuda=11040),
          "driver 470.1 supports CUDA 11.4, too old for torch's CUDA 12.8", "install a newer driver"),
-        (replace(UNSEEN, torch=replace(CUDA, gpus=(), error="CUDA unknown error")),
+        (E, replace(UNSEEN, torch=replace(CUDA, gpus=(), error="CUDA unknown error")),
          "torch is built for CUDA 12.8 and cannot use 4 NVIDIA GPUs: CUDA unknown error", "check CUDA_VISIBLE_DEVICES"),
-        (replace(DGX, torch=replace(CUDA, architectures=("sm_80", "sm_100"))),
+        (E, replace(DGX, torch=replace(CUDA, architectures=("sm_80", "sm_100"))),
          "torch has no kernels for NVIDIA H100 80GB HBM3 (sm_90), only for sm_80, sm_100", "install a build of torch"),
-        (with_gpu(1, "settings", mig=True),
+        (E, with_gpu(1, "settings", mig=True),
          "GPU 1 is split by MIG: a run would measure one slice and compute MFU from the whole GPU's peak",
          "nvidia-smi -mig 0"),
-        (with_gpu(2, "condition", processes=1, used_memory_bytes=20 * GIB, utilisation=97),
+        (E, with_gpu(2, "condition", processes=1, used_memory_bytes=20 * GIB, utilisation=97),
          "GPU 2 is in use: 1 process, 20.0 GiB, 97 % busy", "stop those processes"),
-        (with_readings(3, HOT, HOT), "GPU 3 is throttled all the time (temperature)", "check cooling"),
-        (with_gpu(0, "condition", uncorrected_ecc_errors=2, corrected_ecc_errors=9),
+        (E, with_readings(3, HOT, HOT), "GPU 3 is throttled all the time (temperature)", "check cooling"),
+        (E, with_gpu(0, "condition", uncorrected_ecc_errors=2, corrected_ecc_errors=9),
          "GPU 0 had 2 ECC errors that could not be corrected", "reset the GPU"),
-        (replace(DGX, cores=3), "3 cores for 4 GPUs: ranks wait for each other's cores", "give the process more cores"),
-        (replace(CPU_ONLY, busy_cores=32.0), "other processes keep 32.0 of 64 cores busy", "end them or wait"),
-        (replace(DGX, variables={"CUDA_LAUNCH_BLOCKING": "1"}),
+        (E, replace(DGX, cores=3),
+         "3 cores for 4 GPUs: ranks wait for each other's cores", "give the process more cores"),
+        (E, replace(CPU_ONLY, busy_cores=32.0), "other processes keep 32.0 of 64 cores busy", "end them or wait"),
+        (E, replace(DGX, variables={"CUDA_LAUNCH_BLOCKING": "1"}),
          "CUDA_LAUNCH_BLOCKING=1: kernels run one by one, and nothing overlaps", "unset CUDA_LAUNCH_BLOCKING"),
-    ],
-)  # fmt: skip
-def test_what_makes_measurements_wrong_is_an_error(facts: Facts, says: str, remedy: str) -> None:
-    severity, said, how = only(facts)
-    assert (severity, said) == ("error", says)
-    assert how.startswith(remedy)
-
-
-@pytest.mark.parametrize(
-    ("facts", "says", "remedy"),
-    [
-        (with_all("settings", power_limit_w=500.0), "GPUs 0, 1, 2, 3 are limited to 500 of 700 W", "nvidia-smi -pl"),
-        (with_gpu(2, "settings", power_limit_w=350.0), "GPU 2 is limited to 350 of 700 W", "nvidia-smi -pl 700"),
-        (with_gpu(1, "settings", application_sm_clock_mhz=1200), "GPU 1 is set to 1200 of 1980 MHz", "nvidia-smi -rac"),
-        (with_readings(1, CAPPED, CAPPED), "GPU 1 is held at locked clocks", "nvidia-smi -rgc"),
-        (with_gpu(1, "condition", corrected_ecc_errors=1), "GPU 1 had 1 corrected ECC error", "watch it"),
-        (with_all("settings", nvlinks={}), "no NVLink between the 4 GPUs: they communicate over PCIe", "ignore if"),
-        (with_gpu(3, "settings", nvlinks={"switch": 17}),
+        (W, with_all("settings", power_limit_w=500.0), "GPUs 0, 1, 2, 3 are limited to 500 of 700 W", "nvidia-smi -pl"),
+        (W, with_gpu(2, "settings", power_limit_w=350.0), "GPU 2 is limited to 350 of 700 W", "nvidia-smi -pl 700"),
+        (W, with_gpu(1,
+         "settings", application_sm_clock_mhz=1200), "GPU 1 is set to 1200 of 1980 MHz", "nvidia-smi -rac"),
+        (W, with_readings(1, CAPPED, CAPPED), "GPU 1 is held at locked clocks", "nvidia-smi -rgc"),
+        (W, with_gpu(1, "condition", corrected_ecc_errors=1), "GPU 1 had 1 corrected ECC error", "watch it"),
+        (W, with_all("settings", nvlinks={}), "no NVLink between the 4 GPUs: they communicate over PCIe", "ignore if"),
+        (W, with_gpu(3, "settings", nvlinks={"switch": 17}),
          "the GPUs have unequal numbers of active NVLinks (18, 18, 18, 17): the worst pair decides", "check nvidia"),
-        (with_gpu(3, "condition", pcie_width=8), "GPU 3 is on PCIe x8", "put the card into a slot with 16 lanes"),
-        (with_all("condition", pcie_generation=4),
+        (W, with_gpu(3, "condition", pcie_width=8), "GPU 3 is on PCIe x8", "put the card into a slot with 16 lanes"),
+        (W, with_all("condition", pcie_generation=4),
          "GPUs 0, 1, 2, 3 are on PCIe 4, but the card supports PCIe 5", "check"),
-        (replace(DGX, shm_bytes=64 * 2**20), "/dev/shm has 64.0 MiB: NCCL and data loaders may fail", "start the"),
-        (replace(DGX, open_files=1024), "a process may open 1024 files: many ranks or large checkpoints may need more",
+        (W, replace(DGX, shm_bytes=64 * 2**20), "/dev/shm has 64.0 MiB: NCCL and data loaders may fail", "start the"),
+        (W, replace(DGX, open_files=1024),
+         "a process may open 1024 files: many ranks or large checkpoints may need more",
          "ulimit -n 4096"),
-        (replace(DGX, locked_bytes=8 * 2**20), "a process may lock 8.00 MiB: NCCL over InfiniBand or RoCE fails",
+        (W, replace(DGX, locked_bytes=8 * 2**20), "a process may lock 8.00 MiB: NCCL over InfiniBand or RoCE fails",
          "ulimit -l unlimited"),
-        (replace(CPU_ONLY, busy_cores=8.0), "other processes keep 8.0 of 64 cores busy", "end them or wait"),
-        (replace(DGX, nvml=False, gpus=()), "nvidia-ml-py is not installed: power, clocks, throttling and links are "
+        (W, replace(CPU_ONLY, busy_cores=8.0), "other processes keep 8.0 of 64 cores busy", "end them or wait"),
+        (W, replace(DGX, nvml=False, gpus=()), "nvidia-ml-py is not installed: power, clocks, throttling and links are "
          "unknown here and in records", "pip install -e '.[cuda]' in refshard's checkout"),
-        (replace(CPU_ONLY, dry_run_obstacle="building needs a C++ compiler; install g++"),
+        (W, replace(CPU_ONLY, dry_run_obstacle="building needs a C++ compiler; install g++"),
          "no dry runs: building needs a C++ compiler", "install g++"),
-        (replace(DGX, variables={"NCCL_P2P_DISABLE": "1"}),
+        (W, replace(DGX, variables={"NCCL_P2P_DISABLE": "1"}),
          "NCCL_P2P_DISABLE=1: GPUs exchange data through the host's memory", "unset NCCL_P2P_DISABLE"),
+        (N, replace(CPU_ONLY, torch=replace(CUDA, gpus=())),
+         "torch is built for CUDA 12.8, but there is no GPU here", ""),
+        (N, replace(DGX, torch=replace(CUDA, gpus=(H100,) * 2)), "torch sees 2 of the machine's 4 GPUs", ""),
+        (N, replace(DGX, torch=replace(CUDA, gpus=(replace(H100, name="X1", profile=None),) * 4)),
+         "no profile names 'X1', so its runs have no MFU", ""),
+        (N, replace(DGX, torch=replace(CUDA, tf32=True)),
+         "fp32 matrix products may use TF32: faster, but losses differ from those in full fp32", ""),
+        (N, replace(CPU_ONLY, open_files=1024),
+         "a process may open 1024 files: many ranks or large checkpoints may need "
+         "more", ""),
     ],
 )  # fmt: skip
-def test_what_makes_the_machine_slower_or_poorer_is_a_warning(facts: Facts, says: str, remedy: str) -> None:
-    severity, said, how = only(facts)
-    assert (severity, said) == ("warning", says)
-    assert how.startswith(remedy)
-
-
-@pytest.mark.parametrize(
-    ("facts", "says"),
-    [
-        (replace(CPU_ONLY, torch=replace(CUDA, gpus=())), "torch is built for CUDA 12.8, but there is no GPU here"),
-        (replace(DGX, torch=replace(CUDA, gpus=(H100,) * 2)), "torch sees 2 of the machine's 4 GPUs"),
-        (replace(DGX, torch=replace(CUDA, gpus=(replace(H100, name="X1", profile=None),) * 4)),
-         "no profile names 'X1', so its runs have no MFU"),
-        (replace(DGX, torch=replace(CUDA, tf32=True)),
-         "fp32 matrix products may use TF32: faster, but losses differ from those in full fp32"),
-        (replace(CPU_ONLY, open_files=1024), "a process may open 1024 files: many ranks or large checkpoints may need "
-         "more"),
-    ],
-)  # fmt: skip
-def test_what_is_only_good_to_know_is_a_note(facts: Facts, says: str) -> None:
-    severity, said, how = only(facts)
-    assert (severity, said) == ("note", says)
-    assert how
+def test_each_finding_has_its_severity_sentence_and_remedy(severity: str, facts: Facts, says: str, remedy: str) -> None:
+    (found,) = findings(facts)
+    assert (found.severity, found.says) == (severity, says)
+    assert found.remedy.startswith(remedy)
+    assert found.remedy
 
 
 @pytest.mark.parametrize(

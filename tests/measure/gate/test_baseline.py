@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 
 from refshard.errors import SpecError, StoreError
-from refshard.measure.gate.baseline import accept, baseline_file, read_baseline
+from refshard.measure.gate import accept, baseline_file, read_baseline
 from refshard.measure.launchers.base import LaunchOutcome
 from refshard.measure.run import run_suite
 from refshard.records import Run
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from tests.measure.fakes import ENVIRONMENT, FakeLauncher, Silent, make_suite
 
 
-def timing_out(_case: CaseSpec, _folder: Path) -> LaunchOutcome:
+def timing_out(_case: Case, _folder: Path) -> LaunchOutcome:
     return LaunchOutcome(timed_out=True)
 
 

@@ -7,20 +7,20 @@ import pytest
 
 from refshard.analysis.rehearsal import noise_of
 from refshard.errors import SpecError, StoreError
-from refshard.measure.gate.baseline import keep_noise, noise_file, read_noise, read_rounds, record_rounds
+from refshard.measure.gate import keep_noise, noise_file, read_noise, read_rounds, record_rounds
 from refshard.measure.launchers.base import LaunchOutcome
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.gate import TimeLimits
 from tests.measure.fakes import ENVIRONMENT, FakeLauncher, Silent, good, make_suite, rank_result, write_rank
 
-SUITE = make_suite(matrix={"strategy": ["ddp", "refshard-yafsdp"], "world_size": [2], "model": ["llama-tiny"]})
+SUITE = make_suite(matrix={"strategy": ["ddp", "refshard-yafsdp"], "gpus": [2], "model": ["llama-tiny"]})
 
 
 def recorded(folder: Path, rounds: int, seed: int) -> Path:
     """Rounds of launches whose times scatter by 3 %."""
     drawn = np.random.default_rng(seed)
 
-    def outcome(case: CaseSpec, work: Path) -> LaunchOutcome:
+    def outcome(case: Case, work: Path) -> LaunchOutcome:
         good(case, work)
         factor = float(np.exp(drawn.normal(0, 0.03)))
         for rank in range(case.processes):

@@ -3,15 +3,14 @@
 import math
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 
-from refshard.measure.gate.rounds import PairedRounds, Side
+from refshard.measure.gate import PairedRounds, Side
 from refshard.measure.launchers.base import LaunchOutcome
 from refshard.measure.store import read_run
 from refshard.records import LaunchRecord
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from refshard.specs.suite import SuiteSpec
 from tests.measure.fakes import ENVIRONMENT, FakeLauncher, Silent, good, make_suite, rank_result, write_rank
 
@@ -19,7 +18,7 @@ from tests.measure.fakes import ENVIRONMENT, FakeLauncher, Silent, good, make_su
 def scaled(factor: float, *, failing_in: frozenset[int] = frozenset()) -> FakeLauncher:
     """Every step takes ``factor`` times as long; series whose number is in ``failing_in`` fail."""
 
-    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
+    def outcome(case: Case, folder: Path) -> LaunchOutcome:
         good(case, folder)
         for rank in range(case.processes):
             times = tuple(factor * t for t in rank_result(case, rank).step_times_s)
@@ -39,7 +38,7 @@ def sides(baseline: FakeLauncher, candidate: FakeLauncher) -> tuple[Side, Side]:
     )
 
 
-def split(suite: SuiteSpec) -> tuple[list[CaseSpec], list[CaseSpec]]:
+def split(suite: SuiteSpec) -> tuple[list[Case], list[Case]]:
     references = [case for case in suite.cases() if case == case.reference()]
     return references, [case for case in suite.cases() if case not in references]
 
@@ -49,7 +48,7 @@ def test_each_round_launches_both_sides_in_random_order_and_cases_in_the_same(tm
     order: list[str] = []
 
     def noting(name: str) -> FakeLauncher:
-        def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
+        def outcome(case: Case, folder: Path) -> LaunchOutcome:
             order.append(name)
             return good(case, folder)
 
@@ -64,7 +63,7 @@ def test_each_round_launches_both_sides_in_random_order_and_cases_in_the_same(tm
         held.hold(timed, 12)
     assert a.launched == b.launched == references
     assert a.series == b.series, "both sides take the cases in the same order"
-    assert {tuple(case.strategy for case in series) for series in a.series} == {
+    assert {tuple(case.job.strategy for case in series) for series in a.series} == {
         ("ddp", "refshard-yafsdp"), ("refshard-yafsdp", "ddp"),
     }, "which is another one in other rounds"  # fmt: skip
     rounds = [tuple(order[index : index + 4]) for index in range(0, len(order), 4)]
@@ -75,17 +74,17 @@ def test_each_round_launches_both_sides_in_random_order_and_cases_in_the_same(tm
 
 
 def test_cases_of_other_world_sizes_are_launched_apart(tmp_path: Path) -> None:
-    suite = make_suite(matrix={"strategy": ["ddp", "fsdp2"], "world_size": [2, 4], "model": ["llama-tiny"]})
+    suite = make_suite(matrix={"strategy": ["ddp", "fsdp2"], "gpus": [2, 4], "model": ["llama-tiny"]})
     references, timed = split(suite)
     launcher = FakeLauncher()
     with PairedRounds(suite, tmp_path, sides(launcher, FakeLauncher()), Silent(), print) as held:
         held.apart(references)
         held.hold(timed, 1)
-    assert [[case.world_size for case in series] for series in launcher.series] == [[2, 2], [4, 4]]
+    assert [[case.job.gpus for case in series] for series in launcher.series] == [[2, 2], [4, 4]]
 
 
 def test_log_ratios_are_those_of_rounds_that_both_sides_ended_well(tmp_path: Path) -> None:
-    suite = make_suite(matrix={"strategy": ["ddp"], "world_size": [2], "model": ["llama-tiny"]})
+    suite = make_suite(matrix={"strategy": ["ddp"], "gpus": [2], "model": ["llama-tiny"]})
     references, timed = split(suite)
     pair = sides(scaled(1.0), scaled(1.1, failing_in=frozenset({2})))
     with PairedRounds(suite, tmp_path, pair, Silent(), print) as held:
@@ -108,16 +107,16 @@ def proved(record: LaunchRecord) -> bool:
 
 
 def test_sides_may_be_two_strategies(tmp_path: Path) -> None:
-    suite = make_suite(matrix={"strategy": ["ddp"], "world_size": [2], "model": ["llama-tiny"]})
+    suite = make_suite(matrix={"strategy": ["ddp"], "gpus": [2], "model": ["llama-tiny"]})
     references, timed = split(suite)
     mine, theirs = sides(FakeLauncher(), FakeLauncher())
     other = Side(name="candidate", launcher=theirs.launcher, environment=ENVIRONMENT, strategy="refshard-yafsdp")
     with PairedRounds(suite, tmp_path, (mine, other), Silent(), print) as held:
         held.apart(references)
         held.hold(timed, 1)
-        assert [record.case.strategy for record in held.last(timed[0])] == ["ddp", "refshard-yafsdp"]
+        assert [record.case.job.strategy for record in held.last(timed[0])] == ["ddp", "refshard-yafsdp"]
         assert held.log_ratios(timed[0]) == pytest.approx([0.0])
-    assert msgspec.structs.replace(timed[0], strategy="refshard-yafsdp") == other.case(timed[0])
+    assert timed[0].changed(strategy="refshard-yafsdp") == other.case(timed[0])
     assert other.case(references[0]) == references[0]
 
 

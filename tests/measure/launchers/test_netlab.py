@@ -10,24 +10,21 @@ import msgspec
 import pytest
 
 from refshard.errors import LaunchError
-from refshard.measure.interruption import Interruption
-from refshard.measure.launchers.base import Job
+from refshard.measure.launchers.base import Program
 from refshard.measure.launchers.netlab import (
     BURST_BYTES,
-    Names,
     NetlabLauncher,
     Network,
     born_at,
     check,
-    commands,
     namespaces,
     obstacle,
     placed,
     remove_leftovers,
 )
-from refshard.measure.rank import CASE_FILE
 from refshard.measure.store import read_run
-from refshard.specs.case import CaseSpec
+from refshard.measure.worker import request_file
+from refshard.specs.case import Case
 from refshard.specs.suite import NetworkSpec
 from tests.measure.commandline import processes_of, wait_for, write_suite
 from tests.measure.faults import running
@@ -35,8 +32,8 @@ from tests.measure.faults import running
 TWO = NetworkSpec(hosts=2, rate="100mbit")
 
 
-def job(processes: int, time_limit_s: float = 120.0) -> Job:
-    return Job(program="case", processes=processes, time_limit_s=time_limit_s)
+def job(processes: int, time_limit_s: float = 120.0) -> Program:
+    return Program(name="case", processes=processes, time_limit_s=time_limit_s)
 
 
 def netlab_suite(folder: Path, *strategies: str, rate: str, steps: int = 3) -> Path:
@@ -59,10 +56,11 @@ def hosts_can_be_made() -> None:
 real = pytest.mark.usefixtures("hosts_can_be_made")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="a network is named after a Linux process")
 def test_the_commands_that_make_a_network() -> None:
-    names = Names(pid=7, born=99, serial=1)
-    made = [" ".join(command) for command in commands(TWO, names, lambda host: f"10.0.0.{host + 1}")]
-    switch, first, second = "refshard-7-99-1-switch", "refshard-7-99-1-host0", "refshard-7-99-1-host1"
+    network = Network(TWO)
+    made = [" ".join(command) for command in network.commands()]
+    switch, first, second = f"{network.name}-switch", f"{network.name}-host0", f"{network.name}-host1"
     assert made == [
         f"ip netns add {switch}",
         f"ip netns add {first}",
@@ -87,10 +85,9 @@ def test_the_commands_that_make_a_network() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="a network is named after a Linux process")
 def test_ranks_fill_one_host_after_the_other(tmp_path: Path) -> None:
     network = Network(TWO)
-    program, arguments, environments = placed(job(processes=4), tmp_path, network, TWO.ranks_per_host(4))
+    arguments, environments = zip(*placed(job(processes=4), tmp_path, network, TWO.ranks_per_host(4)))
     worker = (sys.executable, "-m", "refshard.measure.worker", "case", str(tmp_path), str(os.getpid()))
-    assert program == "ip"
-    assert arguments == [(*network.inside(host), *worker) for host in (0, 0, 1, 1)]
+    assert list(arguments) == [(*network.inside(host), *worker) for host in (0, 0, 1, 1)]
     assert [name.rpartition("-")[2] for _, _, name, *_ in arguments] == ["host0", "host0", "host1", "host1"]
     assert [(e["RANK"], e["LOCAL_RANK"]) for e in environments] == [("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")]
     for environment in environments:
@@ -101,14 +98,12 @@ def test_ranks_fill_one_host_after_the_other(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="a network is named after a Linux process")
 def test_a_single_rank_runs_on_the_first_host(tmp_path: Path) -> None:
     network = Network(TWO)
-    _, (arguments,), _ = placed(job(processes=1), tmp_path, network, TWO.ranks_per_host(1))
+    ((arguments, _),) = placed(job(processes=1), tmp_path, network, TWO.ranks_per_host(1))
     assert arguments[:3] == network.inside(0)
 
 
 def test_no_two_networks_share_a_name() -> None:
-    ours = [Names(pid=7, born=99, serial=serial).all(hosts=2) for serial in (1, 2)]
-    theirs = Names(pid=7, born=100, serial=1).all(hosts=2)
-    assert len({*ours[0], *ours[1], *theirs}) == 9
+    assert len({name for _ in range(2) for name in Network(TWO).hosts}) == 4
 
 
 @pytest.mark.parametrize(
@@ -136,23 +131,6 @@ def test_a_run_that_cannot_make_hosts_is_one_line_and_writes_nothing(tmp_path: P
     assert err.startswith("refshard: launcher 'netlab' needs ")
     assert len(err.splitlines()) == 1
     assert not (tmp_path / "run").exists()
-
-
-def test_an_interruption_is_raised_once_what_was_made_is_removed() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    steps: list[object] = []
-
-    def work() -> None:
-        with Interruption() as interruption:
-            os.kill(os.getpid(), signal.SIGTERM)
-            steps.append(interruption.received)
-            os.kill(os.getpid(), signal.SIGINT)
-            steps.append("removed")
-
-    with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
-        work()
-    assert steps == [True, "removed"]
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 SEND = """
@@ -204,29 +182,20 @@ def test_a_transfer_takes_what_the_rate_demands() -> None:
 
 @pytest.mark.processes
 @real
-def test_two_networks_stand_beside_each_other() -> None:
-    with Network(TWO) as first, Network(TWO) as second:
-        assert len(namespaces_of(os.getpid())) == 6
-        assert [transfer(network, 1000)[0] for network in (first, second)] == [1000, 1000]
-    assert not namespaces_of(os.getpid())
-
-
-@pytest.mark.processes
-@real
-def test_nothing_is_made_in_the_machines_own_namespace() -> None:
+def test_networks_do_not_touch_each_other_or_the_machine_and_go_after_an_exception() -> None:
     def interfaces() -> set[str]:
         return {path.name for path in Path("/sys/class/net").iterdir()}
 
+    def use() -> None:
+        with Network(TWO) as first, Network(TWO) as second:
+            assert len(namespaces_of(os.getpid())) == 6
+            assert [transfer(network, 1000)[0] for network in (first, second)] == [1000, 1000]
+            assert interfaces() == before
+            raise ZeroDivisionError
+
     before = interfaces()
-    with Network(TWO):
-        assert interfaces() == before
-
-
-@pytest.mark.processes
-@real
-def test_an_exception_leaves_no_namespace() -> None:
-    with pytest.raises(ZeroDivisionError), Network(TWO):
-        raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError):
+        use()
     assert not namespaces_of(os.getpid())
 
 
@@ -287,7 +256,7 @@ def test_a_suite_runs_over_the_network(tmp_path: Path) -> None:
     assert process.returncode == 0, err
     run = read_run(tmp_path / "run")
     assert run.header.environment.network == "2 hosts joined at 500 Mbit/s (network namespaces)"
-    (ddp,) = (record for record in run.launches if record.case.strategy == "ddp")
+    (ddp,) = (record for record in run.launches if record.case.job.strategy == "ddp")
     assert ddp.proof is not None
     # A ring of two: each host sends as many bytes as it reduces. Loopback is several times faster than this.
     sent = sum(collective.bytes for collective in ddp.proof.announced)
@@ -296,42 +265,14 @@ def test_a_suite_runs_over_the_network(tmp_path: Path) -> None:
     assert not processes_of(tmp_path / "run")
 
 
-def endless(folder: Path, strategy: str, world_size: int, time_limit_s: float = 120.0) -> Job:
+def endless(folder: Path, strategy: str, world_size: int, time_limit_s: float = 120.0) -> Program:
     """A case that does not end by itself, laid down for its ranks."""
-    case = CaseSpec(
-        strategy=strategy,
-        world_size=world_size,
-        model="llama-tiny",
-        device="cpu",
-        global_batch=4,
-        seq_len=16,
-        measured_steps=100_000,
-        time_limit_s=time_limit_s,
-    )
-    (folder / CASE_FILE).write_bytes(msgspec.json.encode(case))
+    case = Case.of(
+        strategy=strategy, gpus=world_size, model="llama-tiny", device="cpu", global_batch=4, seq_len=16,
+        measured_steps=100_000, time_limit_s=time_limit_s,
+    )  # fmt: skip
+    request_file(folder, "case").write_bytes(msgspec.json.encode(case))
     return job(world_size, time_limit_s)
-
-
-# Elastic drops the log files of a rank that ended by itself without closing them.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.full  # a rank is killed in test_faults.py too, and the hosts go as after the exception below
-@real
-def test_a_killed_rank_leaves_neither_namespace_nor_process(tmp_path: Path) -> None:
-    killed: list[int] = []
-
-    def kill_the_last(text: str) -> None:
-        if not killed:
-            ranks = {process.environ()["RANK"]: process for process in processes_of(tmp_path)}
-            assert ranks.keys() == {"0", "1"}
-            killed.append(ranks["1"].pid)
-            ranks["1"].kill()
-
-    launch = NetlabLauncher(TWO).launch(endless(tmp_path, "ddp", 2), tmp_path, kill_the_last)
-    assert killed
-    assert (launch.failed_rank, launch.error) == (1, "rank 1 ended with signal 9 (SIGKILL)")
-    assert not launch.timed_out
-    assert not namespaces_of(os.getpid())
-    assert not processes_of(tmp_path)
 
 
 @pytest.mark.full

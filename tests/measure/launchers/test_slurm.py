@@ -12,8 +12,7 @@ import pytest
 from psutil import Process
 
 from refshard.errors import LaunchError, SpecError
-from refshard.measure.launchers.base import Job, LaunchOutcome
-from refshard.measure.launchers.ranks import launch_of
+from refshard.measure.launchers.base import LaunchOutcome, Program, launch_of
 from refshard.measure.launchers.slurm import SlurmLauncher, Status, ask, ends_of, job_name, launch_of_job, scripts
 from refshard.measure.run import run_suite
 from refshard.measure.store import RunWriter, read_run
@@ -21,7 +20,7 @@ from tests.measure.commandline import interrupted, only_case, processes_of, star
 from tests.measure.fakes import ENVIRONMENT, FakeLauncher, Silent, make_suite
 from tests.measure.launchers.slurm import Slurm, obstacle, running_slurm
 
-JOB = Job(program="case", processes=2, time_limit_s=600.0)
+JOB = Program(name="case", processes=2, time_limit_s=600.0)
 
 
 def leave_end(folder: Path, rank: int, when: float, status: int) -> None:
@@ -47,39 +46,42 @@ def test_a_batch_script_holds_the_users_options_before_what_must_hold(tmp_path: 
     assert f'{sys.executable} -m refshard.measure.worker case {shlex.quote(str(tmp_path / "a b"))} "$$" >' in rank
 
 
-def test_the_rank_that_ended_first_is_the_one_that_failed(tmp_path: Path) -> None:
-    leave_end(tmp_path, 0, 20.5, 1)
-    leave_end(tmp_path, 1, 20.25, 3)
+@pytest.mark.parametrize(
+    ("ends", "rank", "how"),
+    [
+        ([(20.5, 1), (20.25, 3)], 1, "exit status 3"),
+        ([(20.25, 1), (20.5, 137)], 1, "signal 9 (SIGKILL)"),  # rank 0 only lost it
+    ],
+)
+def test_the_rank_that_failed_first_is_named(
+    tmp_path: Path, ends: list[tuple[float, int]], rank: int, how: str
+) -> None:
+    for number, (when, status) in enumerate(ends):
+        leave_end(tmp_path, number, when, status)
     found = launch_of(ends_of(tmp_path), tmp_path)
-    assert (found.failed_rank, found.error) == (1, "rank 1 ended with exit status 3")
+    assert (found.failed_rank, found.error) == (rank, f"rank {rank} ended with {how}")
     assert found.log_tail == ("rank 1 wrote:", "rank 1 wrote this", "rank 0 wrote:", "rank 0 wrote this")
 
 
-def test_a_rank_that_a_signal_ended_failed_before_those_that_lost_it(tmp_path: Path) -> None:
-    leave_end(tmp_path, 0, 20.25, 1)
-    leave_end(tmp_path, 1, 20.5, 137)
-    assert launch_of(ends_of(tmp_path), tmp_path).error == "rank 1 ended with signal 9 (SIGKILL)"
-
-
-def status(state: str) -> Status:
-    return Status(state=state, reason="None", restarts=0)
-
-
-def test_slurms_state_tells_where_no_rank_does(tmp_path: Path) -> None:
-    assert launch_of_job(status("COMPLETED"), "7", tmp_path) == LaunchOutcome()
-    killed = launch_of_job(status("OUT_OF_MEMORY"), "7", tmp_path)
-    assert (killed.out_of_memory, killed.error) == (True, "Slurm ended job 7 in state OUT_OF_MEMORY")
+@pytest.mark.parametrize(
+    ("state", "killed", "found"),
+    [
+        ("COMPLETED", False, LaunchOutcome()),
+        ("OUT_OF_MEMORY", False,
+         LaunchOutcome(out_of_memory=True, error="Slurm ended job 7 in state OUT_OF_MEMORY")),
+        ("OUT_OF_MEMORY", True,
+         LaunchOutcome(out_of_memory=True, failed_rank=1, error="rank 1 ended with signal 9 (SIGKILL)",
+                       log_tail=("rank 1 wrote this",))),
+        ("CANCELLED", False,
+         LaunchOutcome(error="Slurm ended job 7 in state CANCELLED (None)", log_tail=("srun: error: no such thing",))),
+    ],
+)  # fmt: skip
+def test_slurms_state_tells_where_no_rank_does(tmp_path: Path, state: str, killed: bool, found: LaunchOutcome) -> None:
     (tmp_path / "slurm").mkdir()
     (tmp_path / "slurm" / "7.out").write_text("srun: error: no such thing\n")
-    ended = launch_of_job(status("CANCELLED"), "7", tmp_path)
-    assert (ended.failed_rank, ended.error) == (None, "Slurm ended job 7 in state CANCELLED (None)")
-    assert ended.log_tail == ("srun: error: no such thing",)
-
-
-def test_slurm_killed_the_rank_that_needed_too_much_memory(tmp_path: Path) -> None:
-    leave_end(tmp_path, 1, 20.5, 137)
-    found = launch_of_job(status("OUT_OF_MEMORY"), "7", tmp_path)
-    assert (found.out_of_memory, found.error) == (True, "rank 1 ended with signal 9 (SIGKILL)")
+    if killed:
+        leave_end(tmp_path, 1, 20.5, 137)
+    assert launch_of_job(Status(state=state), "7", tmp_path) == found
 
 
 def test_options_must_be_a_shells() -> None:
@@ -144,7 +146,7 @@ class FakeSlurm:
 def launched(
     slurm: FakeSlurm, on_progress: Callable[[str], None] = lambda _: None, time_limit_s: float = 600.0
 ) -> LaunchOutcome:
-    job = Job(program="case", processes=2, time_limit_s=time_limit_s)
+    job = Program(name="case", processes=2, time_limit_s=time_limit_s)
     return SlurmLauncher("", slurm).launch(job, slurm.folder, on_progress)
 
 
@@ -156,32 +158,28 @@ def test_a_job_is_called_after_its_folder(tmp_path: Path) -> None:
     assert slurm.asked == ["squeue", "sbatch", "squeue", "scontrol 41"]
 
 
-@pytest.mark.processes
-def test_what_an_earlier_harness_left_ends_before_the_next_job_comes(tmp_path: Path) -> None:
-    slurm, told = FakeSlurm(tmp_path), list[str]()
-    slurm.jobs = {"7": "RUNNING", "8": "FAILED"}
-    assert launched(slurm, told.append) == LaunchOutcome()
-    assert slurm.asked == ["squeue", "scancel 7", "squeue", "sbatch", "squeue", "scontrol 9"]
-    assert told == ["ending job 7, left by an earlier run"]
-
-
 LOST_ANSWER = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
 
 
+@pytest.mark.parametrize(
+    ("jobs", "said", "asked", "told"),
+    [
+        ({"7": "RUNNING", "8": "FAILED"}, [], ["squeue", "scancel 7", "squeue", "sbatch", "squeue", "scontrol 9"],
+         ["ending job 7, left by an earlier run"]),
+        ({}, ["!" + LOST_ANSWER], ["squeue", "sbatch", "squeue", "scontrol 41"], ["!" + LOST_ANSWER]),
+        *(({}, [said] * 2, [*["squeue", "sbatch"] * 3, "squeue", "scontrol 41"], [said])
+          for said in (LOST_ANSWER, "no answer within 60 s", "Unable to contact slurm controller (x)")),
+    ],
+    ids=["what an earlier run left ends first", "the answer was lost", "lost twice", "no answer", "no controller"],
+)  # fmt: skip
 @pytest.mark.processes
-def test_a_job_that_was_taken_though_the_answer_was_lost_is_the_one(tmp_path: Path) -> None:
-    slurm = FakeSlurm(tmp_path, "!" + LOST_ANSWER)
-    assert launched(slurm) == LaunchOutcome()
-    assert slurm.asked == ["squeue", "sbatch", "squeue", "scontrol 41"]
-
-
-@pytest.mark.parametrize("said", [LOST_ANSWER, "no answer within 60 s", "Unable to contact slurm controller (x)"])
-@pytest.mark.processes
-def test_a_job_that_was_not_taken_for_a_while_is_submitted_again(tmp_path: Path, said: str) -> None:
-    slurm, told = FakeSlurm(tmp_path, said, said), list[str]()
-    assert launched(slurm, told.append) == LaunchOutcome()
-    assert slurm.asked == [*["squeue", "sbatch"] * 3, "squeue", "scontrol 41"]
-    assert told == [said]
+def test_one_job_is_submitted_whatever_the_controller_says(
+    tmp_path: Path, jobs: dict[str, str], said: list[str], asked: list[str], told: list[str]
+) -> None:
+    slurm, shown = FakeSlurm(tmp_path, *said), list[str]()
+    slurm.jobs = jobs
+    assert launched(slurm, shown.append) == LaunchOutcome()
+    assert (slurm.asked, shown) == (asked, told)
 
 
 def test_what_goes_wrong_here_leaves_no_job(tmp_path: Path) -> None:
@@ -312,7 +310,7 @@ def test_a_suite_runs_as_jobs_and_a_killed_rank_fails_its_case_only(tmp_path: Pa
     assert process.returncode == 1, err + out
     found = read_run(run)
     assert only_case(found, "ddp")[:2] == ("failed", "rank 1 ended with signal 9 (SIGKILL)")
-    ok = {r.case.strategy: len(r.step_times_s) for r in found.launches if r.state == "ok"}
+    ok = {r.case.job.strategy: len(r.step_times_s) for r in found.launches if r.state == "ok"}
     assert ok == {"single": 1, "refshard-fsdp": 2}
     assert found.header.environment.argv[:2] == ("refshard", "run")
     assert {path.name for path in tmp_path.iterdir()} == {"suite.toml", "a run"}, "the environment's folder is gone"
@@ -421,7 +419,7 @@ def test_the_documented_allocation_runs_torchrun_and_resumes_when_requeued(tmp_p
     cluster.ask("scontrol", "requeue", number)
     wait_for(lambda: "JobState=COMPLETED" in cluster.ask("scontrol", "show", "job", number), 400)
     found = read_run(run)
-    assert [(r.case.strategy, r.state) for r in found.launches] == [("single", "ok"), ("ddp", "ok")]
+    assert [(r.case.job.strategy, r.state) for r in found.launches] == [("single", "ok"), ("ddp", "ok")]
     assert found.launches[0] == before
     assert not processes_of(run)
 

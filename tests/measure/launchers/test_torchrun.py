@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -18,11 +17,10 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from refshard.cli import main
 from refshard.errors import SpecError
 from refshard.measure.interruption import Interruption
-from refshard.measure.launchers.base import Job
-from refshard.measure.launchers.ranks import RankEnd, children, timed_out
+from refshard.measure.launchers.base import Program, RankEnd, timed_out
 from refshard.measure.launchers.torchrun import Announced, Place, Report, Server, TorchrunLauncher, place_of
 from refshard.measure.store import read_run
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import Case
 from tests.measure.commandline import only_case, processes_of, wait_for, write_suite
 from tests.measure.faults import planting, running
 from tests.measure.planted.sitecustomize import HANGING
@@ -115,7 +113,7 @@ def test_one_host(tmp_path: Path, by: tuple[str, ...], options: tuple[str, ...])
     assert err.count("run folder: ") == 1
     assert "recvValue" not in err, "servers leave before rank 0's store does"
     records = read_run(run)
-    ok = {r.case.strategy: len(r.step_times_s) for r in records.launches if r.state == "ok"}
+    ok = {r.case.job.strategy: len(r.step_times_s) for r in records.launches if r.state == "ok"}
     assert ok == {"single": 1, "ddp": 2}
     assert only_case(records, "megatron-fsdp")[0] == "unsupported", "which fails no launch"
     assert not processes_of(run)
@@ -136,7 +134,7 @@ def test_two_hosts_and_a_killed_rank_fails_its_case_only(tmp_path: Path) -> None
     assert sorted(out.count("dashboard: ") for out, _ in said) == [0, 1]
     records = read_run(run)
     assert only_case(records, "ddp")[:2] == ("failed", "rank 1 ended with signal 9 (SIGKILL)")
-    ok = {r.case.strategy: len(r.step_times_s) for r in records.launches if r.state == "ok"}
+    ok = {r.case.job.strategy: len(r.step_times_s) for r in records.launches if r.state == "ok"}
     assert ok == {"single": 1, "refshard-fsdp": 2}
     assert not processes_of(run)
 
@@ -206,11 +204,11 @@ def test_a_time_limit_asks_all_ranks_before_it_ends_one(tmp_path: Path) -> None:
 
 def served(store: HashStore, folder: Path) -> Report:
     """The report of rank 1's server on the first job, which is to work in ``folder``, and on no more."""
-    job = Job(program="case", processes=2, time_limit_s=60.0)
-    announced = Announced(job=job, folder=str(folder), port=1)
+    program = Program(name="case", processes=2, time_limit_s=60.0)
+    announced = Announced(program=program, folder=str(folder), port=1)
     store.set("job/0", msgspec.json.encode(announced).decode())
     store.set("job/1", "true")
-    place = replace(PLACE, rank=1)
+    place = msgspec.structs.replace(PLACE, rank=1)
     assert Server(place, store, Interruption()).serve()
     return msgspec.json.decode(store.get("job/0/end/0"), type=Report)
 
@@ -230,32 +228,22 @@ def test_a_server_that_cannot_start_its_rank_says_why(tmp_path: Path) -> None:
     assert trouble.endswith("); correct that and --resume the run")
 
 
-@pytest.mark.processes
-def test_only_own_processes_are_asked_where_they_stand() -> None:
-    with subprocess.Popen(["sleep", "100"]) as child:
-        try:
-            assert children({0: os.getppid(), 1: child.pid}) == {1: child.pid}
-        finally:
-            child.kill()
-    assert children({1: child.pid}) == {}
-
-
 def test_a_rank_that_ended_well_is_not_said_to_stand_anywhere() -> None:
     frame = '  File "/a/b.py", line 7 in f'
     found = timed_out([RankEnd(rank=1, exit_code=0), RankEnd(rank=0, exit_code=-9, stack=(frame,))])
     assert found.error == "rank 0 in f (b.py:7)"
 
 
-def case(**changes: object) -> CaseSpec:
-    fields = {"strategy": "ddp", "model": "llama-tiny", "world_size": 2, "global_batch": 4, "device": "cpu"}
-    return CaseSpec(**{**fields, **changes})  # type: ignore[arg-type]
+def case(**changes: object) -> Case:
+    fields = {"strategy": "ddp", "model": "llama-tiny", "gpus": 2, "global_batch": 4, "device": "cpu"}
+    return Case.of(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def test_more_ranks_than_torchrun_started_are_refused() -> None:
     launcher = TorchrunLauncher(PLACE)
     launcher.check(case(), oversubscribe=False)
-    with pytest.raises(SpecError, match=r"world_size: 4 ranks asked for, torchrun started 2; lower it, or raise torch"):
-        launcher.check(case(world_size=4), oversubscribe=True)
+    with pytest.raises(SpecError, match=r"gpus: 4 ranks asked for, torchrun started 2; lower it, or raise torch"):
+        launcher.check(case(gpus=4), oversubscribe=True)
 
 
 def test_a_process_that_torchrun_did_not_start_is_told_how() -> None:

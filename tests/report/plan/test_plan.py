@@ -9,7 +9,7 @@ import pytest
 from refshard.plan.memory import usable
 from refshard.plan.plan import TIME_PARTS, Failures, KindSpread, Plan, Reader, Row, Size, Spread
 from refshard.plan.search import search
-from refshard.plan.space import Space, configurations
+from refshard.plan.space import Space, candidates
 from refshard.quantities import GIB, format_bytes, format_seconds
 from refshard.report.blocks import Answer
 from refshard.report.page import as_page
@@ -17,9 +17,9 @@ from refshard.report.plan import charts
 from refshard.report.plan import text as plan_text
 from refshard.report.plan.answer import COLUMNS, plan_answer
 from refshard.specs.cluster import LinkSpec
-from refshard.specs.configuration import Configuration
+from refshard.specs.job import Job
 from refshard.specs.model import load_model
-from tests.plan.made import cluster, hardware
+from tests.plan.made import cluster, hardware, job
 from tests.report.pages import Page, numbers
 from tests.report.printed import as_csv, as_json, notes, rows, tables, text, verdict
 
@@ -34,12 +34,12 @@ MEMORY = {"masters": 10 * GIB, "optimizer": 20 * GIB, "gradients": 0, "activatio
 
 def row(step_s: float, *, ranks: int = 16, gpu_hours: float = 100.0, peak_gib: float = 35, **fields: Any) -> Row:
     """A row with round numbers."""
-    given = {"strategy": "fsdp2", "shard": ranks // (fields.get("tensor", 1) * fields.get("pipeline", 1)), **fields}
-    configuration = Configuration(**given)
-    kind = "pipeline, bf16" if configuration.pipeline > 1 else "data, bf16"
+    given = {"dp_shard": ranks // (fields.get("tp", 1) * fields.get("pp", 1)), **fields}
+    one = job(**given)
+    kind = "pipeline, bf16" if one.pp > 1 else "data, bf16"
     low, high = SPREAD.bounds(kind)
     return Row(
-        configuration=configuration, fits=peak_gib < 70, kind=kind, step_s=step_s, low_s=low * step_s,
+        job=one, fits=peak_gib < 70, kind=kind, step_s=step_s, low_s=low * step_s,
         high_s=high * step_s, tokens_per_s_gpu=4096 / step_s, tflops=400.0, mfu=0.4,
         parts=dict.fromkeys(TIME_PARTS, step_s / 5), peak_bytes=int(peak_gib * GIB),
         memory={**MEMORY, "activations": int((peak_gib - 30) * GIB)}, checkpointed=0, layers=16, goodput=0.9,
@@ -48,7 +48,7 @@ def row(step_s: float, *, ranks: int = 16, gpu_hours: float = 100.0, peak_gib: f
 
 
 def size(*found: Row, ranks: int = 16, unfit: tuple[Row, ...] = (), front: tuple[Row, ...] = (), seen: int = 9) -> Size:
-    return Size(world_size=ranks, considered=seen, fitting=len(found), rows=found, front=front, unfit=unfit)
+    return Size(gpus=ranks, considered=seen, fitting=len(found), rows=found, front=front, unfit=unfit)
 
 
 def plan(*sizes: Size) -> Plan:
@@ -66,9 +66,10 @@ def searched(memory: int = 80 * GIB) -> Plan:
     """A plan as the command makes it, of 1B on 16 ranks."""
     model, between = load_model("llama3.2-1b"), LinkSpec(bytes_per_s=50e9, latency_s=1e-5)
     on = cluster(hardware=hardware(memory_bytes=memory), nodes=2, between=between)
-    space = Space(strategies=("fsdp2", "ddp", "refshard-fsdp"), world_sizes=(16,), global_batch=32, tensor=(1, 2))
+    same = job(dp_shard=16, microbatch=2, seq_len=2048)
+    space = Space(strategies=("fsdp2", "ddp", "refshard-fsdp"), tp=(1, 2), same=same)
     limit = usable(on.accelerator)
-    found = search(model, on, 2048, configurations(space, model, on, 2048), limit)
+    found = search(model, on, 2048, candidates(space, model, on), limit)
     reader = Reader(model=model, cluster=on, seq_len=2048, price_usd=2.0, failures=Failures(), spread=SPREAD)
     return msgspec.structs.replace(
         plan(reader.size(found, 8)), available_bytes=on.accelerator.memory_bytes, usable_bytes=limit
@@ -85,18 +86,18 @@ def test_the_verdict_begins_with_what_to_use_and_what_to_expect() -> None:
 
 
 def test_ties_are_within_the_median_error_of_the_bests_kind_and_the_next_is_not() -> None:
-    best, tied, slower = row(1.0), row(1.031, strategy="ddp", shard=1, replicate=16), row(1.032, tensor=2)
+    best, tied, slower = row(1.0), row(1.031, strategy="ddp", dp_shard=16), row(1.032, tp=2)
     told = plan_text.verdict(plan(size(best, tied, slower)), SPREAD)
     assert told[1:] == [
         "Tied within the model's error: ddp with DP 16.", "Next: fsdp2 with TP 2 x FSDP 8, 3 % slower.",
     ]  # fmt: skip
-    piped = [row(one.step_s, pipeline=2, microbatches=2, tensor=n) for n, one in zip((1, 2, 4), (best, tied, slower))]
+    piped = [row(one.step_s, pp=2, microbatches=2, tp=n) for n, one in zip((1, 2, 4), (best, tied, slower))]
     assert [sentence.partition(" ")[0] for sentence in plan_text.verdict(plan(size(*piped)), SPREAD)] == ["Use", "Tied"]
     assert plan_text.verdict(plan(size(best, slower)), SPREAD)[1] == "Next: fsdp2 with TP 2 x FSDP 8, 3 % slower."
 
 
 def test_values_that_are_varied_are_in_every_table_and_sentence_and_others_in_none() -> None:
-    best, other = row(1.0, precision="fp8", compiled=True, tensor=2), row(1.5, strategy="megatron", compiled=True)
+    best, other = row(1.0, precision="fp8", compiled=True, tp=2), row(1.5, strategy="megatron", compiled=True)
     eager = row(2.0)
     made = msgspec.structs.replace(
         plan(size(best, other, eager, unfit=(row(1.0, peak_gib=90),), front=(best, other))),
@@ -122,7 +123,7 @@ def test_values_that_are_varied_are_in_every_table_and_sentence_and_others_in_no
 
 
 def test_more_than_three_ties_are_counted() -> None:
-    found = [row(1.0 + 0.001 * n, tensor=1 if n == 0 else 2, shard=2**n) for n in range(6)]
+    found = [row(1.0 + 0.001 * n, tp=1 if n == 0 else 2, dp_shard=2**n) for n in range(6)]
     told = plan_text.verdict(plan(size(*found)), SPREAD)[1]
     assert told.count("fsdp2 with") == 3
     assert told.endswith("; and 2 more below.")
@@ -143,7 +144,7 @@ def test_a_size_on_which_nothing_fits_does_not_hide_those_on_which_something_doe
 
 
 def test_where_nothing_fits_the_closest_is_named_and_what_would_help() -> None:
-    least = row(1.0, peak_gib=90, tensor=2)
+    least = row(1.0, peak_gib=90, tp=2)
     found = answer(size(unfit=(least, row(1.0, peak_gib=99))))
     assert verdict(found) == [
         "Nothing fits: 70.0 GiB of 80.0 GiB are usable.",
@@ -169,27 +170,27 @@ def test_where_nothing_can_run_the_rule_and_the_remedy_are_said() -> None:
 @pytest.mark.parametrize(
     ("fields", "layout"),
     [
-        ({"shard": 16}, "FSDP 16"),
-        ({"shard": 8, "replicate": 2}, "HSDP 2 x 8"),
-        ({"strategy": "ddp", "replicate": 16}, "DP 16"),
-        ({"strategy": "megatron", "shard": 16}, "ZeRO-1 16"),
-        ({"strategy": "megatron", "shard": 8, "replicate": 2}, "ZeRO-1 2 x 8"),
-        ({"shard": 4, "tensor": 2, "context": 2}, "TP 2 x CP 2 x FSDP 4"),
-        ({"shard": 16, "expert": 8}, "FSDP 16 x EP 8"),
-        ({"shard": 4, "pipeline": 4}, "FSDP 4 x PP 4 (1F1B)"),
-        ({"shard": 4, "pipeline": 4, "interleave": 2, "schedule": "interleaved"},
+        ({"dp_shard": 16}, "FSDP 16"),
+        ({"dp_shard": 8, "dp_replicate": 2}, "HSDP 2 x 8"),
+        ({"strategy": "ddp", "dp_shard": 16}, "DP 16"),
+        ({"strategy": "megatron", "dp_shard": 16}, "ZeRO-1 16"),
+        ({"strategy": "megatron", "dp_shard": 8, "dp_replicate": 2}, "ZeRO-1 2 x 8"),
+        ({"dp_shard": 4, "tp": 2, "cp": 2}, "TP 2 x CP 2 x FSDP 4"),
+        ({"dp_shard": 16, "ep": 8}, "FSDP 16 x EP 8"),
+        ({"dp_shard": 4, "pp": 4}, "FSDP 4 x PP 4 (1F1B)"),
+        ({"dp_shard": 4, "pp": 4, "interleave": 2, "schedule": "interleaved"},
          "FSDP 4 x PP 4 (interleaved, 2 stages each)"),
-        ({"shard": 4, "pipeline": 4, "schedule": "zero-bubble"}, "FSDP 4 x PP 4 (zero bubble)"),
+        ({"dp_shard": 4, "pp": 4, "schedule": "zero-bubble"}, "FSDP 4 x PP 4 (zero bubble)"),
     ],
 )  # fmt: skip
 def test_meshes_are_written_as_the_field_does(fields: dict[str, Any], layout: str) -> None:
-    assert plan_text.mesh_text(Configuration(**{"strategy": "fsdp2", **fields})) == layout
+    assert plan_text.mesh_text(job(**fields)) == layout
 
 
 def test_batches_and_checkpointing_in_words() -> None:
-    one = Configuration(strategy="fsdp2", reduce_each=False)
+    one = job(strategy="fsdp2", reduce_each=False)
     assert plan_text.batch_text(one) == "1 microbatch of 1 sequence"
-    many = msgspec.structs.replace(one, microbatches=3, microbatch=2, reduce_each=True)
+    many = job(microbatches=3, microbatch=2)
     assert plan_text.batch_text(many) == "3 microbatches of 2 sequences"
     plain = row(1.0)
     counts = [msgspec.structs.replace(plain, checkpointed=count) for count in (0, 4, 16)]
@@ -201,7 +202,7 @@ def test_batches_and_checkpointing_in_words() -> None:
 
 
 def test_error_bars_say_on_how_many_runs_they_rest() -> None:
-    found = notes(answer(size(row(1.0, pipeline=2, microbatches=2)), size(row(0.9))))
+    found = notes(answer(size(row(1.0, pp=2, microbatches=2)), size(row(0.9))))
     assert (
         "Error bars: 20 published runs of this kind (pipeline parallel, bf16) were held out of the fit: median error "
         "6.0 %; 8 of 10 lie within the range."
@@ -216,8 +217,8 @@ def test_error_bars_say_on_how_many_runs_they_rest() -> None:
 
 
 def test_the_answer_comes_first_and_no_line_is_too_wide() -> None:
-    best, next_ = row(1.0), row(1.5, tensor=2)
-    found = answer(size(best, next_, front=(best, row(1.2, tensor=4, peak_gib=31))))
+    best, next_ = row(1.0), row(1.5, tp=2)
+    found = answer(size(best, next_, front=(best, row(1.2, tp=4, peak_gib=31))))
     shown = text(found)
     assert shown.startswith("Use fsdp2 with FSDP 16, ")
     assert shown.index("llama on made, 16 ranks (closed form)") < shown.index("Pareto front")
@@ -257,7 +258,7 @@ def test_json_holds_everything_in_plain_units() -> None:
     assert told["verdict"] == plan_text.verdict(made, SPREAD)
     assert told["failures"]["mtbf_hours"] == Failures().mtbf_hours
     (one,) = told["sizes"]
-    assert (one["world_size"], one["considered"], one["fitting"]) == (
+    assert (one["gpus"], one["considered"], one["fitting"]) == (
         16,
         made.sizes[0].considered,
         made.sizes[0].fitting,
@@ -267,24 +268,24 @@ def test_json_holds_everything_in_plain_units() -> None:
         assert sum(found["memory"].values()) == pytest.approx(found["peak_bytes"], abs=10)
         assert sum(found["parts"].values()) == pytest.approx(found["step_s"])
         assert found["step_s"] == expected.step_s
-        assert found["configuration"]["strategy"] == expected.configuration.strategy
-        assert msgspec.convert(found["configuration"], Configuration) == expected.configuration
+        assert found["job"]["strategy"] == expected.job.strategy
+        assert msgspec.convert(found["job"], Job) == expected.job
     assert told["warnings"]
 
 
 def test_csv_has_a_row_for_each_configuration_of_each_size_and_nothing_nested() -> None:
     made = searched()
-    small = msgspec.structs.replace(made.sizes[0], world_size=8)
+    small = msgspec.structs.replace(made.sizes[0], gpus=8)
     found = plan_answer(msgspec.structs.replace(made, sizes=(small, *made.sizes)), SPREAD, "t", model="m", cluster="c")
     lines = as_csv(found)
     assert len(lines) == 2 * len(made.sizes[0].rows)
     for line, one in zip(lines, small.rows):
-        assert (line["strategy"], line["fits"]) == (one.configuration.strategy, "true")
+        assert (line["strategy"], line["fits"]) == (one.job.strategy, "true")
         assert float(line["step_s"]) == one.step_s
         parts = [float(line[f"{part}_s"]) for part in TIME_PARTS]
         assert sum(parts) == pytest.approx(one.step_s)
         assert sum(float(line[f"{part}_bytes"]) for part in one.memory) == pytest.approx(one.peak_bytes, abs=10)
-        assert int(line["shard"]) == one.configuration.shard
+        assert int(line["dp_shard"]) == one.job.dp_shard
         assert line.keys() - {"schema_version"} == {*COLUMNS}
         assert not any("{" in cell for cell in line.values())
 
@@ -338,9 +339,7 @@ def test_the_charts_hold_what_the_tables_do() -> None:
         assert sum(bar["x"][place] for bar in bars) == pytest.approx(scale * one.step_s, rel=1e-3)
     chart = charts.memory_chart(best, made)
     labels = [line["text"] for line in chart.figure["layout"]["meta"]["rows"]]
-    assert labels == [
-        f"{place} {one.configuration.strategy} {format_bytes(one.peak_bytes)}" for place, one in enumerate(best, 1)
-    ]
+    assert labels == [f"{place} {one.job.strategy} {format_bytes(one.peak_bytes)}" for place, one in enumerate(best, 1)]
     for place, one in enumerate(best):
         assert sum(bar["x"][place] for bar in chart.figure["data"]) == pytest.approx(one.peak_bytes / GIB, rel=1e-3)
     assert chart.alternative.endswith(f"Dashed: usable memory, {format_bytes(made.usable_bytes)}.")
@@ -356,7 +355,7 @@ def test_memory_that_dwarfs_the_limit_is_cut() -> None:
 
 
 def test_the_tradeoff_shows_the_front_and_the_best_once_each() -> None:
-    best, small, next_ = row(1.0), row(1.3, tensor=2, peak_gib=31), row(1.1, tensor=4)
+    best, small, next_ = row(1.0), row(1.3, tp=2, peak_gib=31), row(1.1, tp=4)
     made = plan(size(best, next_, front=(best, small)))
     found = charts.tradeoff(made.sizes[0], made, SPREAD)
     assert "Shaded: within 3.1 % of the fastest" in found.alternative

@@ -1,4 +1,4 @@
-"""Throughput over world sizes: known answers."""
+"""Curves over world sizes, tokens and runs: known answers."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,13 +10,11 @@ import pytest
 from refshard.analysis.evidence import gather
 from refshard.analysis.history import series_of
 from refshard.records import Run
-from refshard.report.run.charts import Drawn
-from refshard.report.run.curves import crossovers, scalings, trend
+from refshard.report.run.charts import Drawn, crossovers, scalings, trend
 from refshard.specs.case import Fidelity
 from refshard.specs.suite import NetworkSpec
-from tests.analysis.test_evidence import later, quicker
 from tests.report.printed import rows
-from tests.report.runs import CASES, CLUSTER, on_hosts, run, spec
+from tests.report.runs import CASES, CLUSTER, joined, later, on_hosts, quicker, run, spec, with_record, with_spec
 
 RATES = {"ddp": {2: 100.0, 4: 90.0}, "fsdp2": {2: 80.0, 4: 76.0, 8: 60.0}}
 
@@ -40,30 +38,20 @@ def curves(found: Drawn) -> dict[str, Any]:
 def test_a_curve_for_each_strategy_and_a_level_for_the_best() -> None:
     (found,) = scalings(gather(scaled(RATES)))
     assert curves(found) == {
-        "ddp": ([2, 4], [100, 90]),
-        "fsdp2": ([2, 4, 8], [80, 76, 60]),
-        "ideal": ([2, 8], [100, 100]),
-    }
+        "ddp": ([2, 4], [100, 90]), "fsdp2": ([2, 4, 8], [80, 76, 60]), "ideal": ([2, 8], [100, 100]),
+    }  # fmt: skip
     assert found.chart.alternative == (
         "Scaling efficiency: best ddp 90.0 % (2 to 4 ranks), worst fsdp2 75.0 % (2 to 8 ranks)."
     )
-    assert [row["scaling efficiency"] for row in rows(found.table)] == [
-        "100.0 %",
-        "90.0 %",
-        "100.0 %",
-        "95.0 %",
-        "75.0 %",
-    ]
-    assert [case.spec.world_size for case in found.cases] == [2, 4, 2, 4, 8]
+    efficiency = [row["scaling efficiency"] for row in rows(found.table)]
+    assert efficiency == ["100.0 %", "90.0 %", "100.0 %", "95.0 %", "75.0 %"]
+    assert [case.spec.job.gpus for case in found.cases] == [2, 4, 2, 4, 8]
 
 
-def test_each_fidelity_has_its_own_ideal() -> None:
-    both = scaled(RATES)
-    other = scaled({"ddp": {2: 500.0, 8: 400.0}}, "simulated")
-    (found,) = scalings(gather(msgspec.structs.replace(both, launches=(*both.launches, *other.launches))))
-    drawn = curves(found)
-    assert drawn["ideal"] == ([2, 8], [100, 100])
-    assert drawn[f"ideal, simulated on {CLUSTER}"] == ([2, 8], [500, 500])
+def test_each_fidelity_has_its_own_ideal_dash_and_marker() -> None:
+    (found,) = scalings(gather(joined(scaled(RATES), scaled({"ddp": {2: 500.0, 8: 400.0}}, "simulated"))))
+    assert curves(found)["ideal"] == ([2, 8], [100, 100])
+    assert curves(found)[f"ideal, simulated on {CLUSTER}"] == ([2, 8], [500, 500])
     traces = {trace["name"]: trace for trace in found.chart.figure["data"]}
     measured, simulated = traces["ddp"], traces[f"ddp, simulated on {CLUSTER}"]
     assert measured["line"]["dash"] != simulated["line"]["dash"]
@@ -71,64 +59,51 @@ def test_each_fidelity_has_its_own_ideal() -> None:
     assert measured["line"]["color"] == simulated["line"]["color"]
 
 
-def test_its_heading_names_what_all_of_its_curves_share() -> None:
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_caption_leaves_out_the_fidelity(mixed: bool) -> None:
     other = scaled({"ddp": {2: 500.0, 8: 400.0}}, "emulated")
-    both = msgspec.structs.replace(other, launches=(*scaled(RATES).launches, *other.launches))
-    for made in (other, both, scaled(RATES, "simulated")):
-        (found,) = scalings(gather(made))
-        assert (
-            found.table.caption.removeprefix("Throughput over world sizes: ")
-            == "llama-mini, global batch of 8 sequences of 256 tokens"
-        )
+    (found,) = scalings(gather(joined(scaled(RATES), other) if mixed else other))
+    assert found.table.caption == "Throughput over world sizes: llama-mini, global batch of 8 sequences of 256 tokens"
 
 
-def test_one_world_size_is_no_curve() -> None:
+def test_one_world_size_or_a_case_that_failed_makes_no_curve() -> None:
     assert scalings(gather(scaled({"ddp": {2: 100.0}, "fsdp2": {4: 80.0}}))) == ()
-
-
-def test_a_case_that_did_not_end_ok_is_on_no_curve() -> None:
-    made = scaled(RATES)
-    bad = msgspec.structs.replace(made.launches[1], state="oom")
-    (found,) = scalings(gather(msgspec.structs.replace(made, launches=(made.launches[0], bad, *made.launches[2:]))))
+    (found,) = scalings(gather(with_record(scaled(RATES), 1, state="oom")))
     assert "ddp" not in curves(found)
 
 
-def test_the_bound_is_drawn_where_the_wire_has_a_rate() -> None:
+def test_the_bound_is_drawn_if_the_wire_has_a_rate() -> None:
     """Cases at 69.5 and 83.4 % of their bound: see ``test_efficiency.py``."""
-    network = NetworkSpec(hosts=2, rate="8gbit")
-    made = on_hosts(run((CASES[0], *CASES[1:3]), failed=False), network)
-    wider = []
-    for record in made.launches[1:3]:
-        case = spec(record.case.strategy, 4)
-        wider.append(msgspec.structs.replace(record, case=case, spec_hash=case.hash))
-    (found,) = scalings(gather(msgspec.structs.replace(made, launches=(*made.launches, *wider))))
+    made = run((CASES[0], *CASES[1:3]), failed=False)
+    wider = with_spec(made, {"ddp": 4, "fsdp2": 4})
+    kept = tuple(record for record in wider.launches if record.case.job.gpus == 4)
+    both = on_hosts(joined(made, msgspec.structs.replace(wider, launches=kept)), NetworkSpec(hosts=2, rate="8gbit"))
+    (found,) = scalings(gather(both))
     sizes, rates = curves(found)["bound by compute and network"]
     assert sizes == [2, 4]
-    best = max(
+    bounds = [
         (case.metrics["tokens_per_s_gpu"] or 0) / (case.metrics["overlap_efficiency"] or 1)
         for case in found.cases
-        if case.spec.world_size == 2
-    )
-    assert rates[0] == pytest.approx(best, rel=1e-4)
+        if case.spec.job.gpus == 2
+    ]
+    assert rates[0] == pytest.approx(max(bounds), rel=1e-4)
     assert "-" not in {row["of the physical bound"] for row in rows(found.table)}
 
 
 def made(times: dict[int, dict[str, float]]) -> Run:
     """A run of DDP and others with these step times, s, by sequence length and strategy; its batch is 8."""
-    base, cases = run(failed=False), []
+    every = []
     for seq_len, seconds in times.items():
         timed = [replace(case, step_time=seconds[case.strategy]) for case in CASES if case.strategy in seconds]
-        for record in run(timed, failed=False).launches:
-            case = msgspec.structs.replace(record.case, seq_len=seq_len)
-            cases.append(msgspec.structs.replace(record, case=case, spec_hash=case.hash))
-    return msgspec.structs.replace(base, launches=tuple(cases))
+        every.append(with_spec(run(timed, failed=False), seq_len=seq_len))
+    return joined(*every)
 
 
-def test_curves_are_ratios_over_the_tokens_of_a_rank() -> None:
+def test_ratios_over_the_tokens_of_a_rank() -> None:
     times = {64: {"ddp": 0.1, "fsdp2": 0.2, "refshard-yafsdp": 0.12}, 256: {"ddp": 0.3, "fsdp2": 0.36}}
     (found,) = crossovers(gather(made({**times, 512: {"ddp": 0.6, "fsdp2": 0.45}})))
-    drawn = {trace["name"]: (trace["x"], trace["y"]) for trace in found.chart.figure["data"]}
-    assert drawn.keys() == {"fsdp2", "ddp"}, "one count of tokens makes no curve"
+    drawn = curves(found)
+    assert drawn.keys() == {"fsdp2", "ddp"}, "one number of tokens makes no curve"
     assert drawn["fsdp2"][0] == [256, 1024, 2048]
     assert drawn["fsdp2"][1] == pytest.approx([2, 1.2, 0.75], rel=1e-3)
     assert drawn["ddp"] == ([256, 2048], [1, 1])
@@ -137,63 +112,44 @@ def test_curves_are_ratios_over_the_tokens_of_a_rank() -> None:
     )
     assert [row["tokens per rank"] for row in rows(found.table)] == ["256", "1,024", "2,048"]
     assert [row["peak memory / ddp"] for row in rows(found.table)] == ["0.68"] * 3
-    assert len(found.cases) == 3
-
-
-def test_without_ddp_or_with_one_sequence_length_there_is_none() -> None:
     assert crossovers(gather(run())) == ()
     assert crossovers(gather(made({64: {"fsdp2": 0.2}, 256: {"fsdp2": 0.3}}))) == ()
 
 
 def runs(*factors: float) -> list[Run]:
     """A run an hour, whose steps and metrics took these factors of the first's."""
-    made = []
+    found = []
     for hour, factor in enumerate(factors):
         one = later(quicker(run(CASES[:3], rounds=1, failed=False), factor), f"run{hour}", 10 + hour)
-        records = [
-            msgspec.structs.replace(r, metrics={**r.metrics, "step_time_s": (r.metrics["step_time_s"] or 0) * factor})
-            for r in one.launches
-        ]
-        made.append(msgspec.structs.replace(one, launches=tuple(records)))
-    return made
+        for place, record in enumerate(one.launches):
+            time = (record.metrics["step_time_s"] or 0) * factor
+            one = with_record(one, place, metrics={**record.metrics, "step_time_s": time})
+        found.append(one)
+    return found
 
 
-def of(found: list[Run]) -> Drawn | None:
-    return trend(found, gather(*found))
-
-
-def test_each_case_is_drawn_beside_its_first_run() -> None:
-    found = of(runs(1.0, 1.1, 0.9))
+def test_each_case_is_drawn_relative_to_its_first_run() -> None:
+    found = trend(every := runs(1.0, 1.1, 0.9), gather(*every))
     assert found is not None
     assert [trace["y"] for trace in found.chart.figure["data"]] == [[1, 1.1, 0.9]] * 3
-    assert found.chart.figure["data"][0]["x"] == [0, 1, 2]
     assert found.chart.figure["layout"]["xaxis"]["ticktext"] == ["run0", "run1", "run2"]
     assert "0.900 times" in found.chart.alternative
     assert [case.strategy for case in found.cases] == ["single", "ddp", "fsdp2"]
-    assert {row["launches per run"] for row in rows(found.table)} == {"1"}
-
-
-def test_one_run_or_other_machines_have_no_history() -> None:
-    first, second = runs(1.0, 1.1)
-    assert of([first]) is None
-    assert of([first, later(second, "there", id="bbbbbbbbbbbb")]) is None
-
-
-def test_a_gap_in_the_runs_stays_one() -> None:
-    first, second, third = runs(1.0, 1.1, 1.2)
-    found = of([first, msgspec.structs.replace(second, launches=second.launches[:1]), third])
+    gap = [every[0], msgspec.structs.replace(every[1], launches=every[1].launches[:1]), every[2]]
+    found = trend(gap, gather(*gap))
     assert found is not None
     assert [trace["x"] for trace in found.chart.figure["data"]] == [[0, 1, 2], [0, 2], [0, 2]]
+
+
+def test_one_run_or_other_machines_have_no_trend() -> None:
+    first, second = runs(1.0, 1.1)
+    for every in ([first], [first, later(second, "there", id="bbbbbbbbbbbb")]):
+        assert trend(every, gather(*every)) is None
 
 
 def test_specs_of_one_name_are_series_of_their_own() -> None:
     """A name leaves out the seed."""
     first = runs(1.0)[0]
-    seeded = [
-        msgspec.structs.replace(record, case=msgspec.structs.replace(record.case, seed=1)) for record in first.launches
-    ]
-    both = msgspec.structs.replace(first, launches=(*first.launches, *seeded))
-    found = series_of([both], "step_time_s")
-    assert len(found) == 6
+    found = series_of([joined(first, with_spec(first, seed=1))], "step_time_s")
     assert found[0].case == f"{found[0].spec.name} ({found[0].spec.hash})"
     assert len({one.case for one in found}) == 6

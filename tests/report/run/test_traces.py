@@ -2,8 +2,6 @@
 
 import gzip
 import shutil
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +10,9 @@ from refshard import resources
 from refshard.analysis.evidence import Evidence, gather
 from refshard.measure.store import read_run
 from refshard.records import Run
-from refshard.report.blocks import Block, Charts, Section
-from refshard.report.draw.charts import Chart
+from refshard.report.blocks import Section
 from refshard.report.run.page import Extras, page
-from refshard.report.run.traces import COPIES, MOST_TRACED, PARTS, Traced, parts_of, read_traces, why
-from tests.report import traces
+from refshard.report.run.traces import MOST_TRACED, Traced, read_traces, why
 from tests.report.pages import Page
 from tests.report.printed import opened
 
@@ -38,39 +34,11 @@ def traced(recorded: Run, evidence: Evidence) -> list[Traced]:
     return list(read_traces(evidence, [(recorded, FOLDER)], FOLDER.parent / "page.html").values())
 
 
-def drawings(blocks: Sequence[Block]) -> list[Chart]:
-    """The charts of rank 0's trace in numbers."""
-    section = blocks[0]
-    assert isinstance(section, Section)
-    return [chart for block in section.blocks if isinstance(block, Charts) for chart in block.draw()]
-
-
-@pytest.mark.slow
 def test_the_cases_whose_traces_are_there_lead_to_them(traced: list[Traced]) -> None:
     assert sorted(one.case.strategy for one in traced) == ["fsdp2-tuned", "refshard-yafsdp"]
     for one in traced:
         assert one.link.startswith("engine_network/traces/")
         assert (FOLDER.parent / one.link).samefile(one.path)
-
-
-def test_parts_of_a_step_add_up_to_its_length(traced: list[Traced]) -> None:
-    for one in traced:
-        steps = [step.breakdown.span_ns for step in one.figures.steps]
-        assert sum(parts_of(one.figures).values()) == pytest.approx(sum(steps) / len(steps) / 1e9, rel=1e-6)
-
-
-def test_copies_are_drawn_where_a_trace_has_them(traced: list[Traced], evidence: Evidence, tmp_path: Path) -> None:
-    """Preparatory kernels of a GPU; over gloo, FSDP2's copies count as compute or as communication."""
-    (setting,) = [setting for setting in evidence.ranked if traced[0].case in setting.cases]
-    (tuned,) = [one for one in traced if one.case.strategy == "fsdp2-tuned"]
-    assert not drawings(why(setting, {tuned.case: tuned}, "s", with_layers=True))
-    analysis = traced[0].analysis
-    assert analysis is not None
-    made = traces.trace(tmp_path, traces.gpu(layers=3))
-    gpu = replace(traced[0], analysis=replace(analysis, figures=made.figures, kept=made.timeline))
-    (parts,) = drawings(why(setting, {gpu.case: gpu}, "s", with_layers=True))
-    assert [part["name"] for part in parts.figure["data"]] == list(PARTS)
-    assert parts_of(made.figures)[COPIES] > 0
 
 
 def test_a_row_for_each_trace(evidence: Evidence, traced: list[Traced]) -> None:

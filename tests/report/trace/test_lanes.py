@@ -1,7 +1,6 @@
 """A step becomes lanes: which there are, in which order, and that every nanosecond of every kind is in them."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 
 from refshard.analysis.figures import Cause
 from refshard.events.timeline import KINDS, Kind, Meaning, Span, Spans, Timeline, Window
-from refshard.report.trace.lanes import MOST_LANES, MOST_ROWS, LaneRow, drawn_windows, hulls, idle_styles, step_rows
+from refshard.report.trace.lanes import MOST_LANES, MOST_ROWS, LaneRow, drawn_windows, hulls, idle_by_cause, rows_of
 from tests.report import traces
 
 rows = st.lists(
@@ -27,7 +26,8 @@ def simple(spans: list[Span], start: int = 0, end: int | None = None) -> Timelin
 
 def drawn(timeline: Timeline) -> list[LaneRow]:
     figures = traces.figures(timeline)
-    return step_rows(timeline, figures, drawn_windows(figures, timeline)[0])[0]
+    window = drawn_windows(figures, timeline)[0]
+    return rows_of(timeline, figures, window.begin, window.close)[0]
 
 
 def span(kind: Kind, lane: str, start: int, end: int) -> Span:
@@ -61,25 +61,10 @@ def test_each_lane_and_kind_is_covered_for_as_long_as_its_spans(
     assert busy_by_lane_and_kind(drawn(simple(spans, end=10**6))) == expected
 
 
-def test_a_made_step_has_its_units_lanes_and_strips_in_order() -> None:
-    rows = drawn(traces.gpu())
-    assert [(row.label, row.narrow) for row in rows] == [
-        ("units", False),
-        ("stream 7: compute", False),
-        ("stream 20: communication", False),
-        ("exposed communication", True),
-        ("idle", True),
-    ]
-    assert {blocks.style for row in rows for blocks in row.blocks} == {
-        "compute", "comm", "prep", "copy", "unit", "unit-odd", "exposed", "idle-launch", "idle-back_to_back",
-        "idle-dependency", "idle-unknown", "gap", "gap-blocking",
-    }  # fmt: skip
-
-
 def test_of_many_lanes_the_busiest_are_drawn() -> None:
     timeline = simple([span(Kind.COMPUTE, f"stream {n}", 0, 100 + n) for n in range(MOST_LANES + 3)])
     figures = traces.figures(timeline)
-    rows, undrawn = step_rows(timeline, figures, drawn_windows(figures, timeline)[0])
+    rows, undrawn = rows_of(timeline, figures, 0, 200)
     assert undrawn == 3
     assert [row.label for row in rows if row.label.startswith("stream")] == [
         f"stream {n}: compute" for n in range(MOST_LANES + 2, 2, -1)
@@ -103,11 +88,12 @@ def test_the_step_of_median_length_is_drawn_and_the_slowest(steps: int, drawn: l
     assert [window.close - window.begin for window in found] == [lengths[step] for step, _ in drawn]
 
 
-def test_a_slowest_step_no_longer_than_the_median_is_not_drawn_again() -> None:
+def test_of_equal_steps_one_is_drawn() -> None:
     timeline = simple([span(Kind.COMPUTE, "s", 10 * n, 10 * n + 5) for n in range(3)])
     windows = tuple(Window(step=n, start=10 * n, end=10 * n + 10) for n in range(3))
     timeline = replace(timeline, windows=windows)
-    assert [window.step for window in drawn_windows(traces.figures(timeline), timeline)] == [1]
+    (window,) = drawn_windows(traces.figures(timeline), timeline)
+    assert window.label == "step 1, median and slowest"
 
 
 def test_without_steps_everything_is_drawn() -> None:
@@ -130,37 +116,16 @@ def test_operators_within_operators_stand_in_rows() -> None:
     assert len(lengths[-1]) == 10 - (MOST_ROWS - 1)
 
 
-def test_the_strips_add_up_to_the_figures() -> None:
-    timeline = traces.gpu()
-    for step in traces.figures(timeline).steps:
-        begin, close = step.start_ns, step.start_ns + step.breakdown.span_ns
-        idle = {style: int((gaps.ends - gaps.starts).sum()) for style, gaps in idle_styles(timeline, begin, close)}
-        assert {cause: idle.get(f"idle-{cause}", 0) for cause in Cause} == {
-            cause: getattr(step.breakdown, f"idle_{cause}_ns") for cause in Cause
-        }
-
-
 def test_a_gap_is_drawn_by_its_cause() -> None:
+    """A launch takes 18 here: the third kernel was launched 25 before it starts, then 30, which is within its gap."""
     timeline = simple([span(Kind.COMPUTE, "s", n, n + 10) for n in (0, 30, 60)], end=100)
-    launches = np.array([-5, 12, 35], np.int64)
-    timeline = replace(timeline, spans=replace(timeline.spans, launches=launches, queued=launches))
-    found = {style: list(zip(gaps.starts, gaps.ends)) for style, gaps in idle_styles(timeline, 0, 100)}
-    # The third was launched 25 before it starts; a launch takes 18 here, and 27 would be within it.
-    assert found == {"idle-launch": [(10, 30), (40, 60), (70, 100)]}
-    launches[2] = 30
-    timeline = replace(timeline, spans=replace(timeline.spans, launches=launches, queued=launches))
-    found = {style: list(zip(gaps.starts, gaps.ends)) for style, gaps in idle_styles(timeline, 0, 100)}
-    assert found == {"idle-launch": [(10, 30), (70, 100)], "idle-back_to_back": [(40, 60)]}
-
-
-def test_hulls_are_a_units_forward_and_backward_on_the_main_lane() -> None:
-    timeline = traces.gpu(layers=3, steps=1)
-    window = timeline.windows[0]
-    found = hulls(timeline, window.start, window.end)
-    assert [(hull.unit, hull.phase) for hull in found] == [
-        (0, "forward"), (1, "forward"), (2, "forward"), (2, "backward"), (1, "backward"), (0, "backward"),
-    ]  # fmt: skip
-    assert all(one.end <= other.start for one, other in pairwise(found))
+    for third, back_to_back in ((35, []), (30, [(40, 60)])):
+        launches = np.array([-5, 12, third], np.int64)
+        spans = replace(timeline.spans, launches=launches, queued=launches)
+        gaps = idle_by_cause(replace(timeline, spans=spans), 0, 100)
+        found = {cause: list(zip(gaps.starts, gaps.ends)) for cause, gaps in gaps}
+        assert found.get(Cause.BACK_TO_BACK, []) == back_to_back
+        assert sorted(found[Cause.LAUNCH] + back_to_back) == [(10, 30), (40, 60), (70, 100)]
 
 
 def phased(*rows: tuple[str, int, int, int], reductions: tuple[tuple[str, int], ...] = ()) -> list[tuple[str, str]]:
@@ -196,48 +161,11 @@ def test_without_phases_the_last_run_before_a_reduction_is_the_backward() -> Non
     assert phased(*rows) == [("a", ""), ("b", ""), ("a", "")]
 
 
-def test_blocks_tell_of_their_units_and_collectives_of_bytes_and_bandwidths() -> None:
-    rows = drawn(traces.gpu(layers=2, steps=1))
-    assert notes_of(rows, "unit")[0] == "model.layers.0; forward"
-    assert notes_of(rows, "prep")[0] == f"{traces.PREP}; model.layers.1"
-    reductions = [note for note in notes_of(rows, "comm") if note.startswith("reduce_scatter")]
-    assert reductions[0] == (
-        "reduce_scatter model.layers.1; 416 MiB; algorithm bandwidth 397 GB/s; bus bandwidth 347 GB/s; exposed "
-        f"19.0 us; queued 40.0 us; gap of 666 us before it, which does not block; {traces.REDUCE}"
-    )
-    assert len(reductions) == 2
-
-
-def notes_of(rows: list[LaneRow], style: str) -> list[str]:
-    return ["; ".join(note) for row in rows for one in row.blocks if one.style == style for note in one.notes]
-
-
-def test_idle_exposed_and_gaps_name_their_causes() -> None:
-    rows = drawn(traces.gpu(layers=2, steps=1))
-    waited = f"idle; ended by {traces.GEMM}, which was queued and waited; {traces.GATHER} on stream 20 ended last"
-    assert notes_of(rows, "idle-dependency")[0] == waited
-    late = ", launched too late: the queue was empty"
-    assert notes_of(rows, "idle-launch")[0] == f"idle; ended by {traces.GATHER}{late}"
-    assert all(note.endswith(late) for note in notes_of(rows, "idle-launch")[:-1])
-    assert notes_of(rows, "idle-launch")[-1] == "idle; nothing runs after it"
-    assert notes_of(rows, "exposed")[0] == "exposed communication; all_gather model.layers.0"
-    assert notes_of(rows, "gap")[0] == "gap; before all_gather model.layers.0"
-
-
-def test_operators_of_a_cpu_tell_of_no_launch() -> None:
-    timeline = traces.cpu(layers=2, steps=1)
-    known = replace(timeline, spans=replace(timeline.spans, launches=timeline.spans.starts))
-    notes = notes_of(drawn(known), "idle-launch")
-    assert notes
-    assert all("launched" not in note for note in notes)
-
-
 def test_an_exposed_strip_names_up_to_three_collectives_the_longest_first() -> None:
     maker = traces.Maker()
     for n in range(4):
         maker.collective("all_gather", f"gloo {n}", "g", 0, 100 + n, unit=f"u{n}", step=0)
     maker.collective("all_gather", "gloo 4", "g", 0, 103, unit="u3", step=0)
     rows = drawn(maker.timeline((Window(step=0, start=0, end=200),), 0, on_device=True))
-    assert notes_of(rows, "exposed") == [
-        "exposed communication; 2 x all_gather u3, all_gather u2, all_gather u1 and 1 more"
-    ]
+    (notes,) = [blocks.notes for row in rows for blocks in row.blocks if blocks.style == "exposed"]
+    assert notes == [("exposed communication", "2 x all_gather u3, all_gather u2, all_gather u1 and 1 more")]

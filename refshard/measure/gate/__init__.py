@@ -1,1 +1,0 @@
-"""What a gate runs: both sides in paired rounds, accepted baselines, and the noise of this machine."""

@@ -1,0 +1,335 @@
+"""A job: what is trained, on how many GPUs, and how a step is divided over them.
+
+Every producer of results describes what it runs by a :class:`Job`: measurements and emulation, dry runs, closed forms,
+published runs. Its fields are the keys of suites and the names in records, tables and options.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from refshard.specs.hardware import AttentionKernel
+from refshard.specs.layers import Checkpointing, checkpointing_of, layers_of_stages, stages_of_rank
+from refshard.specs.reading import within
+
+Workload = Literal["training", "inference"]
+Precision = Literal["fp32", "bf16", "fp8"]
+Tuning = Literal["full", "lora", "qlora"]
+Optimizer = Literal["adamw", "adamw-8bit", "muon"]
+CommMemory = Literal["default", "allocator", "group", "symmetric"]
+Schedule = Literal["1f1b", "interleaved", "zero-bubble"]
+Policy = str | tuple[int, ...]
+REFERENCE_STRATEGY = "single"
+"""The strategy that every other one's losses are held against: one unsharded rank."""
+WHOLE_BATCH = frozenset({"tensor-parallel", "pipeline"})
+"""Strategies that split the model alone: all ranks work on the same tokens."""
+AXES = ("dp_replicate", "tp", "cp", "pp")
+"""Axes of the mesh that are given. Their product divides the number of GPUs; ``dp_shard`` is what is left."""
+POLICIES = "'none', 'full', 'selective', 'every-K', 'first-N' or a list of layers"
+_POLICY = re.compile(r"none|full|selective|(?:every|first)-[1-9]\d{0,5}")
+_COUNTS = ("gpus", *AXES, "ep", "interleave", "global_batch", "seq_len", "microbatches")
+
+
+class Implementation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What code decides for itself, so that closed forms must be given it; cases and dry runs have the defaults.
+
+    - ``compiled`` blocks have their elementwise kernels fused; eager norms are one kernel each if they are
+      ``fused_norms``. ``attention`` is the kernel that computes it.
+    - Gradients are reduced in ``reduction``, after each microbatch or, unless ``reduce_each``, once a step.
+    - ``reshard`` frees gathered parameters between forward and backward.
+    - ``overlap_tensor`` runs tensor parallelism's collectives beside its products, in pieces. ``overlap_reduction``
+      runs the reductions and gathers of a whole step beside compute, ``overlap_pipeline`` its messages.
+    - ``context_by`` says whether ranks that share sequences pass keys and values round a ring, or exchange heads for
+      tokens.
+    """
+
+    compiled: bool = False
+    fused_norms: bool = True
+    attention: AttentionKernel = "flash"
+    reduction: Literal["fp32", "bf16"] = "fp32"
+    reduce_each: bool = True
+    reshard: bool = True
+    overlap_tensor: bool = False
+    overlap_reduction: bool = True
+    overlap_pipeline: bool = True
+    context_by: Literal["ring", "exchange"] = "ring"
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What is trained, on how many GPUs (ranks, on a CPU), and how a step is divided over them.
+
+    The mesh has torchtitan's axes; ``refshard list strategies`` says which strategies have which.
+
+    - ``dp_replicate`` is hybrid sharding: as many groups of ranks shard, and replicate to each other. It is 1 for a
+      strategy that shards nothing. The strategy shards over the :attr:`dp_shard` ranks that are left, and over ``cp``.
+    - ``tp`` ranks that follow each other split every block's matrices; each such group is one rank to the strategy.
+      All ranks of a strategy in :data:`WHOLE_BATCH` work on the same tokens. With ``sequence_parallel`` they split
+      norms and the residual stream by sequence too, and the loss by vocabulary.
+    - ``cp`` ranks split every sequence.
+    - ``pp`` ranks each hold ``interleave`` stages of layers, and pass the microbatches of a step from one to the next
+      in the order of ``schedule``.
+    - ``ep`` ranks, of those of ``dp_replicate``, ``dp_shard`` and ``cp``, divide a mixture's experts.
+
+    The batch:
+
+    - ``global_batch`` is in sequences per step over all ranks, so the loss curve does not depend on ``gpus``.
+    - ``microbatches`` is the number of parts of each rank's batch. Their gradients are accumulated before one
+      optimizer step.
+    - ``workload`` is training, or inference: forward and loss under ``no_grad``, no backward and no optimizer step.
+
+    Memory and numerics:
+
+    - ``checkpointing`` says which layers keep their input only and compute their activations again in backward:
+      ``"none"``, ``"full"``, ``"every-K"`` (each K-th layer), ``"first-N"`` (the first N layers of each pipeline
+      rank), or the layers' indices. With ``"selective"`` all layers keep attention's output and every second matrix
+      product's too, as torchtitan's selective checkpointing by operator does.
+    - ``precision`` is what parameters are gathered and computed in; masters, reductions and optimizer state are fp32,
+      but for those of bf16 adapters, which have no other master.
+    - ``tuning`` trains all parameters (``"full"``); or LoRA adapters on every linear of the blocks, whose bases are
+      frozen (``"lora"``) and, with ``"qlora"``, in NF4 with double quantisation.
+    - ``optimizer`` is AdamW, AdamW with 8-bit state, or Muon for the matrices of the blocks and AdamW for all else.
+    - ``offload`` keeps masters, gradients and optimizer state in the host's memory.
+    - ``comm_memory`` is what collectives gather to and reduce from: by default what the strategy takes by itself;
+      torch's caching allocator's (``"allocator"``), the process group's (``"group"``), or symmetric memory, with
+      gathers by copy engines (``"symmetric"``). Knobs that one strategy alone has are no field but strategies of their
+      own.
+
+    ``cluster`` names the profile of a cluster whose first ``gpus`` GPUs are filled; a measured job has none.
+
+    Raises:
+        ValueError: fields do not go together; the message names the field, its value and the rule.
+    """
+
+    strategy: str
+    model: str
+    gpus: int
+    cluster: str = ""
+    global_batch: int
+    seq_len: int = 256
+    microbatches: int = 1
+    workload: Workload = "training"
+    dp_replicate: int = 1
+    tp: int = 1
+    sequence_parallel: bool = False
+    cp: int = 1
+    pp: int = 1
+    interleave: int = 1
+    schedule: Schedule = "1f1b"
+    ep: int = 1
+    checkpointing: Policy = "none"
+    precision: Precision = "fp32"
+    tuning: Tuning = "full"
+    optimizer: Optimizer = "adamw"
+    offload: bool = False
+    comm_memory: CommMemory = "default"
+    implementation: Implementation = Implementation()
+
+    def __post_init__(self) -> None:
+        for field in _COUNTS:
+            within(field, getattr(self, field), 1)
+        self._check_ranks()
+        self._check_batch()
+        self._check_sequence()
+        self._check_pipeline()
+        self._check_policy()
+        self._check_workload()
+
+    def _check_ranks(self) -> None:
+        """That the ranks can be divided as asked."""
+        if self.strategy == REFERENCE_STRATEGY and self.gpus != 1:
+            raise ValueError(f"gpus must be 1 for strategy '{REFERENCE_STRATEGY}', got {self.gpus}")
+        axes = {name: size for name in AXES if (size := getattr(self, name)) > 1}
+        product, words = math.prod(axes.values()), " * ".join(axes)
+        if self.gpus % product:
+            sizes = " * ".join(map(str, axes.values()))
+            raise ValueError(f"gpus must be a multiple of {words} = {sizes}, got {self.gpus}")
+        if self.dp_replicate > 1 and product // self.cp == self.gpus:
+            raise ValueError(
+                f"dp_replicate must leave 2 or more ranks to shard over, got {self.dp_replicate} of {self.gpus}; to "
+                "shard nothing, use 'ddp' or 'refshard-replicate'"
+            )
+        if self.strategy in WHOLE_BATCH and axes:
+            raise ValueError(
+                f"{next(iter(axes))} must be 1 for strategy '{self.strategy}', which splits the model over all ranks, "
+                f"got {next(iter(axes.values()))}"
+            )
+        if self.data_ranks * self.cp % self.ep:
+            raise ValueError(
+                f"ep must divide dp_replicate * dp_shard * cp = {self.data_ranks * self.cp}, got {self.ep}; choose a "
+                "divisor"
+            )
+
+    def _check_batch(self) -> None:
+        """That the batch can be divided over the ranks."""
+        ranks, parts = self.data_ranks, self.microbatches
+        if self.global_batch % (ranks * parts):
+            words = "gpus" if ranks == self.gpus else "data-parallel ranks"
+            by = (
+                f"{words} * microbatches = {ranks} * {parts}"
+                if self.global_batch % ranks == 0
+                else f"{words} = {ranks}"
+            )
+            raise ValueError(f"global_batch must be a multiple of {by}, got {self.global_batch}")
+
+    def _check_sequence(self) -> None:
+        """That ranks can divide the sequences as asked."""
+        if self.sequence_parallel and self.tp_ranks == 1:
+            raise ValueError("sequence_parallel must be false unless tp is 2 or more, got true")
+        # Each context rank has a piece from the front and one from the back, for they attend to the same number.
+        pieces = 2 * self.cp if self.cp > 1 else 1
+        pieces *= self.tp_ranks if self.sequence_parallel else 1
+        if self.seq_len % pieces:
+            raise ValueError(f"seq_len must be a multiple of {pieces}, to be split over ranks, got {self.seq_len}")
+
+    def _check_pipeline(self) -> None:
+        """That the schedule fits the stages."""
+        if self.pp_ranks == 1 and (self.interleave > 1 or self.schedule != "1f1b"):
+            raise ValueError(
+                f"interleave must be 1 and schedule '1f1b' without a pipeline, got {self.interleave} and "
+                f"'{self.schedule}'; set pp"
+            )
+        if self.schedule != "zero-bubble" and (self.schedule == "1f1b") != (self.interleave == 1):
+            raise ValueError(
+                "interleave must be 1 for schedule '1f1b' and at least 2 for 'interleaved', got "
+                f"{self.interleave} for '{self.schedule}'"
+            )
+
+    def _check_policy(self) -> None:
+        policy = self.checkpointing
+        if isinstance(policy, str) and not _POLICY.fullmatch(policy):
+            raise ValueError(f"checkpointing must be {POLICIES}, got {policy!r}")
+        if isinstance(policy, tuple) and (not policy or min(policy) < 0 or len(set(policy)) < len(policy)):
+            raise ValueError(
+                f"checkpointing must list one or more distinct layers, counted from 0, got {list(policy)}; "
+                "write 'none' for no layer"
+            )
+
+    def _check_workload(self) -> None:
+        if self.workload == "inference":
+            for field, only in (("microbatches", 1), ("checkpointing", "none"), ("optimizer", "adamw")):
+                if (given := getattr(self, field)) != only:
+                    raise ValueError(
+                        f"{field} must be {only!r} for workload 'inference', which has no backward, got {given!r}"
+                    )
+        if self.optimizer == "muon" and self.tuning != "full":
+            raise ValueError(
+                f"optimizer must not be 'muon' for tuning '{self.tuning}': Muon orthogonalises updates of whole weight "
+                "matrices, not of adapters; use 'adamw'"
+            )
+
+    @property
+    def tp_ranks(self) -> int:
+        """How many ranks split each matrix."""
+        return self.gpus if self.strategy == "tensor-parallel" else self.tp
+
+    @property
+    def pp_ranks(self) -> int:
+        """How many ranks pass each microbatch on."""
+        return self.gpus if self.strategy == "pipeline" else self.pp
+
+    @property
+    def data_ranks(self) -> int:
+        """Over how many ranks the batch is divided; the others work on the tokens of one of these."""
+        return self.gpus // (self.pp_ranks * self.cp * self.tp_ranks)
+
+    @property
+    def dp_shard(self) -> int:
+        """Ranks that divide the batch within one of the ``dp_replicate`` groups."""
+        return self.data_ranks // self.dp_replicate
+
+    @property
+    def microbatch(self) -> int:
+        """Sequences of a rank's microbatch."""
+        return self.global_batch // self.data_ranks // self.microbatches
+
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """The first rank of each pipeline rank's; the others of its own compute alike."""
+        return tuple(range(0, self.gpus, self.gpus // self.pp_ranks))
+
+    def checkpointed(self, n_layers: int) -> Checkpointing:
+        """The layers that recompute, of a model of ``n_layers``.
+
+        Raises:
+            SpecError: the policy names layers that the model or a pipeline rank does not have.
+        """
+        policy = self.checkpointing
+        if self.pp_ranks == 1 or not (isinstance(policy, str) and policy.startswith("first-")):
+            return checkpointing_of(policy, n_layers)
+        stages, first = layers_of_stages(n_layers, self.pp_ranks * self.interleave), int(policy.removeprefix("first-"))
+        layers: list[int] = []
+        for rank in range(self.pp_ranks):
+            own = [layer for stage in stages_of_rank(rank, self.pp_ranks, self.interleave) for layer in stages[stage]]
+            layers += own[:first]
+        return Checkpointing(frozenset(layers))
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A way to depart from plain training: a row of :data:`OPTIONS`.
+
+    ``head`` is the heading of its column in tables, ``about`` says what it is. ``text`` says how a job departs, for
+    names and labels; empty if it does not.
+    """
+
+    name: str
+    head: str
+    about: str
+    text: Callable[[Job], str]
+
+
+def _sized(words: str, field: str) -> Callable[[Job], str]:
+    """The text of an axis: its ``words``, with the size in them."""
+    return lambda job: words.format(size) if (size := getattr(job, field)) > 1 else ""
+
+
+def _chosen(name: str, field: str) -> Callable[[Job], str]:
+    """The text of one value of a field: the value."""
+    return lambda job: name if getattr(job, field) == name else ""
+
+
+def _policy_text(job: Job) -> str:
+    policy = job.checkpointing
+    if isinstance(policy, tuple):
+        policy = f"of layers {'+'.join(map(str, policy[:8]))}{'+...' if len(policy) > 8 else ''}"
+    return "" if policy == "none" else f"checkpointing {policy}"
+
+
+def _schedule_text(job: Job) -> str:
+    if job.schedule == "1f1b":
+        return ""
+    return job.schedule if job.interleave == 1 else f"{job.schedule} {job.interleave}"
+
+
+OPTIONS = {
+    option.name: option
+    for option in (
+        Option("inference", "infer", "inference", _chosen("inference", "workload")),
+        Option("microbatches", "micro", "microbatches", _sized("{} microbatches", "microbatches")),
+        Option("checkpointing", "ckpt", "activation checkpointing", _policy_text),
+        Option("bf16", "bf16", "bf16 over fp32 masters", _chosen("bf16", "precision")),
+        Option("lora", "lora", "LoRA", _chosen("lora", "tuning")),
+        Option("qlora", "qlora", "LoRA on NF4 bases", _chosen("qlora", "tuning")),
+        Option("adamw-8bit", "8-bit", "AdamW with 8-bit state", _chosen("adamw-8bit", "optimizer")),
+        Option("muon", "muon", "Muon", _chosen("muon", "optimizer")),
+        Option("offload", "offl", "offloading to the host", lambda job: "offload" if job.offload else ""),
+        Option("dp_replicate", "repl", "replicas (hybrid sharding)", _sized("{} replicas", "dp_replicate")),
+        Option("tp", "tp", "tensor parallelism", _sized("tensor parallel {}", "tp")),
+        Option(
+            "sequence_parallel", "sp", "sequence parallelism",
+            lambda job: "sequence parallel" if job.sequence_parallel else "",
+        ),
+        Option("cp", "cp", "context parallelism", _sized("context parallel {}", "cp")),
+        Option("pp", "pp", "pipeline parallelism", _sized("pipeline {}", "pp")),
+        Option("schedule", "sched", "interleaved and zero-bubble schedules", _schedule_text),
+        Option(
+            "comm_memory", "mem", "memory of the process group, or symmetric memory, for collectives",
+            lambda job: "" if job.comm_memory == "default" else f"{job.comm_memory} memory",
+        ),
+    )
+}  # fmt: skip
+"""How a job may depart from plain training, in the order in which names and tables have it."""
