@@ -148,29 +148,6 @@ def test_precisions_and_compilation_are_lists_and_a_search_takes_neither_unless_
     assert variants(precision="fp8,bf16,fp8", search=True, tokens_per_step="1M") == {("bf16", False), ("fp8", False)}
 
 
-def test_the_best_of_each_precision_is_listed_and_the_answer_says_which_is_which() -> None:
-    found = plan(options(strategies="fsdp2,refshard-yafsdp", precision="bf16,fp8", compiled="no,yes", top=1))
-    listed_rows = [(row["precision"], row["compiled"]) for row in as_csv(found)]
-    slower = [("fp8", "true")]
-    assert listed_rows == [("fp8", "true"), *slower, ("fp8", "false"), ("bf16", "true"), ("bf16", "false")]
-    told = verdict(found)
-    assert re.match(r"Use (fsdp2|refshard-yafsdp) in fp8, compiled, with FSDP 16, ", told[0])
-    assert [sentence.partition(":")[0] for sentence in told[1:] if "Best" in sentence] == [
-        "Best in fp8, eager", "Best in bf16, compiled", "Best in bf16, eager",
-    ]  # fmt: skip
-    (summary, *_) = tables(found, detail=False)
-    shown = [(row["precision"], row["compiled"]) for row in rows(summary)]
-    assert list(dict.fromkeys(shown)) == [("fp8", "yes"), ("fp8", "no"), ("bf16", "yes"), ("bf16", "no")]
-    assert "MFU is of each precision's own peak." in notes(found)
-
-
-def test_one_precision_is_not_told() -> None:
-    for changes in ({}, {"precision": "fp8"}, {"compiled": "yes"}):
-        found = plan(options(**changes))
-        assert not {"precision", "compiled"} & {*rows(tables(found, detail=False)[0])[0]}
-        assert verdict(found)[0].startswith("Use refshard-yafsdp with FSDP 16")
-
-
 def test_a_tool_without_fp8_gets_the_best_row_in_bf16(tmp_path: Path) -> None:
     found = plan(options(strategies="fsdp2", precision="bf16,fp8"), tool="deepspeed", out=tmp_path)
     assert json.loads((tmp_path / "ds_config.json").read_text())["bf16"] == {"enabled": True}

@@ -215,15 +215,14 @@ def test_a_run_keeps_its_traces_apart_and_a_file_named_twice_is_one(refshard: Co
     assert done.stderr == ""
 
 
-@pytest.mark.processes
-def test_one_bad_file_does_not_end_the_others(folder: Path) -> None:
+def test_one_bad_file_does_not_end_the_others(refshard: Command, folder: Path) -> None:
     """Of files named and of folders alike; status 2 only where nothing could be analysed."""
     (folder / "empty").mkdir()
     bad = ["case.json", "missing.json", "empty"]
     whole = (folder / "rank1.json").read_bytes()
     (folder / "damaged.json").write_bytes(whole[: len(whole) // 2])
     bad.append("damaged.json")
-    done = refshard("trace", *bad[:2], "rank0.json", *bad[2:], "rank1.json", "--json", folder=folder)
+    done = refshard("trace", *bad[:2], "rank0.json", *bad[2:], "rank1.json", "--json")
     assert done.returncode == 0
     assert "damaged.json: truncated: it ends within its events" in done.stderr
     assert [one["rank"] for one in json.loads(done.stdout)["traces"]] == [0, 1]

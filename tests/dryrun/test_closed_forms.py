@@ -20,10 +20,11 @@ from refshard.measure.dry.many import dry_run_many
 from refshard.plan.collectives import issued_by_rank
 from refshard.plan.estimate import estimate
 from refshard.plan.space import Candidates
-from refshard.specs.case import Case
+from refshard.records import CollectiveCount
+from refshard.specs.case import Case, Protocol
 from refshard.specs.cluster import load_cluster
-from refshard.specs.job import Schedule
-from refshard.specs.model import load_model, parameter_count
+from refshard.specs.job import Job, Precision, Schedule
+from refshard.specs.model import ModelSpec, load_model, parameter_count
 from refshard.specs.writing import to_toml
 from tests.fakecuda.needs import needs_device
 
@@ -60,7 +61,7 @@ class Cell:
 
     def __str__(self) -> str:
         layers = f"x{self.layers}" if self.layers else ""
-        axes = f"r{self.replicas}t{self.tensor}c{self.context}p{self.pipeline}i{self.interleave}"
+        axes = f"r{self.replicas}t{self.tp}c{self.cp}p{self.pp}i{self.interleave}"
         flags = "zero-bubble" * self.zero_bubble + "fp32" * self.fp32
         name = f"{self.strategy}-{self.model}{layers}-{self.policy}-w{self.ranks}m{self.microbatches}-{axes}-{flags}"
         return name.removesuffix("-")
@@ -119,37 +120,33 @@ def split_grid() -> list[Cell]:
         divided = axis.get("tp", 1) * axis.get("cp", 1) * axis.get("pp", 1)
         layers = axis.get("layers", 3 if model == MODELS[0] else None)
         found.append(Cell(strategy, model, policy, DATA_RANKS * divided, **{**axis, "layers": layers}))  # type: ignore[arg-type]
-    for pipeline, interleave in ((2, 1), (4, 2)):
+    for pp, interleave in ((2, 1), (4, 2)):
         found.append(
             Cell(
-                "fsdp2", MODELS[0], "none", DATA_RANKS * pipeline, microbatches=8, layers=16, pp=pipeline,
+                "fsdp2", MODELS[0], "none", DATA_RANKS * pp, microbatches=8, layers=16, pp=pp,
                 interleave=interleave, zero_bubble=True,
             )
         )  # fmt: skip
     return found
 
 
-SPLIT_COVER = [
-    cell
-    for cell in split_grid()
-    if (cell.strategy, cell.policy, cell.tp, cell.cp, cell.pp, cell.interleave)
-    in {
-        ("fsdp2", "none", 4, 1, 1, 1), ("fsdp2", "full", 2, 1, 1, 1), ("fsdp2", "selective", 1, 2, 1, 1),
-        ("fsdp2", "selective", 4, 2, 4, 1), ("fsdp2", "none", 1, 1, 2, 2), ("fsdp2", "full", 1, 1, 4, 1),
-        ("ddp", "none", 1, 1, 2, 1),
-    }
-]  # fmt: skip
-"""Each axis once."""
+FP32 = [Cell("fsdp2", MODELS[0], policy, 8, 1, fp32=True) for policy in POLICIES]
+"""With grouped heads CUDA has no fused kernel in fp32: 8 GiB of scores a layer."""
+CELLS = [*grid(), *split_grid(), *FP32]
+FEW = [cell for cell in CELLS if str(cell) in {
+    "refshard-fsdp-llama3-8bx3-none-w64m2-r8t1c1p1i1", "fsdp2-llama3-8bx3-none-w8m2-r1t1c2p1i1",
+    "fsdp2-llama3-8bx4-none-w8m4-r1t1c1p2i1",
+}]  # fmt: skip
+"""Of each kind one: hybrid sharding, and two of the axes that split a model."""
 
 
-def spec_of(cell: Cell, folder: Path) -> Case:
-    """The cell as a case; a model that is cut is written to ``folder``."""
-    return Case.of(
-        strategy=cell.strategy, gpus=cell.ranks, model=_model(cell, folder), seq_len=SEQ_LEN,
+def job_of(cell: Cell, model: str = "") -> Job:
+    """The cell as a job; ``model`` is the file of one that is cut."""
+    return Job(
+        strategy=cell.strategy, model=model or cell.model, gpus=cell.ranks, cluster=CLUSTER, seq_len=cell.seq_len,
         global_batch=cell.data_ranks * cell.microbatches, microbatches=cell.microbatches, checkpointing=cell.policy,
-        precision="bf16", dp_replicate=cell.replicas, tp=cell.tp, sequence_parallel=cell.tp > 1,
-        cp=cell.cp, pp=cell.pp, interleave=cell.interleave,
-        schedule=_schedule(cell), fidelity="dryrun", cluster=CLUSTER,
+        precision=cell.precision, dp_replicate=cell.replicas, tp=cell.tp, sequence_parallel=cell.tp > 1, cp=cell.cp,
+        pp=cell.pp, interleave=cell.interleave, schedule=_schedule(cell),
     )  # fmt: skip
 
 
@@ -167,28 +164,13 @@ def _model(cell: Cell, folder: Path) -> str:
     return str(path)
 
 
-class DryRuns:
-    """Results of dry runs, made once, of all cells of a list that one of them is asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._known: dict[Cell, tuple[DryResult, ...]] = {}
-
-    def of(self, cell: Cell) -> tuple[DryResult, ...]:
-        """One result for each rank of the pipeline; the last one has the steps of all."""
-        if cell not in self._known:
-            cells = next(cells for cells in (COVER, SPLIT_COVER, grid(), split_grid()) if cell in cells)
-            self._run(cells)
-        results = self._known[cell]
-        assert [(one.state, one.error) for one in results] == [("ok", None)] * cell.pp
-        return results
-
-    def _run(self, cells: Sequence[Cell]) -> None:
-        found = dry_run_many(
-            [spec_of(cell, self.folder) for cell in cells], self.folder / f"runs-{len(self._known)}", lambda _: None,
-            time_limit_s=900, environment={"CUBLAS_WORKSPACE_CONFIG": ":0:0"},
-        )  # fmt: skip
-        self._known |= dict(zip(cells, found, strict=True))
+def model_of(cell: Cell) -> ModelSpec:
+    """The model, cut to so many layers."""
+    model = load_model(cell.model)
+    if cell.layers is None:
+        return model
+    cut = msgspec.structs.replace(model, n_layers=cell.layers, source=f"{cell.layers} layers")
+    return msgspec.structs.replace(cut, params=parameter_count(cut))
 
 
 class Recorded(msgspec.Struct):
@@ -203,12 +185,12 @@ class Recorded(msgspec.Struct):
 
 
 def dry_run(cells: Sequence[Cell], folder: Path) -> dict[str, Recorded]:
-    cases = [spec_of(cell, folder) for cell in cells]
+    cases = [Case(job=job_of(cell, _model(cell, folder)), protocol=Protocol(fidelity="dryrun")) for cell in cells]
     environment = {"CUBLAS_WORKSPACE_CONFIG": ":0:0"}
     found = dry_run_many(cases, folder / "runs", lambda _: None, time_limit_s=3600, environment=environment)
     recorded = {}
     for cell, results in zip(cells, found, strict=True):
-        assert [(one.state, one.error) for one in results] == [("ok", None)] * cell.pipeline, cell
+        assert [(one.state, one.error) for one in results] == [("ok", None)] * cell.pp, cell
         allocated = max(one.peak.allocated for one in results)
         recorded[str(cell)] = Recorded(allocated, [_by_kind(step.issued) for step in results[-1].steps])
     return recorded
@@ -223,47 +205,30 @@ def _by_kind(issued: Sequence[CollectiveCount]) -> dict[str, tuple[int, int]]:
     return found
 
 
-def peak_of(case: Case) -> float:
-    """The same in closed form."""
-    job = case.job
-    model, cluster = load_model(job.model), load_cluster(CLUSTER).of_world_size(job.gpus)
-    return float(estimate(model, cluster, job.seq_len, Candidates.of([job])).memory.peak[0])
+@cache
+def recorded() -> dict[str, Recorded]:
+    return msgspec.json.decode(RECORDED.read_bytes(), type=dict[str, Recorded])
 
 
-@pytest.mark.parametrize("cell", marked([*COVER, *SPLIT_COVER], [*grid(), *split_grid()]), ids=str)
-def test_memory_is_what_the_strategys_own_code_allocates(
-    cell: Cell, runs: DryRuns, request: pytest.FixtureRequest
-) -> None:
-    if cell.strategy == "ddp" and cell.interleave > 1 and cell.pp > 2:
-        reason = "closed forms do not tell which stages' first buckets are still there: 2 to 4 % off"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
-    case, peak = spec_of(cell, runs.folder), allocated(runs.of(cell))
-    assert peak_of(case) == pytest.approx(peak, rel=ERROR)
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_memory_is_what_the_strategys_own_code_allocates(cell: Cell, request: pytest.FixtureRequest) -> None:
+    if cell.interleave > 1 and cell.pp > 2 and (cell.strategy == "ddp" or cell.policy != "none"):
+        request.applymarker(pytest.mark.xfail(reason="interleaved over four ranks: 2 to 4 % off", strict=True))
+    cluster = load_cluster(CLUSTER).of_world_size(cell.ranks)
+    memory = estimate(model_of(cell), cluster, cell.seq_len, Candidates.of([job_of(cell)])).memory
+    error = FP32_ERROR if cell.fp32 else ERROR
+    assert float(memory.peak[0]) == pytest.approx(recorded()[str(cell)].allocated, rel=error)
 
 
-def test_scores_that_attention_makes_in_fp32_are_counted(tmp_path: Path) -> None:
-    """With grouped heads CUDA has no fused kernel in fp32: 8 GiB of scores a layer."""
-    cells = [Cell("fsdp2", MODELS[0], policy, 8, 1) for policy in POLICIES]
-    cases = [spec_of(cell, tmp_path).changed(precision="fp32", seq_len=8192) for cell in cells]
-    found = dry_run_many(
-        cases, tmp_path / "runs", lambda _: None, time_limit_s=900, environment={"CUBLAS_WORKSPACE_CONFIG": ":0:0"}
-    )
-    for cell, case, results in zip(cells, cases, found, strict=True):
-        assert peak_of(case) == pytest.approx(allocated(results), rel=FP32_ERROR), cell
-
-
-@pytest.mark.parametrize("cell", marked(SPLIT_COVER, split_grid()), ids=str)
-def test_collectives_are_those_that_the_code_issues(cell: Cell, runs: DryRuns) -> None:
+@pytest.mark.parametrize("cell", split_grid(), ids=str)
+def test_collectives_are_those_that_the_code_issues(cell: Cell) -> None:
     """Number and bytes by kind, of each rank of the pipeline. DDP's buckets are one reduction in closed form."""
-    case, (*_, last) = spec_of(cell, runs.folder), runs.of(cell)
-    for rank, step in enumerate(last.steps):
-        counts, sizes = Counter[str](), Counter[str]()
-        for one in step.issued:
-            counts[one.op] += one.count
-            sizes[one.op] += one.bytes
-        del counts["broadcast"], sizes["broadcast"]  # of the mean loss
-        priced = issued_by_rank(load_model(case.job.model), case.job, rank)
-        assert {op: nbytes for op, (_, nbytes) in priced.items()} == pytest.approx(dict(sizes))
+    for rank, issued in enumerate(recorded()[str(cell)].issued):
+        priced = issued_by_rank(model_of(cell), job_of(cell), rank)
+        assert {op: nbytes for op, (_, nbytes) in priced.items()} == pytest.approx(
+            {op: n for op, (_, n) in issued.items()}
+        )
+        counts = {op: count for op, (count, _) in issued.items()}
         if cell.strategy == "ddp":
             counts["all_reduce"] = cell.interleave
         assert {op: count for op, (count, _) in priced.items()} == counts

@@ -135,7 +135,7 @@ def test_notes_are_sentences(tool: str, name: str) -> None:
         ("refshard", {"dp_shard": 8, "compiled": True}, "measure the strategy 'fsdp2-compiled' on GPUs instead"),
         ("refshard", {"dp_shard": 8, "offload": True}, "offload must be false, got true"),
         ("fairscale", {"dp_shard": 8}, "no tool 'fairscale'; known: accelerate, deepspeed, megatron, "),
-        ("torchtitan", {"dp_shard": 12}, "world_size: must be at most 8, or a multiple of it"),
+        ("torchtitan", {"dp_shard": 12}, "gpus: must be at most 8, or a multiple of it"),
     ],
 )  # fmt: skip
 def test_refusals_say_rule_value_and_remedy(tool: str, fields: dict[str, Any], message: str) -> None:

@@ -40,6 +40,8 @@ TABLES: list[dict[str, Any]] = [
     {"strategy": "refshard-yafsdp", "gpus": 16, "tp": 2},
     {"strategy": "pipeline", "gpus": 2, "microbatches": 2, "global_batch": 4},
     {"strategy": "simplefsdp", "gpus": 8},
+]  # fmt: skip
+MUON: list[dict[str, Any]] = [
     {"strategy": "fsdp2-tuned", "gpus": 4, "optimizer": "muon"},
     {"strategy": "refshard-fsdp", "gpus": 4, "optimizer": "muon", "precision": "bf16"},
 ]  # fmt: skip

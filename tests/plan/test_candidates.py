@@ -82,7 +82,6 @@ def test_each_distinct_row_is_computed_once(numbers: list[tuple[int, int]]) -> N
 
 
 @given(rows=st.lists(configurations(), min_size=2, max_size=4))
-@settings(max_examples=20)
 def test_a_rows_estimate_does_not_depend_on_the_others(rows: list[Job]) -> None:
     model, on = load_model("llama3.2-1b"), load_cluster("dgx-h100x128")
     together = estimate(model, on, 4096, Candidates.of(rows))
