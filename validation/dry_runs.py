@@ -166,7 +166,7 @@ def _options(one: Scripted) -> list[str]:
     chosen = {
         "seq-len": seq_len, "batch": run.microbatch, "positions": positions, "strategy": run.strategy,
         "units": _UNITS[script.units], "reshard": script.reshard_after_forward.replace(" ", "-"),
-        "shard": run.dp_shard or 1, "replicate": run.dp_replicate, "tensor": run.tp,
+        "dp-shard": run.dp_shard or 1, "dp-replicate": run.dp_replicate, "tp": run.tp,
         "checkpoint": "op" if checkpointing == "selective" else checkpointing.removeprefix("every-"), "norm": norm,
         "attention": script.attention, "loss": script.loss.removesuffix("cross entropy").strip() or "whole",
         "logits-fp32": script.logits_fp32.removeprefix("in the "), "optimizer": script.optimizer_implementation,

@@ -27,7 +27,7 @@ from refshard.report.plan.answer import plan_answer
 from refshard.report.plan.text import short_text
 from refshard.specs.cluster import ClusterSpec, load_cluster
 from refshard.specs.hardware import ELEMENT_BYTES
-from refshard.specs.job import Implementation, Job, Precision, Schedule
+from refshard.specs.job import Implementation, Precision, Schedule
 from refshard.specs.model import ModelSpec, is_factory, load_model
 from refshard.specs.reading import within
 from refshard.strategies.table import ROWS
@@ -261,14 +261,12 @@ def space_of(options: Options, model: ModelSpec, cluster: ClusterSpec) -> Space:
         for name in ("tp", "cp", "pp", "interleave", "ep", "dp_replicate", "microbatch")
     }
     reduction = _known("reduction", options.reduction, tuple(ELEMENT_BYTES))
-    same = Job(
-        strategy="ddp", model=options.model, gpus=cluster.world_size, cluster=_cluster_name(options.cluster, cluster),
-        global_batch=global_batch_of(options, model, cluster), seq_len=options.seq_len, offload=options.offload,
-        implementation=Implementation(reduction=reduction),
-    )  # fmt: skip
     return Space(
         strategies=strategies_of(options), schedules=_schedules(options), checkpointing=_checkpointing(options),
-        precisions=_precisions(options, cluster), compiled=_compiled(options), same=same, **axes,
+        precisions=_precisions(options, cluster), compiled=_compiled(options), model=options.model,
+        gpus=cluster.world_size, cluster=_cluster_name(options.cluster, cluster), seq_len=options.seq_len,
+        global_batch=global_batch_of(options, model, cluster), offload=options.offload,
+        implementation=Implementation(reduction=reduction), **axes,
     )  # fmt: skip
 
 

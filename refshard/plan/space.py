@@ -6,7 +6,7 @@ ranks; a strategy has no code for an axis.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, Self
 
@@ -143,10 +143,17 @@ def by_distinct(columns: Sequence[npt.NDArray[np.generic]], value: Callable[...,
 class Space:
     """What a search may choose, each a list of values; :data:`ALL` for every one that can run.
 
-    ``microbatch`` is in sequences. ``same`` holds for all jobs.
+    ``global_batch`` and ``microbatch`` are in sequences. What is no tuple holds for all jobs.
     """
 
     strategies: tuple[str, ...]
+    gpus: int
+    global_batch: int
+    seq_len: int
+    model: str = ""
+    cluster: str = ""
+    offload: bool = False
+    implementation: Implementation = field(default_factory=Implementation)
     tp: tuple[int, ...] = (1,)
     pp: tuple[int, ...] = (1,)
     interleave: tuple[int, ...] = (1,)
@@ -158,7 +165,6 @@ class Space:
     checkpointing: tuple[str, ...] = ("none",)
     precisions: tuple[Precision, ...] = ("bf16",)
     compiled: tuple[bool, ...] = (False,)
-    same: Job
 
 
 _VARYING = (
@@ -176,7 +182,9 @@ def candidates(space: Space, model: ModelSpec, cluster: ClusterSpec) -> Candidat
         policies = space.checkpointing if meshed[_VARYING.index("schedule")] != "zero-bubble" else ("none",)
         rows += [(*meshed, *chosen, policy) for chosen in kernels[str(meshed[0])] for policy in policies]
     varying = dict(zip(_VARYING, zip(*rows))) if rows else dict.fromkeys(_VARYING, ())
-    same = {**msgspec.structs.asdict(space.same), **msgspec.structs.asdict(space.same.implementation)}
+    same = {field.name: field.default for field in msgspec.structs.fields(Job)}
+    same |= {name: getattr(space, name) for name in ("gpus", "global_batch", "seq_len", "model", "cluster", "offload")}
+    same |= msgspec.structs.asdict(space.implementation)
     found = Candidates.of_columns({name: varying.get(name, (same[name],)) for name in FIELDS}, len(rows))
     own = found.where("strategy", *OWN_KERNELS) if rows else np.zeros(0, np.bool_)
     if not own.any():
@@ -191,7 +199,7 @@ def candidates(space: Space, model: ModelSpec, cluster: ClusterSpec) -> Candidat
 
 
 def _meshes(space: Space, model: ModelSpec, cluster: ClusterSpec) -> Iterator[tuple[object, ...]]:
-    world, seq_len = space.same.gpus, space.same.seq_len
+    world, seq_len = space.gpus, space.seq_len
     widths = (model.n_heads, model.n_kv_heads, model.ffn_dim, *([model.experts.ffn_dim] if model.experts else []))
     for tp in _sizes(space.tp, min(world, cluster.ranks_per_node), widths):
         for cp in _sizes(space.cp, min(world // tp, MOST_CONTEXT), (seq_len,)):
@@ -199,7 +207,7 @@ def _meshes(space: Space, model: ModelSpec, cluster: ClusterSpec) -> Iterator[tu
                 continue
             for pp in _sizes(space.pp, min(model.n_layers, world), (world // tp // cp,)):
                 data = world // tp // cp // pp
-                if space.same.global_batch % data:
+                if space.global_batch % data:
                     continue
                 for interleave, schedule in _schedules(space, model.n_layers, pp):
                     yield from _batches(space, model, data, tp, cp, pp, interleave, schedule)
@@ -208,7 +216,7 @@ def _meshes(space: Space, model: ModelSpec, cluster: ClusterSpec) -> Iterator[tu
 def _batches(
     space: Space, model: ModelSpec, data: int, tp: int, cp: int, pp: int, interleave: int, schedule: str
 ) -> Iterator[tuple[object, ...]]:
-    local = space.same.global_batch // data
+    local = space.global_batch // data
     experts = (model.experts.count, data * cp) if model.experts else (1,)
     for microbatch in _sizes(space.microbatch, min(local, MOST_MICROBATCH), (local,)):
         microbatches = local // microbatch

@@ -109,7 +109,7 @@ def test_notes_are_sentences(tool: str, name: str) -> None:
             "deepspeed", {"strategy": "deepspeed-zero2", "dp_shard": 4, "dp_replicate": 2},
             "dp_replicate must be 1 for ZeRO-2",
         ),
-        ("deepspeed", {"dp_shard": 8, "precision": "fp8"}, "'bf16' or 'fp32', got 'fp8'; plan with --dtype bf16"),
+        ("deepspeed", {"dp_shard": 8, "precision": "fp8"}, "'bf16' or 'fp32', got 'fp8'; plan with --precision bf16"),
         ("refshard", {"strategy": "refshard-fsdp", "dp_shard": 4, "cp": 2}, "cp must be 1, got 2; plan with"),
         ("refshard", {"strategy": "fsdp1", "dp_shard": 4, "pp": 2}, "pp must be 1, got 2; plan with --str"),
         ("refshard", {"strategy": "fsdp1", "dp_shard": 4, "tp": 2}, "tp must be 1, got 2; plan with --str"),

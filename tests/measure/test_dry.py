@@ -449,6 +449,7 @@ def test_a_cluster_that_cannot_hold_the_case_is_refused_before_anything_runs(
         check_suite(suite, LocalLauncher(), oversubscribe=False)
 
 
+@pytest.mark.processes
 @needs_device
 def test_a_world_of_any_size_needs_no_cores() -> None:
     suite = dry_suite([{"strategy": "fsdp2", "gpus": 256}])

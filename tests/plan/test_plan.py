@@ -46,7 +46,7 @@ def found(usable: int = 40 * GIB) -> Found:
     space = Space(
         strategies=("fsdp2", "megatron", "ddp"), tp=ALL, pp=ALL,
         cp=(1, 2), interleave=ALL, dp_replicate=ALL, microbatch=(1, 2), checkpointing=(AUTO, "selective"),
-    same=job(dp_shard=16, microbatch=4),
+    gpus=16, global_batch=64, seq_len=8192,
     )  # fmt: skip
     return search(MODEL, CLUSTER, SEQ_LEN, candidates(space, MODEL, CLUSTER), usable)
 

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,18 +12,22 @@ from hypothesis import strategies as st
 from refshard.plan.cost_models import COST_MODELS
 from refshard.plan.space import ALL, LEAST_TOKENS, Candidates, Space, candidates
 from refshard.specs.cluster import load_cluster
-from refshard.specs.job import Job
+from refshard.specs.job import Implementation, Job
 from refshard.specs.model import load_model
-from tests.plan.made import job
 
 EVERY_AXIS: dict[str, Any] = dict.fromkeys(("tp", "pp", "interleave", "cp", "ep", "dp_replicate", "microbatch"), ALL)
 CLUSTER = load_cluster("dgx-h100")
 
 
 def space(*strategies: str, ranks: int = 8, batch: int = 16, seq_len: int = 8192, **fields: Any) -> Space:
-    # One data rank, since the batch of the search may be none that all ranks divide.
-    same = msgspec.structs.replace(job(seq_len=seq_len), gpus=ranks, tp=ranks, global_batch=batch)
-    return Space(**{"strategies": strategies or ("fsdp2",), "same": same, **fields})
+    fields = {
+        "strategies": strategies or ("fsdp2",),
+        "gpus": ranks,
+        "global_batch": batch,
+        "seq_len": seq_len,
+        **fields,
+    }
+    return Space(**fields)
 
 
 def enumerated(asked: Space, model: str = "llama3-8b") -> Candidates:
@@ -155,8 +158,8 @@ def test_megatron_has_its_own_kernels_and_others_have_what_is_asked() -> None:
 
 
 def test_what_holds_for_all_is_in_every_row() -> None:
-    same = job(dp_shard=8, microbatch=2, reduction="bf16", offload=True)
-    rows = enumerated(space(precisions=("fp8",), compiled=(True,), checkpointing=("first-3", "full"), same=same))
+    same: dict[str, Any] = {"implementation": Implementation(reduction="bf16"), "offload": True}
+    rows = enumerated(space(precisions=("fp8",), compiled=(True,), checkpointing=("first-3", "full"), **same))
     assert only(rows, "precision", "reduction", "compiled", "offload") == {("fp8", "bf16", True, True)}
     assert only(rows, "checkpointing") == {("first-3",), ("full",)}
 

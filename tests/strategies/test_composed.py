@@ -209,8 +209,8 @@ def test_what_cannot_be_composed_is_refused(changes: dict[str, Any], model: dict
         ({**PIPELINE, "tuning": "lora"}, "tuning must be 'full' under a pipeline, got 'lora'"),
         ({**PIPELINE, "offload": True}, "offload must be False under a pipeline, got True"),
         ({**ZERO_BUBBLE, "checkpointing": "full"}, "checkpointing must be 'none' for schedule 'zero-bubble'"),
-        ({**PIPELINE, "strategy": "fsdp2-tuned"}, "refshard does not support fsdp2-tuned with pipeline"),
-        ({**CONTEXT, "strategy": "refshard-fsdp"}, "refshard does not support refshard-fsdp with context parallel"),
+        ({**PIPELINE, "strategy": "fsdp2-tuned"}, "refshard does not support fsdp2-tuned with pp"),
+        ({**CONTEXT, "strategy": "refshard-fsdp"}, "refshard does not support refshard-fsdp with cp"),
         ({**CONTEXT, "tuning": "lora"}, "tuning must be 'full' under context parallelism"),
     ],
 )

@@ -45,7 +45,7 @@ def test_a_run_becomes_a_command_of_the_script() -> None:
     assert options(PLAIN) == {
         "layers": "32", "dim": "4096", "heads": "32", "kv-heads": "8", "hidden": "14336", "vocab": "128256",
         "head-dim": "128", "seq-len": "8192", "batch": "1", "positions": "8192", "strategy": "fsdp2",
-        "units": "blocks", "reshard": "but-last", "dp_shard": "8", "dp_replicate": "1", "tp": "1", "checkpoint": "op",
+        "units": "blocks", "reshard": "but-last", "dp-shard": "8", "dp-replicate": "1", "tp": "1", "checkpoint": "op",
         "norm": "composite", "attention": "flash", "loss": "whole", "logits-fp32": "loss", "optimizer": "fused",
         "parameter-dtype": "float32", "compute-dtype": "bfloat16", "reduce-dtype": "float32",
     }  # fmt: skip
@@ -56,7 +56,7 @@ def test_a_run_becomes_a_command_of_the_script() -> None:
     [
         ("llama3-8b-chunked-loss-h100x8-2025-03", {"loss": "chunked"}),
         ("llama3-8b-tp2-h100x8-2025-10",
-         {"units": "parts", "reshard": "all", "dp_shard": "4", "tp": "2", "norm": "fused", "attention": "cudnn",
+         {"units": "parts", "reshard": "all", "dp-shard": "4", "tp": "2", "norm": "fused", "attention": "cudnn",
           "loss-parallel": ""}),
         ("llama3-8b-foreach-a100x8-2024-06",
          {"positions": "16384", "norm": "operators", "logits-fp32": "model", "optimizer": "foreach",

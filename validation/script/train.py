@@ -5,7 +5,7 @@ of them. The order of operators and the life of each tensor follow that code, si
 needed. Token ids are zeros.
 
 On eight GPUs: torchrun --nproc-per-node 8 train.py --layers 32 --dim 4096 --heads 32 --kv-heads 8 --hidden 14336 \
-    --vocab 128256 --shard 8
+    --vocab 128256 --dp-shard 8
 """
 
 import argparse
@@ -57,7 +57,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--strategy", choices=["fsdp1", "fsdp2"], default="fsdp2")
     parser.add_argument("--units", choices=["blocks", "parts"], default="parts", help="Whether all but blocks is one.")
     parser.add_argument("--reshard", choices=["all", "but-last", "none"], default="all", help="Blocks, after forward.")
-    for name in ("shard", "replicate", "tensor"):
+    for name in ("dp-shard", "dp-replicate", "tp"):
         parser.add_argument(f"--{name}", type=int, default=1)
     parser.add_argument("--fold", action="store_true", help="Fold sequences into one dimension within the blocks.")
     parser.add_argument("--loss-parallel", action="store_true")
@@ -193,14 +193,14 @@ def materialise(module: nn.Module) -> None:
 
 
 def make_model(options: argparse.Namespace) -> nn.Module:
-    degrees = {"replicate": options.replicate, "shard": options.shard, "tensor": options.tensor}
+    degrees = {"replicate": options.dp_replicate, "shard": options.dp_shard, "tensor": options.tp}
     used = {name: degree for name, degree in degrees.items() if degree > 1} or {"shard": 1}
     mesh = init_device_mesh("cuda", tuple(used.values()), mesh_dim_names=tuple(used))
     with torch.device("meta"):
         model = Transformer(options)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(options.parameter_dtype)
-    if options.tensor > 1:
+    if options.tp > 1:
         apply_tensor_parallel(model, mesh["tensor"], options)
     if options.checkpoint != "none":
         apply_checkpointing(model, options.checkpoint)

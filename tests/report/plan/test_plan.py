@@ -66,8 +66,8 @@ def searched(memory: int = 80 * GIB) -> Plan:
     """A plan as the command makes it, of 1B on 16 ranks."""
     model, between = load_model("llama3.2-1b"), LinkSpec(bytes_per_s=50e9, latency_s=1e-5)
     on = cluster(hardware=hardware(memory_bytes=memory), nodes=2, between=between)
-    same = job(dp_shard=16, microbatch=2, seq_len=2048)
-    space = Space(strategies=("fsdp2", "ddp", "refshard-fsdp"), tp=(1, 2), same=same)
+    space = Space(strategies=("fsdp2", "ddp", "refshard-fsdp"), tp=(1, 2), gpus=16, global_batch=32, seq_len=2048,
+                  model="llama3.2-1b")  # fmt: skip
     limit = usable(on.accelerator)
     found = search(model, on, 2048, candidates(space, model, on), limit)
     reader = Reader(model=model, cluster=on, seq_len=2048, price_usd=2.0, failures=Failures(), spread=SPREAD)
