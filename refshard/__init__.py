@@ -44,7 +44,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the engine, and torch with it, when it is first asked for."""
+    """Import the engine, and torch with it, on first use."""
     if name == "checkpoint":
         return importlib.import_module("refshard.engine.checkpoint")
     if name in _HOME:

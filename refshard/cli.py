@@ -1,7 +1,7 @@
 """The command line: parse, call one command, print.
 
-Exit status: 0 when everything asked for was done and every case ended ok or is unsupported, 1 when a case did not or
-nothing fits, 2 for a mistake in what was asked, 130 when interrupted. ``refshard gate`` has its own.
+Exit status: 0 if all that was requested was done and every case ended ok or is unsupported, 1 if a case failed or
+nothing fits, 2 for a mistake in the arguments, 130 if interrupted. ``refshard gate`` has its own.
 """
 
 import sys
@@ -97,8 +97,8 @@ def _interruptible(left: str) -> Iterator[None]:
             yield
     except KeyboardInterrupt as error:
         ignore_more()
-        told = str(error) if " " in str(error) else left  # by itself it names the signal
-        print(f"Interrupted: {told}", file=sys.stderr)
+        text = str(error) if " " in str(error) else left  # alone it is only the signal's name
+        print(f"Interrupted: {text}", file=sys.stderr)
         raise typer.Exit(130) from None
 
 

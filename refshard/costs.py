@@ -1,6 +1,6 @@
 """How long a kernel and a collective take on given hardware.
 
-Of a collective, the model is Hockney's, per algorithm: a number of hops, each of which costs its link's latency, and a
+Collectives follow Hockney's model, per algorithm: a number of hops, each of which costs its link's latency, and a
 number of bytes that the slowest link carries (Thakur, Rabenseifner, Gropp: "Optimization of collective communication
 operations in MPICH", 2005; NCCL's own tuning model counts alike). S is the size of the unsharded tensor in bytes, n the
 ranks, m the nodes they are on, k = n / m.
@@ -68,7 +68,7 @@ class CollectiveCost:
 
 
 def product_seconds(hardware: HardwareSpec, dtype: ProductDtype, flops: float, nbytes: float) -> float:
-    """What a matrix product takes whose operands and result are of ``nbytes`` in all."""
+    """Seconds of a matrix product; operands and result are ``nbytes`` in all."""
     rate = hardware.matmul[dtype]
     brought_in = nbytes / rate.bytes_per_s if rate.bytes_per_s else 0.0
     longer = max(flops / rate.flops_per_s, nbytes / hardware.memory_bytes_per_s)
@@ -119,7 +119,7 @@ def _between_points(points: Sequence[tuple[float, float]], x: float) -> float:
 
 
 def move_seconds(hardware: HardwareSpec, nbytes: float, transcendentals: float = 0.0) -> float:
-    """What an elementwise kernel takes that reads and writes ``nbytes`` and evaluates so many exponentials."""
+    """Seconds of an elementwise kernel that moves ``nbytes`` and evaluates ``transcendentals``."""
     evaluated = transcendentals / hardware.transcendental_per_s if hardware.transcendental_per_s else 0.0
     return hardware.kernel_s + max(nbytes / hardware.memory_bytes_per_s, evaluated)
 

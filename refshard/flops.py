@@ -1,4 +1,4 @@
-"""FLOPs of a step by three conventions that the field uses, and the peaks they are held against.
+"""FLOPs of a step by three conventions that the field uses, and the peaks they are compared with.
 
 N is the number of parameters, E the token embedding's (and, where it is tied, nothing is left out: the head's matrix
 product is real), L the layers, H the heads, Q the head dimension, T the sequence length. Per token, forward and
@@ -13,8 +13,8 @@ have no gradient of their own, so that of a fine-tuning by adapters, which have 
 
 Models beyond Llama:
 
-- With experts, N counts those that one token uses (``active_parameter_count``), the shared one and the router. So does
-  torchtitan (``get_moe_model_nparams_and_flops``). Megatron (``num_floating_point_operations``) counts the same
+- With experts, N counts the experts that one token uses (``active_parameter_count``), the shared one and the router. So
+  does torchtitan (``get_moe_model_nparams_and_flops``). Megatron (``num_floating_point_operations``) counts the same
   experts but not the router, which is under 0.4 % of N in the presets.
 - With latent attention, 2 Q is the width of a query plus that of a value, as both count it.
 - With a window of W < T tokens, T of a layer becomes W in A and B; in C, T / 2 becomes W (1 - W / 2T), the mean over a

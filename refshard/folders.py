@@ -1,6 +1,6 @@
 """Replace a folder or a file as a whole: readers find the old content or the new, and a dying writer leaves the old.
 
-The new content of a folder ``name`` is written to ``.name.partial`` beside it. To commit, the old one is renamed to
+The new content of a folder ``name`` is written to ``.name.partial`` next to it. To commit, the old one is renamed to
 ``.name.previous``, the new one to ``name``, and the old one is deleted. What a kill leaves behind, and who tidies it:
 
 - while writing: ``name`` as it was, and ``.name.partial``, which the next :func:`begin` deletes;
@@ -96,7 +96,7 @@ def _sync(folder: Path) -> None:
 
 
 def replace_file(path: Path, pieces: Iterable[str]) -> None:
-    """Write ``pieces`` beside ``path`` and move them there once they are on disk; :data:`STDOUT` takes them at once.
+    """Write ``pieces`` next to ``path`` and move them there once they are on disk; :data:`STDOUT` gets them at once.
 
     A reader sees the old file or the new one, and a failure leaves the old one and nothing else.
 

@@ -19,13 +19,13 @@ SCHEMA = 2
 PARITY_TOLERANCE = 1e-5
 """Largest relative difference of an fp32 loss from the reference's: splitting the batch alone costs about 1e-6."""
 _BF16_TOLERANCE = 2e-2
-"""Of a loss that was computed in bf16 from the fp32 reference's: AdamW's first steps go by the signs of gradients, and
-those of small ones are lost in 8 bits. Among themselves the strategies agree far better, and most to the bit.
+"""Tolerance of a bf16 loss against the fp32 reference: AdamW's first steps follow the signs of gradients, and small
+gradients lose theirs in 8 bits. Among themselves the strategies agree far better, and most to the bit.
 """
 _8BIT_TOLERANCE = 1e-3
-"""Of a loss with an 8-bit optimizer: its blocks of 256 elements start with the shard, elsewhere than the whole's."""
+"""Tolerance with an 8-bit optimizer: its blocks of 256 elements start with the shard, not where the whole's do."""
 _MUON_TOLERANCE = 5e-4
-"""Of a loss with Muon, which orthogonalises in bf16: a last bit of a gradient may change an update by 2 % of it, and
+"""Tolerance with Muon, which orthogonalises in bf16: a last bit of a gradient may change an update by 2 %, and
 losses by up to 1e-4. Muon over parts of matrices in place of matrices changes them by 1e-3 and more.
 """
 
@@ -110,9 +110,9 @@ def timestamp() -> str:
 
 
 class GpuSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How one GPU is set up, as NVML tells it; None where it does not tell.
+    """How one GPU is set up, as NVML reports it; None where it does not.
 
-    The application clocks are those that somebody set with ``nvidia-smi -ac``. ``nvlinks`` counts active NVLinks by
+    The application clocks are as set with ``nvidia-smi -ac``. ``nvlinks`` counts active NVLinks by
     what is at their other end: ``GPU 1``, or ``switch``.
     """
 
@@ -132,7 +132,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     comparable runs; the git state, the command line and the time are not part of it.
 
     ``gemm_flops_per_s`` is this machine's measured fp32 matrix-multiplication rate with ``gemm_threads`` threads.
-    ``code_sha256`` is that of refshard's own code and profiles, whatever git says; empty in older records.
+    ``code_sha256`` is of refshard's own code and profiles, independent of git; empty in older records.
     ``network`` says in words what joins the hosts; empty where all ranks run on one.
 
     All that follows is known on machines with GPUs only. ``gpu_memory_bytes`` is what torch reports of each.
@@ -174,7 +174,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="run"):
     """First line of a run. ``planned`` counts launches: cases times rounds. ``files`` has the SHA-256, in hexadecimal,
     of each file that cases name (a model, a factory's module, a cluster, tokens), by the name that they give.
-    ``models`` has the dimensions of those whose file gives them, so that a report does not need it.
+    ``models`` has the dimensions of models from files, so that a report does not need the files.
     """
 
     schema: int = SCHEMA
@@ -197,9 +197,9 @@ class CollectiveCount(msgspec.Struct, frozen=True, kw_only=True, order=True):
 
 
 class Census(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step of one rank asked of torch: how many operators, how many of their results lie in memory that is
-    new, of how many bytes in all; and the SHA-256 of the operators' names in order, in hexadecimal. Of a dry run also
-    how often a stream waits for an event, and the order is of streams and waits too.
+    """Operators that one step of one rank called in torch, how many results needed new memory, of how many bytes in
+    all; and the SHA-256 of the operators' names in order, in hexadecimal. In a dry run also how often a stream waits
+    for an event; the order then includes streams and waits.
     """
 
     operators: int
@@ -260,10 +260,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What NVML told of one GPU while steps were timed: means over ``samples``, and the extremes.
+    """NVML's readings of one GPU while steps were timed: means over ``samples``, and the extremes.
 
     ``host`` counts hosts in order of their ranks, ``gpu`` the GPUs that torch sees there. ``throttled`` counts the
-    samples in which a reason held the clocks down. None where NVML does not tell.
+    samples in which a reason held the clocks down. None where NVML does not say.
     """
 
     host: int = 0
@@ -281,8 +281,8 @@ class GpuMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     The first four are the peaks of the caching allocator over the measured steps, as ``torch.cuda.memory_stats`` names
     them. What was allocated, active or requested before the model was built is subtracted. Nothing is subtracted from
-    ``reserved_bytes``, since all of it must fit. ``retries`` counts the allocations of these steps that the device
-    refused until the allocator had given its cache back, ``ooms`` those that it refused even then.
+    ``reserved_bytes``, since all of it must fit. ``retries`` counts allocations in these steps that the device refused
+    until the allocator had given its cache back, ``ooms`` allocations refused even then.
 
     After the steps ``used_bytes`` of the device's ``total_bytes`` are in use, by any process. ``outside_bytes`` of them
     are not the allocator's: CUDA's context, NCCL's buffers, libraries, other processes.
@@ -307,11 +307,11 @@ class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
     ended out of memory has what it would have taken without a limit. ``recompute`` says which layers computed their
     forward twice, which no FLOPs here count. ``census`` is rank 0's, and so is ``memory_course_bytes``: the highest
     that the allocator held in each of up to 128 stretches of an early step, of as many operators each; empty where
-    nothing watched it. ``host_waits`` counts how often the host waits for the device in a step, by what for; none where
+    nothing watched it. ``host_waits`` counts how often the host waits for the device in a step, by reason; None where
     nothing watched. ``compile_s`` is the longest of the ranks' times in torch's compiler, s, over the whole launch,
-    which takes nothing from an earlier one; none where nothing was compiled. ``load`` is none of what is calculated,
-    and of older records. ``gpu_use`` is empty where nothing watches GPUs. ``gpu_memory[rank]`` is empty on CPUs, of
-    what is calculated, and of older records. ``traces`` are paths relative to the run's folder.
+    without reuse from an earlier one; None where nothing was compiled. ``load`` is None in calculated and in older
+    records. ``gpu_use`` is empty where nothing watches GPUs. ``gpu_memory[rank]`` is empty on CPUs and in calculated
+    and older records. ``traces`` are paths relative to the run's folder.
     """
 
     schema: int = SCHEMA

@@ -1,6 +1,6 @@
 """Where suites, profiles and dashboards lie.
 
-In a checkout they stand beside the package, where visitors look for them; in a wheel they travel inside it. Only
+In a checkout they are next to the package, where visitors look for them; in a wheel they are inside it. Only
 this file knows.
 """
 

@@ -35,7 +35,7 @@ _MEMORY_POINTS = 2000
 class Analysis:
     """One trace analysed: its figures, what it says of its job, and what they were computed from, if that was kept.
 
-    ``attribution`` says who owns the time of its steps, if that was asked for; ``graph`` is of a GPU's trace, if it was
+    ``attribution`` says who owns the time of its steps, if requested; ``graph`` is of a GPU's trace, if it was
     kept.
     """
 
@@ -71,9 +71,9 @@ def analyse(
 ) -> Analysis:
     """Analyse one trace, read from a file or made elsewhere.
 
-    ``calibration`` is a trace in which preparatory kernels ran with nothing beside them.
+    ``calibration`` is a trace in which preparatory kernels ran with nothing else running.
     ``window`` says what to take in place of the trace's steps, ``device`` which of several devices to look at. Device
-    events with one of ``communicating`` in their names communicate, besides those that are known to.
+    events with one of ``communicating`` in their names communicate, besides the known ones.
 
     A timeline takes 70 bytes a span: of hundreds of ranks, keep it only for what draws spans. To ``compare`` it with
     another, its attribution is enough. A graph takes up to 20 MB; it tells, when ranks are joined, what a step would

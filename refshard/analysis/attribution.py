@@ -185,7 +185,7 @@ def _ordinals(spans: Spans, what: Rows, phases: Rows) -> Rows:
 
 
 PRIORITY = (Kind.COMPUTE, Kind.PREP, Kind.COPY, Kind.UNCLASSIFIED, Kind.COMM)
-"""Of spans that run at once, one of the kind that stands first here owns the time."""
+"""If spans run at the same time, the one whose kind comes first here owns the time."""
 
 IDLE, END = "idle", "the end"
 
@@ -193,8 +193,8 @@ IDLE, END = "idle", "the end"
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
     """What owns ``ns`` nanoseconds of all steps together.
 
-    ``count`` spans of it start in the steps, whether they own time or not; of idle, so many gaps. ``kernels`` are the
-    names of its spans, each with the nanoseconds that it owns, the greatest first.
+    ``count`` is the number of its spans that start in the steps, even if they own no time; for idle, of gaps.
+    ``kernels`` are the names of its spans, each with the nanoseconds that it owns, the greatest first.
     """
 
     work: Work
@@ -223,9 +223,9 @@ class Attribution(msgspec.Struct, frozen=True, kw_only=True):
 def attribute(timeline: Timeline) -> Attribution:
     """Give every nanosecond of the steps to exactly one owner.
 
-    Of what runs at once, the kind that stands first in :data:`PRIORITY` owns the time, among spans of one kind the one
-    that started first, among those the one on the first lane. Time in which nothing runs is owned by what ends it, and
-    by its cause.
+    If spans run at the same time, the kind first in :data:`PRIORITY` owns the time; within a kind, the span that
+    started first; if these tie, the one on the first lane. Time in which nothing runs is owned by what ends it, and by
+    its cause.
 
     Raises:
         ValueError: two steps overlap, so that a nanosecond would count twice.
@@ -254,7 +254,7 @@ def _owned(spans: Spans, free: Intervals) -> Nanoseconds:
         rows = np.flatnonzero(spans.of_kind(kind))
         rows = rows[np.lexsort((spans.lanes[rows], spans.starts[rows]))]
         starts, ends = spans.starts[rows], spans.ends[rows]
-        # Of its kind, a span owns what lies after the end of all that started before it.
+        # Within its kind, a span owns the time after the end of all that started before it.
         reach = np.concatenate((starts[:1], np.maximum.accumulate(ends)[:-1]))
         owned[rows] = free.within(np.clip(reach, starts, ends), ends)
         free = free - Intervals.union(starts, ends)

@@ -34,7 +34,7 @@ def drift_over(a: CaseResult, b: CaseResult, effect: float) -> Drift | None:
     """
     found = [drift for case in (a, b) if (drift := within_launch(case))]
     mine, its = loads(a), loads(b)
-    # Of one run only common rounds count: the machine may differ in others.
+    # In one run only common rounds count: the machine may differ in others.
     rounds = (mine.keys() & its.keys() if a.header is b.header else set()) or mine.keys() | its.keys()
 
     def sides(of: Callable[[Load], float | None]) -> tuple[float, float] | None:

@@ -40,10 +40,10 @@ class CaseResult:
     """One case of one run over all its rounds; two are equal if they are the same object.
 
     ``header`` is that of its run. ``launches`` are in the order of their rounds, one each; ``samples`` and ``metrics``
-    come from those that ended ok, the overlap efficiency from the reference's too. Metrics are medians over launches,
-    except :data:`RATES` and :data:`TRACED`. ``state`` is the worst of them, ``error`` that of the first launch in this
-    state. ``variant`` distinguishes cases of one name, and ``place`` cases of one label (the model, the batch); both
-    are usually empty. ``number`` counts the cases that are shown together.
+    come from launches that ended ok, the overlap efficiency also from the reference's. Metrics are medians over
+    launches, except :data:`RATES` and :data:`TRACED`. ``state`` is the worst of them, ``error`` that of the first
+    launch in this state. ``variant`` distinguishes cases of one name, and ``place`` cases of one label (the model, the
+    batch); both are usually empty. ``number`` counts the cases that are shown together.
     """
 
     header: RunRecord

@@ -1,8 +1,8 @@
 """What single collectives, units, the copies around them and preparatory kernels cost: functions of a timeline.
 
 The give-way index is YaFSDP's "give-way effect": kernels that prepare a reduction (casts, copies into its buffer) run
-beside the backward pass of the next unit, which holds most of the device, so they stretch, and the reduction starts
-late.
+during the backward pass of the next unit, which occupies most of the device. So they take longer, and the reduction
+starts late.
 """
 
 from collections import defaultdict
@@ -37,8 +37,8 @@ NS = 1e-9
 def bus_factor(op: str, group_size: int | None) -> float | None:
     """Bus bandwidth over algorithm bandwidth in a group of n: (n-1)/n, twice that for an all-reduce, or 1.
 
-    From doc/PERFORMANCE.md of nccl-tests, whose algorithm bandwidth is of the unsharded tensor's bytes. None for an
-    operation that it does not treat, and where n matters and is unknown.
+    From doc/PERFORMANCE.md of nccl-tests, which counts the unsharded tensor's bytes. None for an operation that it does
+    not cover, and where n matters and is unknown.
 
     >>> bus_factor("all_reduce", 4), bus_factor("all_gather", 4), bus_factor("broadcast", None), bus_factor("scan", 4)
     (1.5, 0.75, 1.0, None)
@@ -76,7 +76,7 @@ def collective_figures(timeline: Timeline) -> tuple[CollectiveFigures, ...]:
     Its duration is that of all its kernels. Exposed is when it ran without U(compute), or without U of all that is no
     communication. The gap is from the end of what came before it on its lane to its start, 0 where they overlap; it is
     blocking if this one was launched no later than the gap began and compute runs in a part of it (None where the
-    launch is unknown). The wait in the queue is never below 0, whatever the clocks of host and device say.
+    launch is unknown). The wait in the queue is at least 0, even if the clocks of host and device disagree.
     """
     rows = ran(timeline)
     compute = timeline.busy(Kind.COMPUTE)
@@ -108,7 +108,7 @@ def collective_figures(timeline: Timeline) -> tuple[CollectiveFigures, ...]:
 def _times(
     timeline: Timeline, rows: list[tuple[Collective, str, int, int]], hiding: tuple[Intervals, Intervals]
 ) -> list[list[int]]:
-    """Of each collective the nanoseconds in which it ran, and those of them in which each of ``hiding`` did not.
+    """Nanoseconds in which each collective ran, and how many of them each of ``hiding`` did not run.
 
     In several kernels, the pauses between them are left out.
     """
@@ -132,8 +132,8 @@ def _times(
 def unit_figures(timeline: Timeline) -> tuple[UnitFigures, ...]:
     """Every unit over the whole trace, by the start of its first span: the union of its own spans of each class.
 
-    Exposed is the unit's communication without the compute, or without anything else, of any unit. Collectives are
-    those that ran.
+    Exposed is the unit's communication without the compute, or without anything else, of any unit. Only collectives
+    that ran count.
     """
     spans = timeline.spans
     hiding = (timeline.busy(Kind.COMPUTE), _but_communication(timeline))
@@ -170,8 +170,8 @@ def _but_communication(timeline: Timeline) -> Intervals:
 def copy_overhead(timeline: Timeline, starts: Nanoseconds, ends: Nanoseconds) -> tuple[CopyOverhead, ...]:
     """Device time of each window under copy-in and under copy-out annotations, as two unions.
 
-    A span under both is a copy-in; communication is no copy, whatever it is under. The part of each union beside
-    compute that is not itself such a copy is hidden, the rest exposed; hidden and exposed add up to both unions.
+    A span under both is a copy-in; communication never counts as a copy. The part of each union that overlaps compute
+    other than these copies is hidden, the rest exposed; hidden and exposed add up to both unions.
     """
     spans = timeline.spans
     moving = ~spans.of_kind(Kind.COMM)
@@ -253,7 +253,7 @@ def give_ways(
     lost(r) = max(0, |D_r within U(compute)| - sum of dur0 over P_r). P_r are the preparatory kernels of r's unit that
     were launched after the reduction before r and before r: what follows a reduction under its annotation, a division
     or a cast, prepares no other one. Reductions without any count nowhere. dur0 of a kernel is the median duration of
-    its undisturbed runs, those that no other span overlaps, here or in ``calibration``; kernels are the same by name
+    its undisturbed runs, which no other span overlaps, here or in ``calibration``; kernels are the same by name
     and launch geometry, and one with under 5 such runs leaves the window without an index. D_r lasts from the latest
     of: the end of the collective before r on its lane, of the one before it of its unit on any lane, of the last
     compute kernel launched before P_r, and the first launch of P_r; to the start of r. Stretch is the sum of durations
@@ -357,7 +357,7 @@ def _preparations(
 def _undisturbed(spans: Spans, rows: Rows, source: Spans) -> tuple[Floats, Rows]:
     """For each row the median duration of its kernel's undisturbed runs in ``source``, and how many there are.
 
-    Those are runs beside which no other span ran, of any kind and on any lane.
+    A run is undisturbed if no other span of any kind, on any lane, ran at the same time.
     """
     alone = np.flatnonzero(source.ends > source.starts)
     starts, ends = source.starts[alone], source.ends[alone]

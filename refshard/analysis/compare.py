@@ -29,8 +29,8 @@ from refshard.analysis.sample import Launches, exponential, half_width, launch_m
 class Comparison:
     """B over A: 1.1 means that B's are 10 % larger.
 
-    ``low`` and ``high`` bound the 95 % interval; 0 and infinity say that there is none. ``launches`` counts those of
-    the side with fewer, of a comparison that is ``paired`` by round the common rounds.
+    ``low`` and ``high`` bound the 95 % interval; 0 and infinity if there is none. ``launches`` is the count of the side
+    with fewer launches, or of the common rounds if the comparison is ``paired`` by round.
     """
 
     ratio: float

@@ -71,7 +71,7 @@ class RankChange(msgspec.Struct, frozen=True, kw_only=True):
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """The mean steps of two jobs, means over their ranks, and the changes that account for ``delta_ns``.
 
-    ``changes`` add up to ``delta_ns``, the greatest first. ``ranks`` are those that both jobs have, by number; empty
+    ``changes`` add up to ``delta_ns``, the greatest first. ``ranks`` are the ranks in both jobs, by number; empty
     where the mean ranks are compared.
     """
 
@@ -133,7 +133,7 @@ _LEVELS: tuple[tuple[str, _Key], ...] = (
     ("unit", lambda w: (w.kind, w.unit, w.phase, family(w.operator), w.bound)),
     ("operator", lambda w: (w.kind, w.phase, family(w.operator), w.bound)),
 )
-"""By what works are the same, the closest first."""
+"""What two works are matched by, the closest match first."""
 
 
 def difference(a: Sequence[Attribution], b: Sequence[Attribution], ranks: Sequence[int] = ()) -> Difference:
@@ -327,7 +327,7 @@ def label_of(work: Work) -> str:
 MOST = 0.5
 """Shapes differ if the other job does not have those of this share of the time in operators that both call."""
 _UNNAMED = "gpu"
-"""What a device is called of which the trace has no name."""
+"""Name of a device if the trace does not give one."""
 _LEADING = re.compile(r"\[\d+")
 _Shapes = dict[str, dict[str, int]]
 
@@ -335,8 +335,8 @@ _Shapes = dict[str, dict[str, int]]
 class Unlike(msgspec.Struct, frozen=True, kw_only=True):
     """One respect in which two jobs differ before any change is measured, with what it is in each.
 
-    Of shapes, ``a`` and ``b`` are an example: an operator with the inputs that take most time of those that differ.
-    ``batch size`` is said where most inputs differ in their leading sizes only.
+    For shapes, ``a`` and ``b`` are an example: the operator and the differing inputs that take most time.
+    It says ``batch size`` where most inputs differ only in their leading sizes.
     """
 
     what: Literal["device", "world size", "batch size", "input shapes"]
@@ -391,7 +391,7 @@ def _unlike_shapes(a: _Shapes, b: _Shapes) -> tuple[Unlike, ...]:
 
 
 def _missing_share(mine: _Shapes, other: _Shapes, key: Callable[[str], str]) -> float:
-    """Of the time in operators that both call, the share in shapes that the other does not have; 0 without any."""
+    """Share of the time in operators common to both that is spent in shapes only one of them has; 0 without any."""
     total = missing = 0
     for operator in mine.keys() & other.keys():
         there = {key(dims) for dims in other[operator]}
@@ -430,7 +430,7 @@ _Sides = tuple[tuple[Analysis, ...], tuple[Analysis, ...]]
 
 
 def pair(before: Sequence[Analysis], after: Sequence[Analysis]) -> Pairing:
-    """Match the ranks of two jobs by number; one file a side is compared whatever rank it is of.
+    """Match the ranks of two jobs by number; if each side has one file, compare them even if the ranks differ.
 
     Jobs of different world sizes are compared by their mean ranks.
 

@@ -8,7 +8,7 @@ Three things take their time under any schedule, and a step takes at least the l
   each other: of a tensor of S bytes that is gathered or reduce-scattered over H hosts, at least S (H - 1) / H pass each
   host's link each way, and twice that if it is all-reduced;
 - the critical path of training: compute, and before and after it the token embedding on the wire. It is used first and
-  its gradient is made last, so whatever the grouping, it is gathered before and reduce-scattered after all compute, or
+  its gradient is made last, so with any grouping it is gathered before and reduce-scattered after all compute, or
   all-reduced after it, which moves as much.
 
 What this leaves out makes the bound smaller, never larger: headers, latency, parameters that share a unit or a bucket
@@ -51,7 +51,7 @@ def lower_bound(
 def link_bytes(issued: Sequence[CollectiveCount], world_size: int, hosts: int) -> float:
     """Bytes that must pass a host's link each way, for these collectives of one step and rank.
 
-    Of an all-to-all all bytes go to other ranks; other collectives keep one part in ``world_size``.
+    An all-to-all sends all bytes to other ranks; other collectives keep one part in ``world_size``.
     """
     sizes = {count.op: count.bytes for count in issued}
     exchanged = sizes.get("all_to_all", 0) * world_size / (world_size - 1)

@@ -67,7 +67,7 @@ class Evidence:
 
     @property
     def ranked(self) -> tuple[Setting, ...]:
-        """The settings in which strategies compete: those that hold more than references, or all if none does."""
+        """The settings that hold more than references, in which strategies compete; all settings if none does."""
         return tuple(s for s in self.settings if set(s.strategies) != {REFERENCE_STRATEGY}) or self.settings
 
     @property

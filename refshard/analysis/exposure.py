@@ -35,12 +35,12 @@ from refshard.events.timeline import UNKNOWN, Intervals, Ints, Kind, Mask, Nanos
 from refshard.specs.cluster import COLLECTIVES, ClusterSpec, CollectiveOp, cluster_of_device, load_cluster
 
 _MOST_CELLS = 4_000_000
-"""Of the tables that align two sequences; longer ones that differ are not matched."""
+"""Size limit of the tables that align two sequences; longer sequences that differ are not matched."""
 _UNEVEN = "all_to_all"
 """Ranks may each move another number of bytes in it."""
 
 Place = int
-"""Of a trace among those given."""
+"""Index of a trace in the given list."""
 Sequences = Mapping[Place, Sequence[tuple[int, CollectiveFigures]]]
 """The collectives of one group by trace, each with its number in that trace, in order."""
 Match = dict[Place, int]
@@ -48,7 +48,7 @@ Match = dict[Place, int]
 
 
 def match(of_trace: Sequences, steps: Mapping[Place, frozenset[int | None]]) -> list[Match]:
-    """The collectives that at least two traces have. ``steps`` are those that each trace tells apart, if any.
+    """The collectives that at least two traces have. ``steps`` are the steps marked in each trace, if any.
 
     With sequence numbers in all traces, collectives of one number and operation are one, coalesced ones in their order.
     Else steps of one number are compared, and what lies outside of the steps is not; traces without steps are compared
@@ -77,7 +77,7 @@ def _align(of_trace: Sequences) -> list[Match]:
     """Match by order.
 
     Traces whose sequences of operation, size and dtype are equal are matched one by one; the sizes of an all-to-all may
-    differ there. Any other is held against the sequence that most traces have (of several, the first trace's): matched
+    differ there. Any other is compared with the sequence that most traces have (of several, the first trace's): matched
     is what every longest common subsequence of the two pairs alike. What could be matched in several ways is not.
     """
     exact = {place: [(one.op, one.bytes, one.dtype) for _, one in own] for place, own in of_trace.items()}
@@ -131,14 +131,14 @@ def _common_lengths(a: Rows, b: Rows) -> Ints:
 
 _POINT_TO_POINT = frozenset(("send", "recv", "send_recv", "peer_copy"))
 _ONE_SIDED = frozenset(("broadcast", "reduce", "gather", "scatter"))
-"""In these a rank may leave before another has entered, so that durations tell of no wait."""
+"""In these a rank may leave before another has entered, so durations do not show waiting."""
 
 Key = tuple[str, str]
 """A group, and within an unnamed one the operation."""
 
 
 class Entered(msgspec.Struct, frozen=True, kw_only=True):
-    """What the ranks that are here tell of one collective of a trace.
+    """What the traces of other ranks say about one collective of a trace.
 
     It ``waited_ns`` at its beginning for ``rank`` (None if it was the last itself), which was in it for
     ``shortest_ns``. Where not ``is_complete``, ranks of the group are missing, so that it may have waited longer.
@@ -177,7 +177,7 @@ def rank_waits(figures: Sequence[TraceFigures]) -> Waits:
             continue
         sizes = [c.group_size for sequence in of_trace.values() for _, c in sequence if c.group_size is not None]
         count = sum(map(len, of_trace.values()))
-        if sizes and len(of_trace) > min(sizes):  # several groups that bear one name cannot be told apart
+        if sizes and len(of_trace) > min(sizes):  # several groups share one name
             name = f"group {key[0]}" if key[0] else f"the unnamed group of {key[1]}"
             text = f"{name} is of {min(sizes)} ranks but appears on {len(of_trace)}: several groups share the name, so "
             text += "waits in them are not attributed to ranks"
@@ -288,7 +288,7 @@ class Exposure:
 def exposure_of(timeline: Timeline, steps: Sequence[int | None], starts: Nanoseconds, ends: Nanoseconds) -> Exposure:
     """Find the exposed communication of a timeline; windows are ``[starts[i], ends[i])``, of ``steps[i]``."""
     spans, compute = timeline.spans, timeline.busy(Kind.COMPUTE)
-    # Every nanosecond of communication, by the collective whose span of it started first.
+    # Each nanosecond of communication counts for the collective whose span started first.
     owner_of = np.full(len(spans), UNKNOWN, np.int64)
     for number, (collective, *_) in enumerate(ran(timeline)):
         owner_of[list(collective.rows)] = number
@@ -310,7 +310,7 @@ def exposure_of(timeline: Timeline, steps: Sequence[int | None], starts: Nanosec
 
 
 def _launch(timeline: Timeline, starts: Nanoseconds, ends: Nanoseconds) -> tuple[list[int | None], str | None]:
-    """Idle time that a collective ends whose launch returned after that time began, per window."""
+    """Idle time per window that ends with a collective launched after the idle time began."""
     spans, busy = timeline.spans, timeline.busy(*Kind)
     if not timeline.on_device or not knows_launches(spans):
         return [None] * len(starts), NO_LAUNCHES if timeline.on_device else NO_HOST
@@ -318,7 +318,7 @@ def _launch(timeline: Timeline, starts: Nanoseconds, ends: Nanoseconds) -> tuple
     place = np.searchsorted(busy.starts, spans.starts[rows])
     ending = (place > 0) & (busy.starts[np.minimum(place, len(busy.starts) - 1)] == spans.starts[rows])
     rows, place = rows[ending], place[ending]
-    # Of several that start at once, the one launched first; one of unknown launch may have been.
+    # If several start at once, the one launched first; one with an unknown launch may be it.
     order = np.lexsort((spans.queued[rows], place))
     place, first = np.unique(place[order], return_index=True)
     began, until, queued = busy.ends[place - 1], busy.starts[place], spans.queued[rows[order][first]]
@@ -333,7 +333,7 @@ def _launch(timeline: Timeline, starts: Nanoseconds, ends: Nanoseconds) -> tuple
 def split(exposure: Exposure, begins: Nanoseconds, entered: Mapping[int, Entered]) -> tuple[ExposedSplit, ...]:
     """Divide the exposed communication of each window.
 
-    ``begins`` are the starts of the trace's collectives, ``entered`` what other ranks' traces tell of them, by number.
+    ``begins`` are the starts of the trace's collectives, ``entered`` says, by number, when others entered.
     """
     until, peers, is_complete = _waits(begins, entered)
     found = []
@@ -367,7 +367,7 @@ def _waits(begins: Nanoseconds, entered: Mapping[int, Entered]) -> tuple[Nanosec
 
 
 _LARGE = 2**36
-"""Bytes of a message whose latency does not matter."""
+"""Bytes of a message so large that latency does not matter."""
 _MOST_IN_A_HOST = 16
 """Accelerators of one host; a profile with more on a node joins several hosts by what usually joins one."""
 
@@ -435,7 +435,7 @@ HALF = 0.5
 _BUCKETS = (2**16, 2**20, 2**24, 2**28)
 """Sizes in bytes at which another class of messages begins."""
 _LEAST_SIZES, _LEAST_SPREAD = 3, 8
-"""Of sizes of one operation: how many a line needs, and how many times the smallest the largest must be."""
+"""A line needs this many sizes of one operation, the largest at least this many times the smallest."""
 ALONE = "the traces of the other ranks are not here"
 NO_PARTNER = "no collective could be matched with another rank's"
 SOME = "some ranks of its groups are not here, or some collectives could not be matched"
@@ -458,7 +458,7 @@ class Traffic:
 def communication(
     traffic: Traffic, collectives: Sequence[CollectiveFigures], entered: Mapping[int, Entered], *, alone: bool
 ) -> CommunicationFigures:
-    """The communication of one trace; ``entered`` is what its peers tell of it, ``alone`` says that there are none."""
+    """The communication of one trace; ``entered`` is what its peers' traces add, ``alone`` if there are none."""
     begins = np.array([one.start_ns for one in collectives], np.int64)
     whole, *steps = split(traffic.exposure, begins, entered)
     parts = steps or [whole]
@@ -547,7 +547,7 @@ def _is_latency_bound(
 def _fits(
     collectives: Sequence[CollectiveFigures], entered: Mapping[int, Entered]
 ) -> dict[tuple[str, str | None], tuple[float, float]]:
-    """Nanoseconds at no size and per byte, for each operation of each group: a line that outliers do not move.
+    """Latency in ns and ns per byte of each operation of each group: a robust line fit.
 
     Only of durations without waiting. None for too few sizes, or such as hardly differ.
     """

@@ -11,7 +11,7 @@ import msgspec
 
 
 class Capture(msgspec.Struct, frozen=True, kw_only=True):
-    """One graph being captured by the host, over ``[start_ns, end_ns)``, with so many kernel launches as nodes."""
+    """One graph capture on the host, over ``[start_ns, end_ns)``; its nodes are kernel launches."""
 
     start_ns: int
     end_ns: int
@@ -58,9 +58,9 @@ class HostStall(msgspec.Struct, frozen=True, kw_only=True):
     ``call`` is the driver's function that takes most of the time. ``line`` is the Python function of the user's code
     that makes the call, as the profiler names it. ``operator`` is the innermost operator around it; ``unit`` the layer,
     or else the innermost annotation. ``copied`` names the copy that a call started. ``count`` is the number of calls;
-    those that one operator makes for one purpose count once. ``host_ns`` is their duration. ``idle_ns`` is the GPU's
-    idle time that they cause, at most ``host_ns``. ``followed_ns`` is all idle time between them and the kernel that
-    their thread launches next.
+    several by one operator for one purpose count once. ``host_ns`` is their duration. ``idle_ns`` is the GPU's idle
+    time that they cause, at most ``host_ns``. ``followed_ns`` is all idle time between them and the kernel that their
+    thread launches next.
     """
 
     kind: Stall
@@ -123,11 +123,11 @@ class ExposedSplit(msgspec.Struct, frozen=True, kw_only=True):
 class MessageFigures(msgspec.Struct, frozen=True, kw_only=True):
     """The collectives of one group and operation with sizes in ``[least_bytes, most_bytes]``, over the whole trace.
 
-    ``nodes`` is how many the group spans. ``exposed_ns`` is their share of the steps' exposed time, of which
-    ``waiting_ns`` is known to be waiting. Bandwidths are bus bandwidths in bytes per second: the median with the
-    waiting, the median without (from the rank that entered last; None unless all ranks of the group are here), the
-    largest, and what the link reaches according to ``profile`` of :class:`CommunicationFigures`.
-    ``is_latency_bound`` says whether latency takes at least half of a typical one.
+    ``nodes`` is how many the group spans. ``exposed_ns`` is their share of the steps' exposed time, ``waiting_ns`` the
+    part known to be waiting. Bandwidths are bus bandwidths in bytes per second: the median with the waiting, the median
+    without (from the rank that entered last; None unless all ranks of the group are here), the largest, and what the
+    link reaches according to ``profile`` of :class:`CommunicationFigures`. ``is_latency_bound`` says whether latency
+    takes at least half of a typical one.
     """
 
     op: str
@@ -153,7 +153,7 @@ class CommunicationFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     ``bound`` answers "bandwidth, latency or skew?" over the steps; None without exposed communication. ``profile``
     names the cluster profile that has the trace's device. ``missing`` says why a part is not divided, ``no_launch`` why
-    no launch is told.
+    launches are unknown.
     """
 
     whole: ExposedSplit
@@ -211,7 +211,7 @@ class OperatorFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OperatorTotal(msgspec.Struct, frozen=True, kw_only=True):
-    """All calls in all steps of one operator, whatever their arguments' shapes, of which there are ``shapes``.
+    """All calls of one operator in all steps, over all ``shapes`` distinct shapes of arguments.
 
     Rates are over the calls for which they are known, ``known_ns`` of ``ns``; ``of_roofline`` is the time that the
     peaks allow these over the time that they took.
@@ -241,12 +241,12 @@ class KernelFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Slowdown(msgspec.Struct, frozen=True, kw_only=True):
-    """How much longer kernels run beside communication than alone.
+    """How much longer kernels run during communication than alone.
 
     Only runs of the same work are compared (:func:`~refshard.analysis.operators.same_work`), with three or more each
     way. ``runs`` are those with more than half of their time in communication. ``beside_ns`` and ``alone_ns`` are their
-    time by the median of runs beside it and of runs without any. They are ``slower`` if it is more and no chance: the
-    rank sums of runs beside and alone differ at the 5 % level. Else nothing is lost.
+    time by the median of runs during it and of runs without any. They are ``slower`` if that is significantly more: the
+    rank sums of both differ at the 5 % level. Else nothing is lost.
     """
 
     name: str
@@ -258,7 +258,7 @@ class Slowdown(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def lost_ns(self) -> int:
-        """What communication costs these kernels; 0 where they are not slower beside it."""
+        """What communication costs these kernels; 0 where it does not slow them."""
         return self.beside_ns - self.alone_ns if self.slower else 0
 
     @property
@@ -268,11 +268,11 @@ class Slowdown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Contention(msgspec.Struct, frozen=True, kw_only=True):
-    """What communication costs the kernels that run beside it, over all steps.
+    """What communication costs the kernels that overlap it, over all steps.
 
-    ``classes`` and ``kernels`` are in order of the time lost; empty where no run could be compared. ``compared_ns`` is
-    the time of the runs beside communication that could, of ``beside_ns`` of all such runs; ``shapeless_ns`` is of
-    those that could not and whose operators' shapes are unknown.
+    ``classes`` and ``kernels`` are in order of the time lost; empty where no run could be compared. ``beside_ns`` is
+    the time of all runs during communication, ``compared_ns`` of those compared, ``shapeless_ns`` of those not compared
+    because their operators' shapes are unknown.
     """
 
     classes: tuple[Slowdown, ...]
@@ -291,9 +291,9 @@ class OperatorReport(msgspec.Struct, frozen=True, kw_only=True):
     """What the operators and kernels of all ``steps`` take (of a trace without steps: of the whole, as one).
 
     ``work_ns`` is all work but communication. ``totals`` (by operator), ``operators`` (by operator and shapes) and
-    ``kernels`` are those that take longest, out of ``total_count``, ``operator_count`` and ``kernel_count``; on a CPU
-    there are no kernels. ``hardware`` is the profile that peaks come from. ``contention`` is None where no kernel ran
-    beside communication.
+    ``kernels`` are the longest, out of ``total_count``, ``operator_count`` and ``kernel_count``; on a CPU
+    there are no kernels. ``hardware`` is the profile that peaks come from. ``contention`` is None where no kernel
+    overlapped communication.
     """
 
     steps: int
@@ -332,7 +332,7 @@ class PathPart(msgspec.Struct, frozen=True, kw_only=True):
 class CriticalPath(msgspec.Struct, frozen=True, kw_only=True):
     """The critical path per step, by class and by what it goes through, the longest first.
 
-    The parts add up to the step, but for rounding.
+    The parts add up to the step, except for rounding.
     """
 
     parts: tuple[PathPart, ...]
@@ -349,7 +349,7 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WhatIfFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Replays of ``steps`` steps of a trace, whose mean length is ``step_ns``.
+    """Replays of ``steps`` steps of a trace; their mean length is ``step_ns``.
 
     ``replay_error`` is how far the replay of the unchanged graph is from that, as a share of it, when nothing is held
     that the graph cannot explain. ``what_ifs`` are each alone, the largest gain first. ``order`` is the order in which
@@ -378,7 +378,7 @@ Phase = Literal["forward", "backward", "optimizer"]
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
-    """``bytes`` in ``blocks`` blocks, for one purpose and unit, made by one operator.
+    """``bytes`` in ``blocks`` blocks, allocated by one operator for one purpose and unit.
 
     ``unit`` is the unit of the labels, else the innermost annotation of the user's; ``operator`` the outermost operator
     of the host around the allocation. Both are None where the trace does not tell, ``blocks`` too.
@@ -451,7 +451,7 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
     The window is ``span_ns`` long. ``busy_ns`` is the union of all classes; each class is the union of its own spans,
     so that their sum exceeds it where they overlap. ``exposed_ns`` is communication during which no compute runs,
     ``exposed_any_ns`` communication during which nothing else runs, ``lone_copy_ns`` copies and fills during which
-    nothing else runs, but for those into and out of the buffers of collectives. ``idle_ns`` splits by
+    nothing else runs, except into and out of the buffers of collectives. ``idle_ns`` splits by
     :class:`Cause`; in a trace without launches all of it is ``idle_unknown_ns`` and the others
     are None.
     """
@@ -486,9 +486,9 @@ class GiveWay(msgspec.Struct, frozen=True, kw_only=True):
     """How much preparatory kernels before reduce-scatters hold those back ("give-way effect" of YaFSDP).
 
     ``index`` is the time lost, over the window. ``stretch`` is how many times as long the preparatory kernels took as
-    with nothing beside them, ``baseline`` where that undisturbed duration comes from, in ``samples`` samples of the
-    kernel with the fewest. ``reduces`` counts the reductions that such kernels precede. ``index`` and ``stretch`` are
-    None, and ``reason`` says why, where that is unknown.
+    undisturbed, ``baseline`` where the undisturbed duration comes from, in ``samples`` samples of the kernel with the
+    fewest. ``reduces`` counts the reductions that such kernels precede. ``index`` and ``stretch`` are None, and
+    ``reason`` says why, where that is unknown.
     """
 
     index: float | None = None
@@ -501,7 +501,7 @@ class GiveWay(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CopyOverhead(msgspec.Struct, frozen=True, kw_only=True):
-    """Device time under copy-in and copy-out annotations; ``hidden_ns`` of it is beside compute, the rest is not."""
+    """Device time under copy-in and copy-out annotations; ``hidden_ns`` of it overlaps compute."""
 
     copy_in_ns: int
     copy_out_ns: int
@@ -537,7 +537,7 @@ class StepFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WindowGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """Windows of one kind; times are sums over ``count`` of them, but for the shortest and the longest one's length."""
+    """Windows of one kind; times are sums over ``count`` windows, except for the shortest and longest length."""
 
     name: str
     count: int
@@ -607,8 +607,8 @@ class CollectiveFigures(msgspec.Struct, frozen=True, kw_only=True):
 class IdleFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Gaps of one cause: ``count`` of them, ``ns`` nanoseconds in all, the longest of ``longest_ns``.
 
-    ``what`` is the operator that was launched too late, the call that blocked, or the streams of which one waited for
-    the other; of gaps of unknown cause what ended them, and of those between queued kernels nothing.
+    ``what`` is the operator that was launched too late, the call that blocked, or the two streams if one waited for the
+    other; for gaps of unknown cause what ended them, for gaps between queued kernels nothing.
     """
 
     cause: Cause
@@ -655,9 +655,9 @@ class TraceFigures(msgspec.Struct, frozen=True, kw_only=True):
     ``job`` is the number of the job that its file belongs to, among the files analysed together. ``whole`` is over the
     whole trace, from the first device event's start to the last one's end (of a CPU trace: over its steps, or from the
     first to the last span without steps). ``waits_for`` is empty for a rank whose peers are not here. ``unavailable``
-    says why no verdict on losses can be given, where that is so. If ``host_only``, a device was used of which the trace
-    has no events: the breakdowns are of the host's operators, and are shown to nobody. ``operators`` is None without a
-    trace file to read them from, or without work in its steps. ``what_if`` is None for a CPU's trace.
+    says why there is no verdict on losses, if so. If ``host_only``, a device was used but the trace has no events of
+    it: the breakdowns are of the host's operators, and are not shown. ``operators`` is None without a trace file to
+    read them from, or without work in its steps. ``what_if`` is None for a CPU's trace.
     """
 
     file: str

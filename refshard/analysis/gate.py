@@ -2,7 +2,7 @@
 
 A round launches A and B one after the other, in random order; its sample is d = ln(B / A), each side the median over
 steps of the slowest rank's time. What the machine does to both sides of a round cancels. Under the null hypothesis d is
-symmetric about 0, whatever its distribution, so Wilcoxon's signed-rank test is exact; the estimate of the effect is the
+symmetric about 0 for any distribution, so Wilcoxon's signed-rank test is exact; the estimate of the effect is the
 Hodges-Lehmann median of all pairwise means, and its interval inverts that test (Hollander, Wolfe, Chicken:
 "Nonparametric Statistical Methods", 2014, chapter 3).
 
@@ -33,7 +33,7 @@ _POWER = 0.95
 _OF_A_STAGE = _POWER**0.5
 """Both stages must find it."""
 _EFFICIENCY = 3 / math.pi
-"""Of the Hodges-Lehmann estimate beside the mean, where noise is normal; for heavier tails it is above 1."""
+"""Efficiency of the Hodges-Lehmann estimate relative to the mean for normal noise; above 1 for heavier tails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +110,7 @@ def needs_fresh(screened: Effect, limits: TimeLimits) -> bool:
 def judge(
     screened: Mapping[str, Effect], confirmed: Mapping[str, Effect], limits: TimeLimits
 ) -> dict[str, TimeVerdict]:
-    """The verdict on each case, by name: all were screened, those that :func:`needs_fresh` names have fresh rounds in
+    """The verdict on each case, by name: all were screened; cases that :func:`needs_fresh` names have fresh rounds in
     ``confirmed``. Only suspects can have become slower or faster.
 
     Raises:

@@ -63,7 +63,7 @@ class CallOrder:
 
 
 def host_calls(host: HostEvents, rows: Rows, blocking: Rows) -> CallOrder:
-    """The calls ``rows``, of which ``blocking`` wait for the device."""
+    """The calls ``rows``; the ``blocking`` ones wait for the device."""
     # An operator that stands for its launch goes on after it: it counts as a moment.
     ends = np.where(host.categories[rows] == LAUNCH, host.ends[rows], host.starts[rows])
     order = np.lexsort((-ends, host.starts[rows]))
@@ -114,8 +114,8 @@ _SOON_NS = 100_000
 
 
 def with_hidden_waits(calls: CallOrder, trace: TraceFile, ended: Nanoseconds) -> CallOrder:
-    """The same calls, of which those that free memory begin where their thread's wait began; ``ended`` is when work of
-    the device did.
+    """The same calls, but calls that free memory begin where their thread's wait began; ``ended`` is when the device's
+    work ended.
 
     The thread waited if it made no call until work of the device ended, and freed memory at once. A call keeps its
     begin if another thread's call began in between.
@@ -162,7 +162,7 @@ def inferred_waits(trace: TraceFile, spans: Spans, threads: Ints, streams: Strea
 
 
 def near_ends(spans: Spans, streams: Streams, among: Mask) -> Pairs:
-    """Of queued spans that start just after the end of one on another lane, both ``among`` these."""
+    """Pairs of spans ``among`` these: a queued span, and one on another lane that ended just before it started."""
     before = previous_on_lane(spans)
     free = np.where(before == UNKNOWN, LOWEST, spans.ends[before])
     late = spans.starts - NEAR_NS
@@ -203,8 +203,8 @@ def _after_stream_waits(trace: TraceFile, spans: Spans, threads: Ints, streams: 
 def blocked_for(trace: TraceFile, calls: CallOrder, streams: Streams, blocking: Rows, lanes: Rows) -> Pairs:
     """The calls ``blocking``, each with the spans that it waits for.
 
-    ``lanes`` are those on which each call's thread had launched last. Where the profiler did not record what a call
-    waits for, it is the lane of which the work ended last during the call, or else that lane.
+    ``lanes`` are where each call's thread had launched last. If the profiler did not record what a call waits for, it
+    is the lane whose work ended last during the call, or else that lane.
     """
     begins, ends = calls.begins[blocking], calls.ends[blocking]
     last = np.stack([streams.last_before(lane, begins) for lane in range(len(streams.rows))])
@@ -260,7 +260,7 @@ def _as_pairs(pairs: list[tuple[int, int]]) -> Pairs:
 
 
 ORDINARY = 10
-"""A dependency may cost so many times as much as usual before the rest is called unexplained."""
+"""A dependency may cost this many times the usual before the rest counts as unexplained."""
 LONGEST_ORDINARY_NS = 100_000
 """No dependency of streams, and no launch into an empty queue, ordinarily costs more."""
 NEVER = -(2**62)
@@ -294,7 +294,7 @@ class Delays:
         )
         after_each = starts[waits[0]] - spans.ends[waits[1]]
         bound = (met >= free + gap) & (met >= queued + latency)
-        # Of many waits of which none held a span up, distances say nothing: one costs what following on a stream does.
+        # If many waits held no span up, distances say nothing: a wait costs what following on a stream does.
         known = after_each[after_each >= 0]
         wait = usual(after_waits[bound & (after_waits >= 0)], np.minimum(known, gap) if len(known) >= _FEW else known)
         launch = np.minimum(after_launch, latency)
@@ -318,7 +318,7 @@ class Delays:
 
 
 def usual(bound: Nanoseconds, any_of: Nanoseconds) -> int:
-    """The median of those that were bound by such a dependency; of too few, the least of any."""
+    """The median over the spans bound by such a dependency; if these are too few, the minimum over all."""
     few = int(any_of.min()) if len(any_of) else 0
     return min(LONGEST_ORDINARY_NS, int(np.median(bound)) if len(bound) >= _FEW else few)
 
@@ -328,7 +328,7 @@ MOST_SPANS = 100_000
 TOO_MANY_SPANS = 400_000
 """A step with more is not replayed."""
 FULL_QUEUE = 1000
-"""CUDA lets so many launches wait for the device (1,022 on recent drivers); the next call blocks."""
+"""Launches that CUDA queues for the device (1,022 on recent drivers); the next call blocks."""
 _ROOT = 0
 _COPIES = re.compile(r"[mM]emcpy")
 
@@ -406,7 +406,7 @@ def graph_of(trace: TraceFile, timeline: Timeline, *, most_spans: int = MOST_SPA
     # Windows between which time passes, which a user chose, cannot be replayed together.
     if len(starts) > most_spans or any(one.end != other.start for one, other in pairwise(windows)):
         middle = sorted(windows, key=lambda window: window.end - window.start)[len(windows) // 2]
-        # Of a step alone, also the spans of as long a time before.
+        # For a single step, also the spans of an equally long time before.
         first, last = np.searchsorted(starts, (2 * middle.start - middle.end, middle.end), "left").tolist()
         windows = (middle,)
     if not first < last <= first + TOO_MANY_SPANS or windows[0].start >= windows[-1].end:
@@ -437,7 +437,7 @@ class _Builder:
         self.streams = Streams.of(spans)
         known = callers[callers != UNKNOWN]
         self.only_launches, blocking, host = False, known, trace.host
-        if len(known):  # whether the host made no calls but those that launched, from the first of these to the last
+        if len(known):  # whether the host made only launching calls, from the first launch to the last
             since, until = host.starts[known].min(), host.starts[known].max()
             inside = (host.starts >= since) & (host.starts <= until) & (host.categories == LAUNCH)
             self.only_launches = int(inside.sum()) <= len(np.unique(known))
@@ -521,7 +521,7 @@ class _Builder:
         )  # fmt: skip
 
     def _columns(self, blocks: Rows) -> list[tuple[str, int, Rows, Rows]]:
-        """Of each column of the graph its value at the root, of the blocking calls and of the spans."""
+        """Each column of the graph: its value at the root, for the blocking calls and for the spans."""
         spans, calls = self.spans, self.calls
         none = np.full(len(blocks), NEVER)
         before, before_delays, host_delays, holds, of_spans = self._span_dependencies()
@@ -552,7 +552,7 @@ class _Builder:
         return points - np.where(segments == UNKNOWN, self.root, opened)
 
     def _span_dependencies(self) -> tuple[Rows, Nanoseconds, Nanoseconds, Nanoseconds, tuple[Rows, Rows, Rows]]:
-        """Of the spans: what runs before, its delay, the host's delay, holds, and waits for other streams."""
+        """For the spans: what runs before, its delay, the host's delay, holds, and waits for other streams."""
         spans, streams = self.spans, self.streams
         if self.recorded_waits is None:
             waits = inferred_waits(self.trace, spans, self.threads, streams)
@@ -596,7 +596,7 @@ class _Builder:
         return queued
 
     def _call_dependencies(self, blocks: Rows) -> tuple[Nanoseconds, Nanoseconds, tuple[Rows, Rows, Rows]]:
-        """Of the blocking calls: the host's delay, holds, and the spans that they wait for."""
+        """For the blocking calls: the host's delay, holds, and the spans that they wait for."""
         calls, spans = self.calls, self.spans
         blocked, sources = self.blocked, self.blocked_for
         slack = calls.ends[blocked] - spans.ends[sources]

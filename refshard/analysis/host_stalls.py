@@ -28,7 +28,7 @@ from refshard.events.timeline import (
 )
 
 TIMES_THE_MEDIAN = 20
-"""A launch is long if it takes :data:`LONG_NS`, and so many times the median of all launches."""
+"""A launch is long if it takes :data:`LONG_NS`, and this many times the median of all launches."""
 STALLS = tuple(Stall)
 """Kinds by their code in :attr:`Calls.kinds`."""
 
@@ -48,7 +48,7 @@ class Calls:
 
     ``rows`` are those of :class:`~refshard.events.table.HostEvents`. ``kinds`` index :data:`STALLS`. ``names``,
     ``operators``, ``annotations`` and ``copies`` index :attr:`TraceFile.names`, ``frames`` the names of its frames,
-    ``units`` :attr:`unit_names`; :data:`UNKNOWN` where there is none. ``occurrences`` are alike for the calls that one
+    ``units`` :attr:`unit_names`; :data:`UNKNOWN` if absent. ``occurrences`` are alike for the calls that one
     operator makes for one purpose.
     """
 
@@ -74,7 +74,7 @@ def find_calls(trace: TraceFile, spans: Spans, launches: Launches, starved: Inte
     """The calls that may hold the GPU up. ``starved`` is when nothing runs and nothing is queued."""
     host = trace.host
     lengths, is_call = host.ends - host.starts, host.categories == LAUNCH
-    # Of each event the copy that it launched, if that touches pageable memory, and if the call returned only after it.
+    # For each event the copy that it launched, if that touches pageable memory, and if the call returned only after it.
     copies, pageable, awaited = np.full(len(lengths), UNKNOWN, np.int32), np.zeros(len(lengths), bool), is_call & False
     is_memcpy = np.array([name.startswith("Memcpy") for name in trace.names] or [False])
     of_copies = np.flatnonzero(is_memcpy[spans.names] & (launches.calls != UNKNOWN))

@@ -1,6 +1,6 @@
-"""What Holistic Trace Analysis (HTA) says of a trace, to be held beside what refshard says.
+"""What Holistic Trace Analysis (HTA) says of a trace, to compare with what refshard says.
 
-HTA logs to stdout, raises whatever pandas raises, and takes long over a large trace. So it runs in a process of its own
+HTA logs to stdout, lets pandas errors through, and is slow on large traces. So it runs in a process of its own
 with a time limit, and this is the only file that imports it, in that process alone. ``docs/explanation/metrics.md``
 says where its figures differ from refshard's, and why.
 """
@@ -27,7 +27,7 @@ from refshard.events.timeline import Kind, Timeline
 from refshard.resources import install_extra
 
 DISTRIBUTION = "traceinsight"
-"""The living distribution of HTA, whose import name is ``hta``."""
+"""The maintained distribution of HTA; its import name is ``hta``."""
 
 REMEDY = install_extra("hta")
 
@@ -67,7 +67,7 @@ class HtaFailure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
 def in_its_words(timeline: Timeline) -> HtaFigures | None:
     """Exact figures of a trace by HTA's classes, in which every kernel that neither communicates nor copies computes.
 
-    None for a trace without device events, of which HTA knows nothing.
+    None for a trace without device events, which HTA does not support.
     """
     if not timeline.on_device:
         return None
@@ -98,7 +98,7 @@ def cross_check(
     decimals. ``installed`` gives the version of a distribution, and is there for tests.
 
     Raises:
-        TraceError: HTA is not installed, or not beside a pandas that it works with; the message names the remedy.
+        TraceError: HTA is not installed, or not with a pandas that it works with; the message names the remedy.
     """
     try:
         version = installed(DISTRIBUTION)
@@ -139,7 +139,7 @@ def _how_it_ended(returncode: int, stderr: bytes) -> str:
 
 
 def _analyse(path: str, *, include_last_step: bool) -> HtaFigures | HtaFailure:
-    """In the child: HTA's figures, or what it raised, whatever that is."""
+    """In the child process: HTA's figures, or any exception that it raised."""
     version = importlib.metadata.version(DISTRIBUTION)
     try:
         from hta.trace_analysis import TraceAnalysis

@@ -56,7 +56,7 @@ def group(identities: Sequence[Identity], *, one_job: bool = False) -> list[int]
 
     Traces form one job if they name the same world size, backend, process groups and kind of device, different ranks,
     and were recorded at overlapping times. A trace that names no rank or no world size is a job of its own. With
-    ``one_job`` all are one, whatever they say.
+    ``one_job`` all traces are one job.
 
     Raises:
         TraceError: ``one_job``, but two traces name the same rank.
@@ -83,7 +83,7 @@ def group(identities: Sequence[Identity], *, one_job: bool = False) -> list[int]
 
 
 def rank_in_name(path: Path) -> int | None:
-    """The rank that a file's name tells of, for traces that do not.
+    """The rank in a file's name, for traces that do not name one.
 
     >>> rank_in_name(Path("trace_rank3.json.gz"))
     3

@@ -92,7 +92,7 @@ class InputTable:
 
 
 def input_table(operands: Sequence[Operands]) -> InputTable:
-    """What operands are in words; those that differ in strides or values alone are the same inputs."""
+    """Operands as text; operands that differ only in strides or values are the same inputs."""
     numbers: dict[Inputs, int] = {}
     codes = [
         numbers.setdefault(inputs_of(one.dims, one.types), len(numbers)) if 2 < len(one.dims) <= LONGEST_INPUTS else -1
@@ -179,7 +179,7 @@ def in_autograd(trace: TraceFile, points: Rows, threads: Ints) -> Mask:
 def _match(trace: TraceFile, wanted: Rows, ids: Rows, rows: Rows) -> Rows:
     """The host's row with each wanted id, :data:`UNKNOWN` without one.
 
-    Of several with one id, which a recorder must not write, the last to begin before the device event does.
+    If several have one id, which a recorder must not write, take the last to begin before the device event.
     """
     if not len(ids):
         return np.full(len(wanted), UNKNOWN, np.int64)
@@ -202,7 +202,7 @@ def device_spans(
     launches: Launches,
     communication: Sequence["re.Pattern[str]"] = (),
 ) -> Spans:
-    """All device events of a trace, ordered by start; those whose name holds one of ``communication`` communicate."""
+    """All device events of a trace, ordered by start; names with one of ``communication`` communicate."""
     device, order = trace.device, device_order(trace)
     starts, names = device.starts[order], device.names[order]
     units, under = labels.of_work(launches.threads, launches.points)
@@ -338,7 +338,7 @@ OPERATORS = {
 """torch's operators that communicate, without ``c10d::``; barriers move nothing and are left out."""
 
 OF_SHARDS = frozenset(("allgather_", "reduce_scatter_"))
-"""Operators whose unsharded tensors are lists within a list, which traces leave out: the argument holds the shards."""
+"""Operators that take the shards; the unsharded tensors are nested lists, which traces leave out."""
 BARRIERS = frozenset(("barrier", "monitored_barrier_"))
 _GLOO_RUNS_AS = {"reduce_scatter": "all_reduce"}
 """What gloo calls the run of an operation, where that is another."""
@@ -380,7 +380,7 @@ _SEQUENCE = "Seq"
 
 @dataclass(slots=True, kw_only=True)
 class _Announced:
-    """A collective as the host's own operators tell of it, and the spans that ran for it.
+    """A collective as the host's operators describe it, and the spans that ran for it.
 
     ``shapes`` are those of the unsharded tensors, or ``of_shards``: each of the group's ranks has as many elements.
     """
@@ -748,7 +748,7 @@ def begins_by_correlation(trace: TraceFile, correlations: Rows) -> Nanoseconds:
 
 
 def find_calls(trace: TraceFile, launches: Launches, spans: Spans) -> HostCalls:
-    """What the calls of a trace tell of waits, for its device events in the order of the spans."""
+    """What the calls of a trace say about waits, for its device events in the order of the spans."""
     host = trace.host
     calls = host.categories == LAUNCH
     long = host.ends - host.starts >= LONG_NS
@@ -792,10 +792,10 @@ def timeline_of(
 
     A trace without steps is one window, from its first span to its last.
 
-    Device events with one of ``communication`` in their names communicate, besides those that are known to.
+    Device events with one of ``communication`` in their names communicate, besides the known ones.
 
     Raises:
-        TraceError: the trace holds nothing that could be analysed, or nothing that was asked for.
+        TraceError: the trace holds nothing that can be analysed, or nothing that was requested.
     """
     host_windows, step_rows = host_steps(trace) if options is None else chosen_windows(trace, options)
     labels = find_labels(trace)

@@ -50,7 +50,7 @@ class Nesting:
         return self._at_depth(order - 1, depth - 1, self.starts)
 
     def own(self) -> Nanoseconds:
-        """How long each runs without those that it encloses."""
+        """Duration of each without the labels that it encloses."""
         parents, lengths = self.parents(), self.ends - self.starts
         inner = np.zeros(len(lengths), np.int64)
         enclosed = parents != UNKNOWN
@@ -58,7 +58,7 @@ class Nesting:
         return np.asarray(np.maximum(0, lengths - inner), np.int64)
 
     def _at_depth(self, last: Rows, depth: Rows, points: Nanoseconds) -> Rows:
-        """Of those up to ``last`` the last at ``depth``, if it holds at the point."""
+        """The last label at ``depth`` up to ``last``, if it covers the point."""
         count = len(self.starts)
         if not count:
             return np.full(len(points), UNKNOWN, np.int64)
@@ -98,7 +98,7 @@ def innermost_on(
 
 
 def _with_points(mine: Mask, starts: Nanoseconds, ends: Nanoseconds, points: Nanoseconds) -> Rows:
-    """Of the rows that are ``mine`` those with a point in them: most have none, and the rest takes less memory."""
+    """The ``mine`` rows that contain a point: most contain none, and dropping them saves memory."""
     rows = np.flatnonzero(mine).astype(np.int32)
     before = np.searchsorted(points, starts[rows]).astype(np.int32)
     return rows[before < np.searchsorted(points, ends[rows])].astype(np.int64)
@@ -131,9 +131,9 @@ def innermost_of(trace: TraceFile, candidates: Rows, rows: Rows) -> Rows:
 def operators_of(trace: TraceFile, calls: Rows) -> Rows:
     """The row of :class:`HostEvents` of the operator that each of these of its rows belongs to; or :data:`UNKNOWN`.
 
-    It is the innermost that holds on the row's thread when the row begins (an operator belongs to itself), but for
-    convolutions and attention: there the one that was given the whole problem. What launches a graph belongs to none:
-    its kernels are many operators', which called nothing now.
+    It is the innermost that holds on the row's thread when the row begins (an operator belongs to itself), except for
+    convolutions and attention: there the one that got the whole problem. What launches a graph belongs to none: its
+    kernels are many operators', which called nothing now.
     """
     host = trace.host
     found = np.full(len(calls), UNKNOWN, np.int64)
@@ -149,7 +149,7 @@ def operators_of(trace: TraceFile, calls: Rows) -> Rows:
 
 
 def whole_problems(trace: TraceFile, rows: Rows) -> Rows:
-    """The convolution or attention that was given the whole problem of which each row is part, or :data:`UNKNOWN`."""
+    """The convolution or attention that got the whole problem, which each row is part of, or :data:`UNKNOWN`."""
     is_whole = (trace.host.categories == HOST) & named(trace, _WHOLE)
     return innermost_of(trace, np.flatnonzero(is_whole), rows)
 
@@ -178,7 +178,7 @@ _OF_REFSHARD = {
     "all_gather": Meaning.ALL_GATHER | Meaning.COPY_IN,
     "copy_in": Meaning.REDUCE | Meaning.COPY_IN,
     "copy_out": Meaning.COPY_OUT,
-    # Of whole tensors, in an optimizer's step: what is sent is put together first.
+    # Exchanges whole tensors in an optimizer's step: what is sent is put together first.
     "all_to_all": Meaning.COPY_IN,
     # Over gloo it may wait for a place in which to receive.
     "reduce_scatter": Meaning.REDUCE | Meaning.WAIT,
@@ -256,7 +256,7 @@ class Labels:
         return np.append(self.units[rows], np.int32(UNKNOWN))[place]
 
     def computing(self, points: Rows) -> tuple[Ints, npt.NDArray[np.int16]]:
-        """The unit whose forward or backward was the last begun, and not left, at ``points[i]``, and which of the two.
+        """The unit whose forward or backward began last and has not ended at ``points[i]``, and which of the two.
 
         On any thread: backward runs on one of autograd's while the main thread waits for it, so there is but one such
         unit. Between an optimizer's labels and the next forward there is none.

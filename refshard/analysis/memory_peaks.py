@@ -29,7 +29,7 @@ _NO_UNIT = re.compile(
 """Annotations of torch's own, which name no part of the model."""
 _COMMUNICATES = re.compile(r"^(?:c10d|_c10d_functional|fsdp)::|^record_param_comms")
 _SHARDING = Meaning.ALL_GATHER | Meaning.REDUCE | Meaning.COPY_IN | Meaning.COPY_OUT | Meaning.WAIT
-"""Labels of what runs beside forward and backward, and belongs to neither."""
+"""Labels of work that is neither forward nor backward."""
 _NEVER = np.iinfo(np.int64).max
 _Key = tuple[Category, str | None, str | None]
 
@@ -139,7 +139,7 @@ class _Where:
 
 
 class _Host:
-    """What a trace's host events tell of a moment, and where its phases begin and end."""
+    """What a trace's host events say about a moment, and where its phases begin and end."""
 
     def __init__(self, trace: TraceFile) -> None:
         self._trace = trace

@@ -22,7 +22,7 @@ DTYPES = {
 
 
 def dtype_named(name: object) -> tuple[str, int] | None:
-    """The short name and the bytes of a type of elements; None for what is none.
+    """The short name and the bytes of an element type; None if it is not one.
 
     >>> dtype_named("c10::BFloat16"), dtype_named("Float"), dtype_named("TensorList")
     (('bf16', 2), ('fp32', 4), None)
@@ -265,7 +265,7 @@ _FEW = (3, 2, 4)
 
 
 def short_kernel_names(names: Sequence[str]) -> tuple[str, ...]:
-    """A short name for each kernel; those that would come out alike are numbered."""
+    """A short name for each kernel; equal names are numbered."""
     found = [short_kernel_name(name) for name in names]
     alike, seen = Counter(found), Counter[str]()
     for place, name in enumerate(found):

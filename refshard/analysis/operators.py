@@ -1,4 +1,4 @@
-"""What operators and kernels take, what communication beside them costs them, and how close they come to the peaks.
+"""What operators and kernels take, what concurrent communication costs them, and how close they come to the peaks.
 
 FLOPs and bytes of an operator's call follow from the sizes of its arguments. A multiplication and an addition are two
 FLOPs, as torch.utils.flop_counter counts them. Bytes are a lower bound: each operand is read once and each result
@@ -78,7 +78,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """The arguments of a call by place: tensors (None for what is none), and values as text ("" for tensors)."""
+    """The arguments of a call by place: tensors (None if not a tensor), and values as text ("" for tensors)."""
 
     tensors: tuple[Tensor | None, ...]
     values: tuple[str, ...]
@@ -126,7 +126,7 @@ def work_of(name: str, operands: Operands) -> Work:
 
 
 def _call(operands: Operands) -> _Call:
-    """Arguments by place. Lists of tensors, whose types the trace does not tell, are no tensors here."""
+    """Arguments by place. Lists of tensors do not count as tensors: traces do not give their types."""
     try:
         dims, types = json.loads(operands.dims), json.loads(operands.types or b"[]")
         strides, values = json.loads(operands.strides or b"[]"), json.loads(operands.values or b"[]")
@@ -208,7 +208,7 @@ def _vector(a: int, b: int) -> _Formula:
 
 
 def _out_bytes(operand: Tensor) -> int:
-    """Of an element of a product: fp8 and integers are accumulated into at least two bytes."""
+    """Bytes of an element of a product: fp8 and integers are accumulated into at least two bytes."""
     return max(2, operand.element_bytes)
 
 
@@ -241,12 +241,12 @@ def _convolved(out: Shape, w: Shape) -> int:
 
 
 def _convolution_backward(call: _Call) -> tuple[int, int]:
-    """The gradients of input and weight, as far as they are asked for, each as many FLOPs as forward."""
+    """The requested gradients of input and weight, each as many FLOPs as forward."""
     grad, x, w = (call.shape(place) for place in range(3))
-    asked = re.findall(r"True|False", call.values[10])
-    if len(asked) != 3:
+    flags = re.findall(r"True|False", call.values[10])
+    if len(flags) != 3:
         raise _UnknownError
-    wanted = [is_asked == "True" for is_asked in asked[:2]]
+    wanted = [flag == "True" for flag in flags[:2]]
     results = sum(call.tensor(place).bytes for place, is_wanted in zip((1, 2), wanted) if is_wanted)
     return sum(wanted) * _convolved(x if call.is_true(7) else grad, w), call.bytes + results
 
@@ -336,7 +336,7 @@ _ELEMENTWISE = frozenset((
 
 
 TF32_KERNEL = re.compile(r"tf32|tensorop_s1688|xf32", re.IGNORECASE)
-"""Kernels whose names say that they round fp32 operands to TF32 for the tensor cores."""
+"""Name patterns of kernels that round fp32 operands to TF32 for the tensor cores."""
 
 
 class Peaks(msgspec.Struct, frozen=True, kw_only=True):
@@ -399,7 +399,7 @@ def roofline(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Launched:
-    """A row for each piece of work: a span of a device, or an operator of a CPU less those that it calls.
+    """A row for each piece of work: a device span, or a CPU operator less the operators that it calls.
 
     ``spans`` are rows of :class:`~refshard.events.timeline.Spans` (on a CPU :data:`UNKNOWN`), ``calls`` the rows of
     :class:`HostEvents` of the operator that the work is for, or :data:`UNKNOWN`. ``names``
@@ -420,8 +420,8 @@ class Launched:
 def launched_work(trace: TraceFile, timeline: Timeline) -> Launched:
     """All work of a trace, and the operator that each piece is for, by the rule of :mod:`refshard.analysis.labels`.
 
-    On a CPU it is the main thread's operators that count as compute, each less the time of those that it calls, and of
-    collectives that it issues, so that their sum is the union of these.
+    On a CPU the main thread's operators count as compute, each less the time of the operators that it calls and of the
+    collectives that it issues, so their sum is their union.
     """
     host, spans = trace.host, timeline.spans
     if timeline.on_device:
@@ -478,7 +478,7 @@ def same_work(spans: Spans, rows: Rows, operands: Ints) -> Rows:
 ENOUGH = 3
 """So many runs of each sort are needed before they are compared."""
 SIGNIFICANT = 1.96
-"""Beyond so many standard deviations a difference of ranks is no chance, at 5 %."""
+"""A difference of ranks beyond this many standard deviations is significant at 5 %."""
 _MOST = 50
 
 
@@ -488,8 +488,8 @@ def find_contention(
 ) -> Contention | None:  # fmt: skip
     """Compare the spans ``rows``, of these ``classes`` and ``operands``; ``shorts`` are their kernels' names by code.
 
-    A run is beside communication if more than half of it is, and alone if nothing of it is. None if no run is beside
-    communication.
+    A run is during communication if more than half of it overlaps any, and alone if none of it does. None if no run is
+    during communication.
     """
     spans, comm, works = timeline.spans, timeline.busy(Kind.COMM), same_work(timeline.spans, rows, operands)
     lengths = spans.ends[rows] - spans.starts[rows]
@@ -523,8 +523,8 @@ def find_contention(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Comparison:
-    """Of each group: whether it has enough runs of both sorts, how many are ``beside``, the medians of both, and the
-    rank sum of those beside: by how much it exceeds its expectation, and its variance, as :meth:`over` weighs them.
+    """Per group: whether it has enough runs of both kinds, how many are ``beside``, both medians, and the excess of the
+    rank sum of ``beside`` over its expectation, and its variance, as :meth:`over` weighs them.
     """
 
     enough: Mask
@@ -593,7 +593,7 @@ def _medians(groups: Rows, values: Nanoseconds, count: int) -> npt.NDArray[np.fl
 MOST = 60
 """Most operators, and kernels, in a report."""
 _MOST_HELD = 3000
-"""Of so many, by operator and shapes, FLOPs and bytes are counted."""
+"""Most operators, by name and shapes, with FLOPs and bytes counted."""
 _LACKS = "no shapes of its arguments"
 _OVER_LINK = "it copies from or to the host: the link bounds it, not the device's memory"
 _TO_OR_FROM_HOST = re.compile(r"HtoD|DtoH|HostToDevice|DeviceToHost")
@@ -615,7 +615,7 @@ def operator_report(trace: TraceFile, timeline: Timeline, device: str) -> Operat
         names = spans.names[mine.spans]
         codes = np.unique(names).tolist()
         shorts = dict(zip(codes, short_kernel_names([spans.name_table[code] for code in codes])))
-        # Of kernels alone: how long a copy takes depends on its bytes, which nothing here tells.
+        # Kernels only: how long a copy takes depends on its bytes, which are unknown here.
         is_kernel = (trace.device.categories[device_order(trace)] == KERNEL)[mine.spans]
         contention = find_contention(timeline, mine.spans[is_kernel], its[is_kernel], mine.operands[is_kernel], shorts)
         sample, group = grouped(names, its)
@@ -668,7 +668,7 @@ def _mean(over: Sequence[OperatorFigures], key: str) -> float | None:
 def _classes(trace: TraceFile, timeline: Timeline, work: Launched) -> npt.NDArray[np.int8]:
     """The class of each piece of work: by its operator, or else by its kernel.
 
-    What the host launched in an optimizer's step is the optimizer's, but for products, attention and convolutions.
+    Work launched in an optimizer's step is the optimizer's, except products, attention and convolutions.
     """
     found = _by_name(trace.names, work.names, class_of_operator)
     is_copy = np.zeros(len(found), np.bool_)
@@ -698,10 +698,10 @@ def _operators(
     trace: TraceFile, timeline: Timeline, work: Launched, classes: npt.NDArray[np.int8], device: str,
     shorts: Mapping[int, str],
 ) -> list[OperatorFigures]:  # fmt: skip
-    """All operators by their arguments' shapes, those that take longest first, with rates of the first ones."""
+    """All operators by their arguments' shapes, the longest first, with rates of the first ones."""
     sample, group = grouped(work.names, work.operands, classes)
     totals, work_ns = sums(group, work.ns, len(sample)), int(work.ns.sum())
-    # How many calls the work of each group is of; work of which no call is known is one each.
+    # Number of calls behind the work of each group; work without a known call counts as one call each.
     order = np.lexsort((work.calls, group))
     ordered, own = group[order], work.calls[order]
     is_new = np.ones(len(group), np.bool_)

@@ -30,9 +30,9 @@ from refshard.events.timeline import (
 NEVER = int(np.iinfo(np.int64).max)
 """The launch of a span that no span on its lane is known to have been launched after, and of one that never comes."""
 LATENCIES = 1.5
-"""A span that starts within so many of the trace's launch latencies after its launch waited for nothing else."""
+"""A span that starts within this many launch latencies of its launch waited for nothing else."""
 SHORTEST_NS, LONGEST_NS, DISTANCES = 2_000, 10_000, 3
-"""How far queued kernels may be apart: so many times the lower quartile of their distances, within these bounds."""
+"""Largest gap between queued kernels: this many times the lower quartile of their gaps, within these bounds."""
 
 
 CAUSES = tuple(Cause)
@@ -75,7 +75,7 @@ class Gaps:
 
 
 def knows_launches(spans: Spans) -> bool:
-    """Whether the trace tells of any span when it was launched."""
+    """Whether the trace has the launch time of any span."""
     return bool(np.any(spans.launches != UNKNOWN))
 
 
@@ -157,7 +157,7 @@ def _dependencies(gaps: Gaps, timeline: Timeline, near: Mask) -> tuple[Mask, Row
 
     Where waits of streams are recorded, a follower waited if one of its is for a span that ended as the gap began; or,
     as an event may be one that waited for another, if it has any and started ``near`` the end of another lane's span.
-    Elsewhere it did if its thread told a stream to wait, and all are taken to that started ``near`` such an end.
+    Elsewhere it did if its thread made a stream wait; every span that started ``near`` such an end counts as waiting.
     """
     spans, calls, comes = timeline.spans, timeline.calls, gaps.followers != UNKNOWN
     if calls is None or not len(calls.waiting):
@@ -199,7 +199,7 @@ def _blocked(gaps: Gaps, until: Nanoseconds, calls: HostCalls | None) -> tuple[M
 
 
 def idle_figures(timeline: Timeline) -> tuple[IdleFigures, ...]:
-    """The gaps in the windows of a timeline, those that took most time first; empty where no launch is known."""
+    """The gaps in the windows of a timeline, the longest first; empty where no launch is known."""
     spans, calls = timeline.spans, timeline.calls
     if not len(spans) or not knows_launches(spans):
         return ()
@@ -307,7 +307,7 @@ def step_breakdowns(timeline: Timeline) -> tuple[Breakdown, ...]:
 def collectives_per_step(timeline: Timeline) -> dict[int, tuple[tuple[str, int, int], ...]]:
     """Per step the collectives that the host announced in it, as sorted ``(op, count, bytes)``.
 
-    Steps without any have an empty entry; a collective outside of the steps is none of theirs.
+    Steps without any have an empty entry; collectives outside of the steps are left out.
 
     Raises:
         TraceError: the trace does not hold the size of one of them.

@@ -35,7 +35,7 @@ class _Captures(msgspec.Struct):
 
 
 def calls(trace: TraceFile, pattern: "re.Pattern[str]") -> Rows:
-    """Rows of :attr:`TraceFile.host` of the runtime's and driver's calls whose names hold the pattern."""
+    """Rows of :attr:`TraceFile.host` with runtime and driver calls that match the pattern."""
     return np.flatnonzero((trace.host.categories == LAUNCH) & named(trace, pattern))
 
 
@@ -86,7 +86,7 @@ def _capture_at(trace: TraceFile, rows: Rows, found: _Captures) -> Rows:
 
 
 def _replays(trace: TraceFile, spans: Spans, captures: tuple[Capture, ...]) -> tuple[Replays, ...]:
-    """The launches of graphs of which the trace has device events, which bear the launch's correlation id."""
+    """The graph launches with device events in the trace, which carry the launch's correlation id."""
     host, replays = trace.host, calls(trace, _REPLAYS)
     replays = replays[host.correlations[replays] > 0]
     if not len(replays):
@@ -378,7 +378,7 @@ def _streams(spans: Spans) -> Iterator[TraceWarning]:
 
 
 def _steps(trace: TraceFile, timeline: Timeline) -> Iterator[TraceWarning]:
-    """Steps of which nothing ran, steps that contradict each other, and what ran outside of all steps."""
+    """Steps in which nothing ran, steps that contradict each other, and what ran outside of all steps."""
     if any(window.name is not None for window in timeline.host_windows):
         return  # chosen windows, which are not the steps that the trace announces
     unused, renumbered = left_out(trace, timeline.host_windows)

@@ -1,8 +1,8 @@
 """Who is fastest and who needs the least memory, per setting and world size: one decision, for sentences and tables.
 
-A *ranking* compares the strategies whose launches all ended ok, without the unsharded reference, which runs on another
-number of GPUs. A measured strategy needs three launches to be ranked by time; a calculated time always repeats, so one
-is enough.
+A *ranking* compares the strategies whose launches all ended ok, without the unsharded reference, which runs on a
+different number of GPUs. A measured strategy needs three launches to be ranked by time; a calculated time always
+repeats, so one is enough.
 """
 
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class Rival:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranking:
-    """One setting at one world size: ``cases`` are all of its cases, ``candidates`` those that compete.
+    """One setting at one world size: ``cases`` are all of its cases, ``candidates`` the competing ones.
 
     ``ranked`` are the candidates that may be ranked by time; it is empty if only one of several may. ``rivals`` are the
     ranked ones without the ``winner``, fastest first. ``peaks`` has the memory of each candidate, B, least first:

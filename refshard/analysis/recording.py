@@ -66,8 +66,8 @@ class _Watching(TorchDispatchMode):
 class OperatorCensus(_Watching):
     """Notes what runs inside. Each operator then takes some microseconds longer, so no time is taken there.
 
-    Of what is compiled it sees the operators that remain, collectives and matrix products mostly, and once the call of
-    the compiled code as a whole: what is fused has no operator, and its buffers are allocated without one.
+    In compiled code it sees only the operators that remain, mostly collectives and matrix products, and the call of the
+    compiled code as a whole: fused code has no operator, and its buffers are allocated without one.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ def _storages(nested: Any) -> dict[int, int]:
 
 
 MOST_POINTS = 128
-"""Of a course."""
+"""Most points of a course."""
 
 
 class AllocatorPeak:
@@ -205,7 +205,7 @@ def highest_of(samples: Sequence[int]) -> tuple[int, ...]:
 
 
 class _Sampler(_Watching):
-    """Asks for the allocated bytes after every operator; within what is compiled, after those that remain there."""
+    """Reads the allocated bytes after every operator; in compiled code, after the operators that remain."""
 
     def __init__(self, allocated: Callable[[], int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

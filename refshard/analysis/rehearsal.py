@@ -12,7 +12,7 @@ from refshard.analysis.gate import LogRatios, Verdict, effect_of, judge, needs_f
 from refshard.specs.gate import TimeLimits
 
 Rounds = tuple[LogRatios, LogRatios]
-"""The rounds that screen a case, and those that would confirm it."""
+"""The rounds that screen a case, and the rounds that would confirm it."""
 Draw = Callable[[np.random.Generator], Mapping[str, Rounds]]
 """Draws the rounds of every case of one gate."""
 

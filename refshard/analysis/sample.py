@@ -140,7 +140,7 @@ def exponential(x: float) -> float:
 
 
 def too_few(launches: int) -> tuple[str, ...]:
-    """Why so many launches give no interval; empty if they give one."""
+    """Why this many launches give no interval; empty if they give one."""
     return () if launches >= MIN_LAUNCHES else (f"n = {launches}: no interval",)
 
 

@@ -2,8 +2,8 @@
 what is lost to fragmentation.
 
 A snapshot is what ``torch.cuda.memory._dump_snapshot`` writes, read without running anything that it could name. The
-segments say what is there now, exactly. The history says what was asked for and given back before; what was there when
-it began follows from what is there now. It has the sizes that were asked for, not those the allocator rounds to.
+segments say what is there now, exactly. The history says what was allocated and freed before; what was there when
+it began follows from what is there now. It has the requested sizes, not the allocator's rounded ones.
 
 A timeline is what torch's profiler exports (``export_memory_timeline`` to a file that ends in ``.raw.json.gz``): an
 array of ``[ns, action, bytes, category]``, with what each tensor's bytes are for, as torch judges by the graph of
@@ -54,7 +54,7 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A part of a segment. ``requested_size`` is what was asked for, ``frames`` where, if that was recorded."""
+    """A part of a segment. ``requested_size`` is the requested size, ``frames`` where, if recorded."""
 
     size: _Bytes
     state: str
@@ -96,7 +96,7 @@ class _Snapshot(msgspec.Struct, kw_only=True):
 class AllocatorHistory:
     """What one device's allocator did, in its order, as columns.
 
-    ``actions`` are codes of :data:`ACTIONS`, ``sizes`` bytes as they were asked for, ``times`` microseconds since 1970
+    ``actions`` are codes of :data:`ACTIONS`, ``sizes`` bytes as requested, ``times`` microseconds since 1970
     or -1, ``sites`` index :attr:`MemorySnapshot.sites` or are :data:`NO_SITE`. ``addresses`` are those of blocks and
     segments; of an ``oom``, the bytes that the device had free.
     """
@@ -164,7 +164,7 @@ def read_snapshot(path: Path) -> MemorySnapshot:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Refuses whatever is not a container, text or a number: only a name can make an unpickler call something."""
+    """Refuses anything but containers, text and numbers: only a name can make an unpickler call something."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         """Refuse."""
@@ -206,7 +206,7 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 class _Sites:
-    """Numbers the lines at which memory was asked for; a stack that many entries share is looked at once."""
+    """Numbers the lines that allocated memory; a stack that many entries share is looked at once."""
 
     def __init__(self) -> None:
         self.table: dict[Site, int] = {}
@@ -258,7 +258,7 @@ _MOST = 100
 class Fragmentation(msgspec.Struct, frozen=True, kw_only=True):
     """Where reserved memory is, in bytes; all but ``largest_free_bytes`` add up to it.
 
-    ``requested_bytes`` were asked for, and ``rounding_bytes`` added to that, in blocks that tensors use.
+    ``requested_bytes`` were requested, and ``rounding_bytes`` added to that, in blocks that tensors use.
     ``pending_bytes`` are blocks freed that another stream may still use. ``split_bytes`` are free, in segments that
     hold used blocks, so that they cannot be given back to the device; ``unused_bytes`` are segments that hold none.
     ``largest_free_bytes`` is the largest free block: a larger one needs new memory of the device.
@@ -307,14 +307,14 @@ class LineFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SizeFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """``blocks`` blocks of ``size`` bytes as they were asked for."""
+    """``blocks`` blocks of ``size`` bytes as requested."""
 
     size: int
     blocks: int
 
 
 class OomFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """An allocation that failed: what was asked for, and what was there, in bytes. ``time_us`` is since 1970."""
+    """An allocation that failed: what was requested, and what was free, in bytes. ``time_us`` is since 1970."""
 
     asked_bytes: int
     device_free_bytes: int
@@ -325,7 +325,7 @@ class OomFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HistoryFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What a recorded history of ``entries`` calls tells; sizes are those that were asked for.
+    """What a recorded history of ``entries`` calls shows; sizes are the requested ones.
 
     The peak is the moment with most ``requested_bytes`` in blocks that tensors use; ``pending_bytes`` and
     ``reserved_bytes`` are of that moment, ``most_reserved_bytes`` of any. ``early_bytes`` of it were there before the
@@ -471,7 +471,7 @@ def _fragmentation(segments: Iterable[Segment]) -> Fragmentation:
 
 
 class _Now:
-    """The blocks that tensors use now, as columns of one length: their sizes as they were asked for. ``pending_bytes``
+    """The blocks that tensors use now, as columns of one length: their requested sizes. ``pending_bytes``
     are those of blocks that are freed and that another stream may still use.
     """
 
@@ -505,7 +505,7 @@ CATEGORIES = (
 """By torch's numbers."""
 _START = b"[["
 _MOST_BYTES = 1 << 30
-"""Of decompressed text: more would not fit where a trace does."""
+"""Most bytes of decompressed text: more would not fit where a trace does."""
 
 
 class MemoryTimelineFigures(msgspec.Struct, frozen=True, kw_only=True):

@@ -78,7 +78,7 @@ def scaled(pairs: Sequence[Validated]) -> tuple[float, list[float]]:
 def in_order(pairs: Sequence[Validated]) -> tuple[int, int]:
     """How many pairs of strategies in one setting are predicted in their measured order, and how many there are.
 
-    Only pairs whose measured intervals do not overlap count.
+    Only pairs with disjoint measured intervals count.
     """
     agreed = known = 0
     settings = {id(pair): pair.predicted.spec.changed(strategy="") for pair in pairs}

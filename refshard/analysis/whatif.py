@@ -266,7 +266,7 @@ def what_ifs(graph: Graph, waited: Sequence[tuple[int, int]] = ()) -> WhatIfFigu
 def _ranked(
     graph: Graph, times: Times, changes: dict[str, _Change], now: int, details: dict[str, str]
 ) -> tuple[WhatIf, ...]:
-    """Each change to ``times``, of which a step takes ``now``, the largest gain first."""
+    """Each change to ``times``, the largest gain first; a step takes ``now``."""
     found = []
     for what, change in changes.items():
         step = min(now, step_ns(graph, change(times)))

@@ -44,7 +44,7 @@ def host_steps(trace: TraceFile) -> tuple[tuple[Window, ...], Rows]:
 
 
 def outermost(trace: TraceFile, rows: Rows) -> Rows:
-    """Those of the thread that has most of them, in order of time, without those that begin within another."""
+    """The windows of the thread with most of them, in order of time, without nested ones."""
     host = trace.host
     if not len(rows):
         return rows
@@ -58,7 +58,7 @@ def outermost(trace: TraceFile, rows: Rows) -> Rows:
 
 
 def left_out(trace: TraceFile, windows: tuple[Window, ...]) -> tuple[int, bool]:
-    """How many annotations of steps are none of ``windows``, and whether these bear numbers of their own."""
+    """How many annotations of steps are not in ``windows``, and whether these have their own numbers."""
     host = trace.host
     codes = [code for code, name in enumerate(trace.names) if _STEP.match(name)]
     announced = np.isin(host.names, codes) & np.isin(host.categories, (ANNOTATION, HOST))

@@ -43,10 +43,10 @@ class Options:
 def calibrate(output: Path | None, options: Options) -> Answer:
     """Measure, and write the profile to ``output``, or to a new file under ``runs/``.
 
-    While ranks measure, their samples lie in a folder beside it. That is removed once everything was measured.
+    While ranks measure, their samples are in a folder next to it, which is removed once everything was measured.
 
     Raises:
-        RefshardError: what was asked for cannot be measured, or too little was measured for a profile.
+        RefshardError: the request cannot be measured, or too little was measured for a profile.
         KeyboardInterrupt: it was cut short; samples until then are kept.
     """
     check_launcher(options.launcher, options.sbatch)
@@ -91,7 +91,7 @@ def _new_profile() -> Path:
 
 
 def _samples_folder(target: Path) -> Path:
-    """A new folder beside the profile: a minute later is late to learn that nothing can be written there."""
+    """A new folder next to the profile, made at once: if nothing can be written there, fail before measuring."""
     if target.is_dir():
         raise SpecError(f"out: {target} is a folder; name the file to write")
     profile = _new_profile() if target == STDOUT else target
@@ -120,10 +120,10 @@ def _write(profile: ClusterSpec, target: Path, ended: str | None) -> Answer:
 
 
 def device(given: str) -> Device:
-    """The device that is asked for.
+    """The requested device.
 
     Raises:
-        SpecError: there is none of this name.
+        SpecError: unknown name.
     """
     for known in get_args(Device):
         if given == known:

@@ -13,8 +13,8 @@ from refshard.report.run.compare import compare_runs, compare_strategies
 
 
 def compare(a: str, others: Sequence[str], run: Path | None) -> Answer:
-    """``a`` and each of ``others``: folders of runs; else strategies of ``run`` (by default runs/latest), all of which
-    are compared with ``a`` if it is the only one named.
+    """``a`` and each of ``others``: folders of runs; else strategies of ``run`` (by default runs/latest): if only ``a``
+    is named, all others are compared with it.
 
     Raises:
         SpecError: runs and strategies are mixed, or the run has no case of a strategy.

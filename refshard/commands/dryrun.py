@@ -60,7 +60,7 @@ def dryrun(options: Options, *, trace: Path | None = None, html: Path | None = N
 
 
 def _gpus(options: Options, command: TrainingCommand, cluster: ClusterSpec) -> int:
-    """As given, else as torchrun was told, else the whole cluster."""
+    """As given, else torchrun's number, else the whole cluster."""
     if options.gpus is not None:
         if options.gpus < 1:
             raise SpecError(f"dryrun: gpus must be >= 1, got {options.gpus}")

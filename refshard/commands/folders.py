@@ -14,7 +14,7 @@ def find_run(folder: Path) -> Path:
     """``folder``, if a run was begun in it.
 
     Raises:
-        StoreError: there is none; the message names the runs in it, or the nearest folder.
+        StoreError: not a run; the message names the runs in it, or the nearest folder.
     """
     if holds_run(folder):
         return folder

@@ -37,8 +37,8 @@ class Options:
 
     With a ``baseline`` (a revision or a checkout), it and the ``candidate`` are both launched here; with
     ``strategies``, the candidate is launched under each of the two, the baseline first. Times are compared unless
-    ``exact`` is all that is wanted. Without either, exact metrics are held against those that were accepted, and with
-    ``portable``, where this machine has none, against another's, as far as they do not depend on the machine.
+    ``exact``. Without either, exact metrics are compared with the accepted ones. With ``portable``, if this machine has
+    none, metrics that do not depend on the machine are compared with another's.
 
     Raises:
         SpecError: it makes no sense.
@@ -69,7 +69,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """Where the verdict goes beside the terminal.
+    """Where the verdict goes besides the terminal.
 
     Raises:
         SpecError: a file cannot be written there.
@@ -90,7 +90,7 @@ def gate(options: Options, outputs: Outputs) -> Answer:
     """Hold the gate; the status is that of ``refshard gate``.
 
     Raises:
-        SpecError: what is asked for makes no sense; nothing was launched.
+        SpecError: the options make no sense; nothing was launched.
         KeyboardInterrupt: it was cut short; finished launches are saved.
     """
     if options.baseline is None and options.strategies is None:
@@ -138,7 +138,7 @@ def accept(run: Path, reason: str, baselines: Path = resources.BASELINES) -> str
     """Make a run's exact metrics the baseline; return what to print.
 
     Raises:
-        RefshardError: the run is none, or did not end well; or no reason is given.
+        RefshardError: it is not a run, or did not end well; or no reason is given.
     """
     path, before = accept_run(read_run(find_run(run)), baselines, reason)
     if before is None:
@@ -216,8 +216,8 @@ def beside(
     *,
     own: bool,
 ) -> GateCase:
-    """One case beside what was accepted for it; all its ``records``, one a launch, must be as that is. Of measured
-    peaks of memory the smallest counts.
+    """One case compared with what was accepted; all its ``records``, one a launch, must match. The smallest measured
+    peak of memory counts.
     """
     bad = next((record for record in records if record.state != "ok"), None)
     if bad is not None:
@@ -248,5 +248,5 @@ def find_accepted(options: Options, suite: SuiteSpec, environment: Environment) 
     alike = [other for other in others if not {"torch", "gpus"} & set(differing[other.fingerprint])]
     if options.portable and alike:
         return min(alike, key=lambda other: len(differing[other.fingerprint]))
-    told = "; ".join(f"{f} was {closest.machine.get(f)} and is {here[f]}" for f in differing[closest.fingerprint])
-    return f"no baseline for this machine ({environment.id}); the closest is {closest.fingerprint}: {told}; {remedy}"
+    change = "; ".join(f"{f} was {closest.machine.get(f)} and is {here[f]}" for f in differing[closest.fingerprint])
+    return f"no baseline for this machine ({environment.id}); the closest is {closest.fingerprint}: {change}; {remedy}"

@@ -12,10 +12,10 @@ from refshard.report.run.answer import history_answer
 
 
 def history(folder: Path, *, metric: str, suite: str | None) -> Answer:
-    """The runs in ``folder``, one folder each; of ``suite`` only, if given. What cannot be read is told and left out.
+    """The runs in ``folder``, one folder each; of ``suite`` only, if given. Unreadable runs are reported and left out.
 
     Raises:
-        SpecError: there is no such metric, or no run of which it is known.
+        SpecError: there is no such metric, or no run has it.
     """
     if metric not in METRICS:
         raise SpecError(f"metric: unknown '{metric}'; {nearest(metric, list(METRICS))}")

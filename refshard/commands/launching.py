@@ -17,7 +17,7 @@ from refshard.specs.case import Case
 from refshard.specs.suite import NetworkSpec, SuiteSpec
 
 LAUNCHERS = ("local", "torchrun", "slurm")
-"""Those that the command line chooses from; ``netlab`` comes with what is said of its network."""
+"""The command line's choices; ``netlab`` comes with a suite's network."""
 
 
 def serve_rank(launcher: str | None) -> int | None:
@@ -63,7 +63,7 @@ def make_launcher(
 
 
 def run_folder(name: str) -> Path:
-    """A fresh folder name under ``runs/`` of the current directory, which is told."""
+    """A fresh folder name under ``runs/`` of the current directory, also printed."""
     folder = new_run_folder(name)
     tell(f"run folder: {folder}")
     return folder

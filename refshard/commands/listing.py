@@ -26,7 +26,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def listing(kind: str) -> Answer:
-    """What there is of one kind, a row each.
+    """All available items of one kind, a row each.
 
     Raises:
         SpecError: there is no such kind.

@@ -19,7 +19,7 @@ from refshard.specs.writing import to_toml
 _CASE_KEYS = (*KEYS, BATCH_PER_RANK)
 _SUITE_KEYS = ("name", "about", "rounds", "launcher", "dry_run_first")
 _TEXTS = ("name", "about")
-"""Keys whose values may hold commas."""
+"""Keys with values that may hold commas."""
 _DEFAULTS: dict[str, Any] = {"model": "llama-tiny", "gpus": 2, BATCH_PER_RANK: 1}
 """What options alone leave open."""
 
@@ -130,7 +130,7 @@ def _defaults(keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def _replaced(table: dict[str, Any], keys: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
-    """A table with the keys in place of its own and of those that all share; a batch replaces either kind of batch, and
+    """A table with the keys in place of its own and the shared ones; a batch replaces either kind of batch, and
     what is at the ``top`` of the suite its own.
     """
     sizes = {"global_batch", BATCH_PER_RANK}

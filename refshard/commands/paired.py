@@ -32,10 +32,10 @@ def side_by_side(
     oversubscribe: bool,
     baselines: Path,
 ) -> GateReport:
-    """Launch both, and compare. Each revision is asked for its own ``suite``; the baseline's limits hold.
+    """Launch both, and compare. Each revision loads its own ``suite``; the baseline's limits hold.
 
     Raises:
-        SpecError: what is asked for makes no sense; nothing was launched.
+        SpecError: the options make no sense; nothing was launched.
     """
     with ExitStack() as open_:
         checkouts = {r: open_.enter_context(checked_out(r, Path.cwd())) for r in dict.fromkeys(revisions)}
@@ -62,10 +62,10 @@ def side_by_side(
 
 
 def suite_in(source: Path, given: str) -> SuiteSpec:
-    """The suite as a checkout has it, a path or a name; if it has none of it, as this one does.
+    """The suite from a checkout, by path or name; if it is not there, from this one.
 
     Raises:
-        SpecError: there is none, or it is wrong.
+        SpecError: it does not exist, or it is invalid.
     """
     found = next((path for path in (source / given, source / "suites" / f"{given}.toml") if path.is_file()), None)
     return load_suite(found or find_suite(given))
@@ -115,13 +115,13 @@ class Comparison:
     cases: tuple[GateCase, ...] = ()
 
     def hold(self, held: PairedRounds, references: list[Case], compared: list[Case], *, exact: bool) -> None:
-        """Launch each case once alone, then those that can be timed in rounds."""
+        """Launch each case once alone, then the timeable cases in rounds."""
         if self.strategies is not None:
             compared = list(dict.fromkeys(of_strategy(case, self.strategies[0]) for case in compared))
         held.apart(references)
         held.apart(compared)
-        told = compared if self.strategies is not None else [*references, *compared]
-        first = {case: held.last(case) for case in told}
+        reported = compared if self.strategies is not None else [*references, *compared]
+        first = {case: held.last(case) for case in reported}
         self.cases = tuple(self._exactly(case, *records, held) for case, records in first.items())
         if exact:
             return
@@ -146,7 +146,7 @@ class Comparison:
         return GateCase(name=case.name, changes=found, remark=remark)
 
     def _with_times(self, held: PairedRounds, timed: Sequence[Case]) -> list[GateCase]:
-        """Screen all, then hold fresh rounds of those that need them."""
+        """Screen all cases, then run fresh rounds of those in doubt."""
         limits = self.spec.times
         found = {case.name: case for case in self.cases}
         screened = self._rounds(held, timed, limits.screen_rounds, found)
@@ -160,18 +160,18 @@ class Comparison:
     def _rounds(
         self, held: PairedRounds, cases: Sequence[Case], rounds: int, found: dict[str, GateCase]
     ) -> dict[str, Effect]:
-        """What B takes over A in each case whose rounds are enough; of the others ``found`` says what went wrong."""
+        """B's time over A's in each case with enough rounds; for the others ``found`` says what went wrong."""
         first = held.rounds
         held.hold(cases, rounds)
         enough: dict[str, Effect] = {}
         for case in cases:
             log_ratios, failures = held.log_ratios(case, first), held.failures(case, first)
             if len(failures[1]) > len(failures[0]):
-                told = f"in {len(failures[1])} of {rounds} rounds {_trouble('the candidate', failures[1][0])}"
-                found[case.name] = replace(found[case.name], trouble=told)
+                trouble = f"in {len(failures[1])} of {rounds} rounds {_trouble('the candidate', failures[1][0])}"
+                found[case.name] = replace(found[case.name], trouble=trouble)
             elif len(log_ratios) < max(FEWEST_ROUNDS, rounds // 2):
-                told = f"only {len(log_ratios)} of {rounds} rounds ended ok on both sides"
-                found[case.name] = replace(found[case.name], trouble=told, trouble_is="inconclusive")
+                trouble = f"only {len(log_ratios)} of {rounds} rounds ended ok on both sides"
+                found[case.name] = replace(found[case.name], trouble=trouble, trouble_is="inconclusive")
             else:
                 enough[case.name] = effect_of(log_ratios)
         return enough

@@ -44,7 +44,7 @@ LARGE_MODEL, TOKENS, LARGE_TOKENS = 100 * 10**9, 4 * 2**20, 16 * 2**20
 """Tokens of a step of ``--search`` where none are given, and those of a model of 100 B parameters and more: the batch
 that Llama 3 405B was trained with in the end (Grattafiori et al., 2024)."""
 UPSTREAM = "yafsdp"
-"""The strategy whose name is also the end of one of the engine's."""
+"""Also the end of the name of one of the engine's strategies."""
 Name = TypeVar("Name", bound=str)
 _FACTORS = {"": 1, "K": 2**10, "M": 2**20}
 
@@ -194,7 +194,7 @@ def _with_dry_runs(size: Size, options: Options, model: ModelSpec, cluster: Clus
     from refshard.measure.dry.proxies import Extrapolated, Setting
     from refshard.measure.dry.rounds import Rounds, dry_run_rounds
 
-    extension()  # builds the fake device if there is none
+    extension()  # builds the fake device if it is missing
     setting = Setting(model=model, cluster=cluster)
     rounds = Rounds(
         count=count, usable_bytes=usable(cluster.accelerator), each_s=DRY_RUN_S, all_s=DRY_RUNS_S

@@ -64,7 +64,7 @@ def printed(command: Callable[..., Answer]) -> Callable[..., None]:
 
 
 def rendered(answer: Answer, name: str, options: dict[str, bool], stream: TextIO) -> str:
-    """The answer of the command ``name`` in the form that is asked for, for ``stream``."""
+    """The answer of the command ``name`` in the requested format, for ``stream``."""
     if options["as_json"]:
         return forms.as_json(answer, name)
     if options["as_csv"]:
@@ -111,7 +111,7 @@ def tell(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Say on standard error what must be seen, whatever is printed."""
+    """Print on standard error what must be seen in every output format."""
     print(text, file=sys.stderr, flush=True)
 
 

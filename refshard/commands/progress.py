@@ -22,12 +22,12 @@ from refshard.specs.case import Case
 
 _STEP = re.compile(r"(?P<phase>.+) (?P<step>\d+)/\d+")
 _WIDTHS = (0, len("warm-up 10/10"), len("0.123 steps/s"), len("about 12 min 34 s left"))
-"""Of launches, step, rate and remaining time, so that nothing jumps from one to the next."""
+"""Column widths of launches, step, rate and remaining time, so that nothing jumps between updates."""
 _REFRESHES_PER_S = 2  # the ranks need the cores
 
 
 class Course:
-    """How far a run has come, from what its observer is told; ``clock`` gives seconds."""
+    """Progress of a run, from its observer's events; ``clock`` gives seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -100,10 +100,10 @@ class Lines(Observer):
     def case_ended(self, record: LaunchRecord) -> None:
         course, took_s = self._course, self._course.end()
         step_time = _step_time_s(record)
-        told = plain(record.error or "") if step_time is None else f"step time {format_seconds(step_time)}"
+        text = plain(record.error or "") if step_time is None else f"step time {format_seconds(step_time)}"
         left = f", {_left(course)}" if course.index < course.total else ""
         print(
-            f"[{course.index}/{course.total}] {record.state:<8} {_label(record.case, record.round)}: {told}  "
+            f"[{course.index}/{course.total}] {record.state:<8} {_label(record.case, record.round)}: {text}  "
             f"(took {format_seconds(took_s)}{left})",
             file=sys.stderr,
             flush=True,
@@ -195,9 +195,9 @@ def ended(record: LaunchRecord, course: Course) -> RenderableType:
     """One line on a launch that ended, cut to the terminal's width; below it the error, if there was one."""
     place = f"{course.index:>{len(str(course.total))}}/{course.total}"
     step_time = _step_time_s(record)
-    told = "" if step_time is None else f"{format_seconds(step_time):>8} a step  "
+    took = "" if step_time is None else f"{format_seconds(step_time):>8} a step  "
     label = _label(record.case, record.round)
-    line = Text(f"{place}  {record.state:<8} {told}{label}", no_wrap=True, overflow="ellipsis")
+    line = Text(f"{place}  {record.state:<8} {took}{label}", no_wrap=True, overflow="ellipsis")
     if record.state != "ok":
         line.stylize("red")
     error = [] if record.error is None else [Padding(Text(plain(record.error)), (0, 0, 0, len(place) + 2))]

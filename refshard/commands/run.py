@@ -33,12 +33,12 @@ from refshard.specs.suite import SuiteSpec
 class Options:
     """What to measure, and where.
 
-    ``suite`` is None if a run is to be resumed: that in the folder ``resume``, of which only what is missing is
-    measured; a suite given with it must be the run's. ``launcher`` replaces the suite's; ``sbatch`` are options for the
-    launcher ``slurm``. ``only`` names the cases of the suite to measure, by name or hash; references come along.
-    ``dry_run_on`` names a cluster on which the measured cases are dry-run instead. ``dry_run_first`` names the one on
-    which they are dry-run before; ``"auto"`` is the first with this machine's GPUs, ``"no"`` is none, and by default
-    the suite decides. With ``launch_all``, cases are launched even if their dry run says that they will not fit.
+    ``suite`` is None to resume the run in the folder ``resume``: only what is missing is measured; a suite given with
+    it must be the run's. ``launcher`` replaces the suite's; ``sbatch`` are options for the launcher ``slurm``. ``only``
+    names the cases of the suite to measure, by name or hash; references come along. ``dry_run_on`` names a cluster on
+    which the measured cases are dry-run instead. ``dry_run_first`` names a cluster to dry-run them on before launching;
+    ``"auto"`` is the first with this machine's GPUs, ``"no"`` skips it, and by default the suite decides. With
+    ``launch_all``, cases are launched even if their dry run says that they will not fit.
     """
 
     suite: SuiteSpec | None
@@ -78,10 +78,10 @@ def run(options: Options) -> Answer:
 
 
 def chosen(options: Options) -> SuiteSpec | None:
-    """The suite with what is asked of it: some of its cases only, or dry runs in place of measurements.
+    """The suite with the options applied: some of its cases only, or dry runs in place of measurements.
 
     Raises:
-        SpecError: a run is resumed, whose cases are chosen already.
+        SpecError: the run is resumed, so its cases are already chosen.
     """
     given = options.suite
     for option, is_given in (("only", bool(options.only)), ("dry-run-on", options.dry_run_on is not None)):
@@ -133,7 +133,7 @@ def _run(suite: SuiteSpec, given: SuiteSpec | None, options: Options, launcher: 
 
 
 def _to_skip(suite: SuiteSpec, options: Options, environment: Environment, folder: Path) -> Mapping[Case, str]:
-    """Cases whose dry run says that they will not fit, and why; none if they are to be launched all the same."""
+    """Cases that do not fit by their dry run, and why; empty if they are to be launched anyway."""
     cluster = options.dry_run_first or ("auto" if suite.dry_run_first else "no")
     found = {} if cluster == "no" else cases_to_skip(suite, cluster, environment, folder, tell)
     if found:
@@ -145,7 +145,7 @@ def _cut_short(folder: Path) -> str:
     """What is saved of the run, and the command that goes on with it."""
     try:
         kept = read_run(folder)
-    except StoreError:  # there is none yet, or but a file without a line
+    except StoreError:  # there is no run yet, or only an empty file
         return "nothing was launched yet"
     of = f" of {kept.header.planned}" if kept.header.planned else ""
     resume = shlex.join(["refshard", "run", "--resume", str(folder)])
@@ -153,7 +153,7 @@ def _cut_short(folder: Path) -> str:
 
 
 def launcher_of(suite: SuiteSpec, options: Options) -> AbstractContextManager[Launcher]:
-    """The launcher that is asked for, or the suite's, once it is known to work here.
+    """The requested launcher, or the suite's, once it is known to work here.
 
     Raises:
         RefshardError: there is no such launcher, or it does not work here.

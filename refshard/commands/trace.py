@@ -28,7 +28,7 @@ _SUFFIXES = (".json", ".json.gz", ".sqlite")
 _NAMED = 3
 """Skipped files of folders that are named; folders may hold many that are no traces."""
 _MOST_GRAPHS = 8
-"""Ranks whose graphs stay in memory to replay a step in which every rank is on time."""
+"""Number of graphs kept in memory, one a rank, to replay a step in which every rank is on time."""
 
 
 def trace(

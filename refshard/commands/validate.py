@@ -1,4 +1,4 @@
-"""``refshard validate``: predictions beside what was measured or published."""
+"""``refshard validate``: predictions against measured or published results."""
 
 import importlib.util
 from pathlib import Path
@@ -12,10 +12,10 @@ from refshard.report.blocks import Answer
 def validate(
     run: Path | None, *, fidelity: str = "plan", only: str | None = None, published: Path | None = None
 ) -> Answer:
-    """Predictions beside the measured cases of a run, or without one beside every published run and claim.
+    """Predictions against the measured cases of a run, or without one against every published run and claim.
 
-    ``published`` is a table of one's own, instead of the checkout's. With the fidelity "dryrun", published runs beside
-    dry runs, of those with ``only`` in their name; without it, also the recorded cases of real GPUs.
+    ``published`` is a table of one's own, instead of the checkout's. With the fidelity "dryrun", published runs against
+    dry runs, only runs with ``only`` in their name; without it, also the recorded cases of real GPUs.
 
     Raises:
         StoreError: there is no run in the folder, or it is damaged.

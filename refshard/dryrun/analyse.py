@@ -72,7 +72,7 @@ class Analysis:
 
     @property
     def fits(self) -> bool:
-        """Whether the allocator got what was asked of it."""
+        """Whether the allocator served all requests."""
         return self.run.refused is None and self.run.answer.outcome != "oom"
 
     @property
@@ -99,7 +99,7 @@ class Analysis:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of one GPU."""
+        """Tokens per second of one GPU."""
         return self.tokens / self.step_s if self.tokens and self.step_s else None
 
     @property

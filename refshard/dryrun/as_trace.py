@@ -76,7 +76,7 @@ LEAVE = Label("refshard::leave", Meaning.LEAVE)
 _BY_OPERATOR = {
     "all_gather_copy_in": GATHER, "chunk_cat": COPY_IN, "_chunk_cat": COPY_IN, "split_with_sizes_copy": COPY_OUT,
 }  # fmt: skip
-"""Kernels that FSDP2 moves parameters and gradients with, on whatever stream they run."""
+"""Kernels that FSDP2 moves parameters and gradients with, on any stream."""
 _BY_PHASE = {
     Phase.OTHER: NONE, Phase.FORWARD: FORWARD, Phase.BACKWARD: BACKWARD, Phase.RECOMPUTE: FORWARD,
     Phase.OPTIMIZER: OPTIMIZER,
@@ -140,7 +140,7 @@ def _labels(recording: Recording, main: int) -> npt.NDArray[np.int64]:
 
 
 def _serving(recording: Recording, collectives: npt.NDArray[np.bool_], main: int) -> list[int]:
-    """Streams of these collectives, and those that they wait for; never the main one."""
+    """Streams of these collectives, and the streams that they wait for; never the main one."""
     carrying = set(recording.streams[collectives].tolist())
     recorded: dict[int, int] = {}
     feeding = set[int]()
@@ -338,8 +338,8 @@ class _Builder:
             operands, spelled = -1, f"{name} {json.dumps(text)} "
             if kind == Kind.COLLECTIVE:
                 spelled = f"{name}  "
-                operator, asked, about = self._message(row)
-                self._host_args[len(self._host)] = {"External id": number, **asked}
+                operator, arguments, about = self._message(row)
+                self._host_args[len(self._host)] = {"External id": number, **arguments}
                 ids = {"External id": number, "correlation": number}
                 self._device_args[at] = {**ids, "device": 0, "context": 1, "stream": stream, **about}
             else:
@@ -392,11 +392,11 @@ class _Builder:
             "In msg nelems": part if op == "all_gather" else whole,
             "Out msg nelems": part if op == "reduce_scatter" else whole,
         }  # fmt: skip
-        asked: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         if op != "barrier":
             dims = [[whole], [part]] if unsharded == 0 else [[part], [whole]]
-            asked = {"Input Dims": dims, "Input type": [of_torch] * 2}
-        return f"c10d::{operator}", asked, about
+            arguments = {"Input Dims": dims, "Input type": [of_torch] * 2}
+        return f"c10d::{operator}", arguments, about
 
     def _memory(self) -> MemoryEvents:
         """What the caching allocator hands out and takes back, with what is out and what is reserved after that."""
@@ -417,7 +417,7 @@ class _Builder:
 
 
 def _columns(table: type, rows: Sequence[Sequence[int]], **same: int) -> dict[str, npt.NDArray[Any]]:
-    """The columns of a table in the order of its fields, from rows without those that are the ``same`` in all."""
+    """The columns of a table in the order of its fields, from rows without the fields that are the ``same`` in all."""
     names = [name for name in table.__dataclass_fields__ if name in TYPES and name not in same]  # type: ignore[attr-defined]
     columns = np.array(rows, np.int64).reshape(-1, len(names)).T
     found: dict[str, npt.NDArray[Any]] = {name: column.astype(TYPES[name]) for name, column in zip(names, columns)}

@@ -137,7 +137,7 @@ class Device:
         self._gates[row] = gate, passes
 
     def let_go(self) -> "list[Device]":
-        """The devices that this one let go on since it was asked last."""
+        """The devices that this one released since the last call."""
         released, self._released = self._released, []
         return released
 
@@ -244,7 +244,7 @@ class Device:
                 self._ready.extend(step.waiting)
 
     def admit(self, stream: _Stream, work: Work) -> None:
-        """Begin, or queue for a link: first come, first served, and of those that come at once, the first launched."""
+        """Begin, or queue for a link: first come, first served; if several come at once, the first launched."""
         if work.link < 0:
             self._begin(stream, work)
         else:

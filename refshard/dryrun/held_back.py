@@ -3,9 +3,9 @@
 While a script runs, the device knows only what the host has waited for, so such memory stays held for too long: an
 upper bound. The recording of the run, priced and replayed, tells how far each stream had come at every allocation. With
 these answers the allocator goes through the same calls again; addresses in the recording stay those of the script's
-run. Runs without such memory need none of this.
+run. Runs without such memory do not need this.
 
-``record_stream()`` holds a freed block until other streams have passed what they had been asked when it was freed.
+``record_stream()`` holds a freed block until other streams have passed what had been issued to them when it was freed.
 torch records a CUDA event on each of them, and queries the events at every allocation.
 
 Giving memory back to the device makes the host wait, so other segments may change the replay. If they do, replay and
@@ -81,7 +81,7 @@ class AsReplayed(Follower):
         self.progress = _replayed_progress(self, ext)
         self.row = 0
         self.known = -1  # the last event that the allocator has waited for
-        self.last: dict[int, int] = {}  # event asked of each stream
+        self.last: dict[int, int] = {}  # event issued to each stream
         self.now: list[int] = replayed.host_starts.tolist()
         self.finished: list[int] = finish_times(recording, replayed).tolist()
         self._streams: list[int] = recording.streams.tolist()
@@ -123,7 +123,7 @@ def on_stream(recording: Recording) -> npt.NDArray[np.bool_]:
 def finish_times(recording: Recording, replayed: Replayed) -> npt.NDArray[np.int64]:
     """When a stream has passed each event, in nanoseconds of the replay; for what no stream passes, when the host has.
 
-    Streams run in order, so a stream has then passed all that it was asked before.
+    Streams run in order, so a stream has then passed all that was issued to it before.
     """
     found = replayed.host_ends.copy()
     passed: dict[int, int] = {}
@@ -141,7 +141,7 @@ def finish_times(recording: Recording, replayed: Replayed) -> npt.NDArray[np.int
 EMPTY_CACHE = "empty_cache"
 """Why the host waits where a script empties the allocator's cache."""
 MakeAllocator = Callable[[Any, Callable[[int], None]], Any]
-"""Makes the extension's allocator from what tells of streams and what is told of segments."""
+"""Makes the extension's allocator from a source of stream progress and a callback for segments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +171,7 @@ class Reallocation:
 
 
 class UnknownBlockError(Exception):
-    """The recording gives a block back whose allocation it does not have."""
+    """The recording frees a block without a recorded allocation."""
 
 
 def reallocate(recording: Recording, follower: Follower, make: MakeAllocator, *, reset: int = 0) -> Reallocation:
@@ -279,7 +279,7 @@ def stops(recording: Recording) -> Iterator[int]:
 
 
 UNLIMITED = 0
-"""The memory of a device that has no end, for :func:`settle`. Scripts have to be told a number."""
+"""The memory of an unlimited device, for :func:`settle`. Scripts need a number."""
 _MOST_REPLAYS = 4
 
 

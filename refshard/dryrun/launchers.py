@@ -52,7 +52,7 @@ class Launchers:
 
     @contextmanager
     def following(self, *, program: bool) -> Iterator[None]:
-        """Intercept the calls that start ranks; with ``program``, also those that start any process of this Python."""
+        """Intercept the calls that start ranks; with ``program``, also calls that start any process of this Python."""
         import torch.distributed.launcher.api as elastic
         import torch.multiprocessing as multiprocessing
 
@@ -94,10 +94,10 @@ class Launchers:
         function(int(self._rank["LOCAL_RANK"]), *args)
 
     def _notice(self, ranks: int) -> None:
-        asked = self._rank["WORLD_SIZE"]
-        if str(ranks) != asked:
+        gpus = self._rank["WORLD_SIZE"]
+        if str(ranks) != gpus:
             print(
-                f"refshard: the launcher would start {ranks} ranks; this dry run has {asked} (set by --gpus)",
+                f"refshard: the launcher would start {ranks} ranks; this dry run has {gpus} (set by --gpus)",
                 file=sys.stderr,
             )
 

@@ -81,7 +81,7 @@ def account_memory(recording: Recording) -> MemoryAccount:
 
 
 def live_rows(recording: Recording, at: int) -> npt.NDArray[np.int64]:
-    """Rows of the ``ALLOCATE`` events whose blocks live after event ``at``."""
+    """Rows of the ``ALLOCATE`` events with blocks that live after event ``at``."""
     until = slice(0, at + 1)
     made = np.flatnonzero(recording.kinds[until] == Kind.ALLOCATE)
     freed = recording.subjects[until][recording.kinds[until] == Kind.FREE]
@@ -89,18 +89,18 @@ def live_rows(recording: Recording, at: int) -> npt.NDArray[np.int64]:
 
 
 def categories(recording: Recording, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
-    """What these allocations hold: as told, else by the phase in which they were made.
+    """What these allocations hold: as recorded, else by the phase in which they were made.
 
     What forward and backward make and nobody names are activations, or gradients of these; so is what is made outside
     of modules once one has run, such as a loss. What an optimizer makes and does not keep is its workspace.
     """
-    told = recording.categories[rows]
+    recorded = recording.categories[rows]
     phases = recording.phases[rows]
     inside = np.flatnonzero(recording.phases != Phase.OTHER)
     guessed = np.full(len(rows), Category.OTHER, np.uint8)
     guessed[rows >= (inside[0] if len(inside) else len(recording))] = Category.ACTIVATIONS
     guessed[phases == Phase.OPTIMIZER] = Category.WORKSPACE
-    return np.where(told == Category.OTHER, guessed, told)
+    return np.where(recorded == Category.OTHER, guessed, recorded)
 
 
 def _held(recording: Recording, rows: npt.NDArray[np.int64]) -> tuple[Held, ...]:

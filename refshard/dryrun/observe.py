@@ -26,7 +26,7 @@ class Peaks:
         self._before = Pool(allocated=0, active=0, reserved=0, requested=0)
 
     def install(self) -> None:
-        """Look at the statistics before every reset, for the life of this process."""
+        """Read the statistics before every reset, until this process ends."""
         reset = torch._C._cuda_resetPeakMemoryStats
 
         def keep_and_reset(device: int) -> None:
@@ -55,7 +55,7 @@ _SHARING_AXES = frozenset({"tp", "cp", "sp", "pp", "tensor", "context", "pipelin
 
 
 class StepsDone(BaseException):
-    """Ends a script after the optimizer steps that were asked for; no ``except Exception`` of its own stops it."""
+    """Ends a script after the requested optimizer steps; no ``except Exception`` of its own stops it."""
 
 
 class Observer:
@@ -80,7 +80,7 @@ class Observer:
         self.tokens: list[int] = []
 
     def install(self) -> None:
-        """Hook into torch, for the life of this process."""
+        """Hook into torch until this process ends."""
         register_module_forward_pre_hook(self._enter)
         register_module_forward_hook(self._leave, always_call=True)
         register_optimizer_step_pre_hook(self._before_step)
@@ -94,7 +94,7 @@ class Observer:
     @property
     def sharing(self) -> int:
         """How many ranks work on the same tokens: those along mesh axes that are named as tensor, context or pipeline
-        parallelism's, of whatever mesh a parameter lies on.
+        parallelism's, on any parameter's mesh.
         """
         degrees = {1}
         for parameter in self._parameters():
@@ -122,7 +122,7 @@ class Observer:
         self._ext.pop_module()
 
     def _name(self, root: nn.Module) -> None:
-        """Number the modules of a model whose outermost module runs for the first time, by their paths within it."""
+        """Number a model's modules by their paths within it, when its outermost module first runs."""
         self._roots[id(root)] = root
         for path, module in root.named_modules():
             self._codes.setdefault(id(module), self._ext.module_code(path or ROOT))
@@ -198,7 +198,7 @@ def _local(value: Any) -> Any:
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
-    """Some subclasses of tensors have parts that have storages, and none of their own."""
+    """Some subclasses of tensors have no storage of their own, but parts that have."""
     try:
         return tensor.untyped_storage().nbytes() > 0
     except (NotImplementedError, RuntimeError):

@@ -55,9 +55,9 @@ STRIDED_PER_MULTIPROCESSOR = 1.9e9
 def operator_seconds(
     hardware: HardwareSpec, operator: str, signature: str, flags: int, reads: int, writes: int
 ) -> float:
-    """What a launch of ``operator`` takes that reads and writes so many bytes.
+    """Seconds of a launch of ``operator`` that reads ``reads`` and writes ``writes`` bytes.
 
-    Gradients of the loss are written only, whatever tensors their operator is given.
+    Backward of a loss only writes its gradients, even if its operator gets more tensors.
     """
     _, _, op = operator.rpartition("::")
     nbytes = float(writes if op in ("nll_loss_backward", "nll_loss2d_backward") else reads + writes)
@@ -70,7 +70,7 @@ def operator_seconds(
 
 
 def _copied(signature: str) -> float:
-    """Of a copy, whose signature has the result first."""
+    """Time factor of a copy; its signature has the result first."""
     to, given = (element_bytes(tensor.dtype) for tensor in parse(signature).inputs)
     return WIDENED if to > given else NARROWED if to < given else 1.0
 
@@ -102,7 +102,7 @@ COSTS = HostCosts(
 
 
 def host_seconds(recording: Recording, host_s: float) -> npt.NDArray[np.float64]:
-    """Seconds by event, on a machine whose host needs ``host_s`` for a kernel of a small decoder layer."""
+    """Seconds by event, if the host needs ``host_s`` for a kernel of a small decoder layer."""
     seconds: npt.NDArray[np.float64] = host_work(recording) @ np.array(COSTS) * (host_s / PER_KERNEL_S)
     return seconds
 
@@ -118,7 +118,7 @@ def host_work(recording: Recording) -> npt.NDArray[np.float64]:
 NO_LINK, WITHIN, BETWEEN, SENDING, RECEIVING = -1, 0, 1, 2, 3
 """Codes of :attr:`Prices.links`: what a collective occupies. Messages go both ways at once, so they have two."""
 GROUPED_PART = 0.76
-"""Of a plain product's rate, what a grouped one reaches: the experts of Qwen3-30B-A3B on an H200."""
+"""Part of a plain product's rate that a grouped one reaches: the experts of Qwen3-30B-A3B on an H200."""
 _AS: dict[str, CollectiveOp] = {
     "all_gather": "all_gather", "reduce_scatter": "reduce_scatter", "all_reduce": "all_reduce",
     "all_to_all": "all_to_all", "broadcast": "broadcast", "reduce": "broadcast", "gather": "all_gather",
@@ -138,7 +138,7 @@ _TOUCHED_PER_READ = {"_fused_adam": 7 / 4, "_fused_sgd": 5 / 3, "_fused_adagrad"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Doubt:
-    """Operators of one name, ``count`` launches of ``seconds`` in all, the price of which is uncertain, and why."""
+    """Operators of one name with an uncertain price, and why: ``count`` launches of ``seconds`` in all."""
 
     name: str
     reason: str
@@ -214,7 +214,7 @@ class _Pricing:
         return seconds, flops
 
     def doubts(self) -> tuple[Doubt, ...]:
-        """Of all launches that were priced, by name and reason; what takes most first."""
+        """Over all launches that were priced, by name and reason, the longest first."""
         counts: Counter[tuple[str, str]] = Counter()
         seconds: Counter[tuple[str, str]] = Counter()
         for key, count in self._doubted.items():

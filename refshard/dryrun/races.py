@@ -6,8 +6,8 @@ launches from then on. Accesses that nothing orders may run either way on a GPU,
 wait for the default stream: torch and NCCL make theirs non-blocking.
 
 Memory that the allocator hands on is covered, since addresses are compared, not tensors. A block's stream uses it again
-at once after it was freed; another stream that still uses it then races with whatever the block's next owner does. Such
-a pair is told apart by :attr:`Conflict.REUSE`.
+at once after it was freed; another stream that still uses it then races with the block's next owner. Such a pair is
+marked :attr:`Conflict.REUSE`.
 
 What it cannot see: the host's own accesses (pinned memory that the host changes while a copy that does not block reads
 it), other ranks, and what kernels do within an operator. The host counts as one timeline, whichever of its threads
@@ -60,7 +60,7 @@ def known_before(recording: Recording, touching: npt.NDArray[np.bool_]) -> dict[
 
 
 def _clock_order(recording: Recording, touching: npt.NDArray[np.bool_], rows: npt.NDArray[np.int64]) -> list[int]:
-    """All streams of these rows, those that touch memory first."""
+    """All streams of these rows; streams that touch memory come first."""
     touch = set(recording.streams[touching].tolist())
     return sorted(touch) + sorted(set(recording.streams[rows].tolist()) - touch)
 
@@ -95,7 +95,7 @@ class _Order:
         return self._events.get(event, self._nothing)
 
     def clock(self, stream: int) -> Clock:
-        """All that is over once everything asked of a stream so far is."""
+        """All events that have ended once everything issued to a stream so far has."""
         clock = list(self._begun(stream))
         clock[self._places[stream]] = len(self.known[stream])
         return clock
@@ -364,7 +364,7 @@ class _Tally:
         return tuple(found)
 
     def _freed_after(self, accesses: IntArray) -> IntArray:
-        """For each access, the first row after it that frees memory which it touches; past the end if there is none."""
+        """For each access, the first later row that frees memory which it touches; past the end if no row does."""
         distinct, inverse = np.unique(accesses, return_inverse=True)
         for access in distinct.tolist():
             if access not in self._freed:

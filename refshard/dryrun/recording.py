@@ -1,4 +1,4 @@
-"""What one rank asked of its device, in the order in which the host asked for it.
+"""What one rank requested of its device, in the order of the host's calls.
 
 A recording is a table with one row per event. Columns are numpy arrays of one length; names, modules, signatures and
 sites are codes into tables of strings, so that a step of 100,000 events takes a few megabytes.
@@ -24,11 +24,11 @@ class Kind(IntEnum):
 
     ``LAUNCH`` puts an operator on ``stream``. ``COLLECTIVE`` puts a collective on ``stream``. ``RECORD`` records the
     event ``subject`` on ``stream``; ``WAIT`` lets ``stream`` wait for it. ``SYNCHRONISE`` lets the host wait: for
-    ``stream``, for the event ``subject`` if that is not 0, or for the whole device if neither is given. ``ALLOCATE``
+    ``stream``, for the event ``subject`` if not 0, or for the whole device if neither is given. ``ALLOCATE``
     and ``FREE`` are blocks of the caching allocator, ``SEGMENT`` is memory that the allocator takes from the device
     (negative: gives back). ``MARK`` is a boundary that the driver set, such as the end of a step. ``HOLD`` is
     ``record_stream()``: once freed, the block ``subject`` is held back until ``stream``, which is not its own, has
-    passed what it was asked by then.
+    passed what it was given by then.
     """
 
     LAUNCH = 0
@@ -96,20 +96,20 @@ class Recording:
     - ``kinds`` (uint8): a :class:`Kind`.
     - ``names`` (int32, into ``name_table``): the operator (``aten::mm``), the collective (``all_gather``), why the host
       waits (``item``), or what a mark says.
-    - ``streams`` (int64): the stream's id, 0 being the default stream, :data:`NO_STREAM` where there is none.
+    - ``streams`` (int64): the stream's id, 0 being the default stream, :data:`NO_STREAM` if not on a stream.
     - ``subjects`` (int64): an event's id (``RECORD``, ``WAIT``, ``SYNCHRONISE``), a group's id (``COLLECTIVE``), a
       block's id (``ALLOCATE``, ``FREE``, ``HOLD``; never used again), a peer for ``send`` and ``recv`` in the upper 32
       bits.
     - ``sizes`` (int64): bytes of the block (as rounded by the allocator) or of the segment; of a collective, of the
       unsharded tensor.
     - ``reads``, ``writes`` (int64): bytes that the operator reads and writes; of ``ALLOCATE`` and ``FREE``, ``reads``
-      is the block's address, and of ``ALLOCATE``, ``writes`` are the bytes as asked for.
+      is the block's address, and of ``ALLOCATE``, ``writes`` are the bytes as requested.
     - ``signatures`` (int32, into ``signature_table``): tensors in the order of the operator's arguments, then results,
       as in ``bf16[2,8192,4096] bf16[4096,14336] -> bf16[2,8192,14336]``.
     - ``modules`` (int32, into ``module_table``): the module's path within the model, empty where unknown.
     - ``phases`` (uint8): a :class:`Phase`. ``flags`` (int32): a :class:`Flag`.
     - ``categories`` (uint8): a :class:`Category` of each ``ALLOCATE``, else 0.
-    - ``threads`` (int32): the host's thread, 0 being the first that asked for anything.
+    - ``threads`` (int32): the host's thread, 0 being the first to issue anything.
     - ``sites`` (int32, into ``site_table``): the line of the user's script, as ``train.py:31 in train``; only where the
       host waits.
     - ``host_operators``, ``host_dispatched``, ``host_nodes``, ``host_calls`` (int32): what the host did since the event

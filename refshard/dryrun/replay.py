@@ -1,9 +1,9 @@
 """When each event of a recording starts and ends: the host asks in order, streams run in order, and both wait.
 
 A launch takes its host time, and its kernel starts when that is over, the stream is free and all that the stream waits
-for is done. The collectives of one group run one at a time, in the order of the host's calls, whatever streams they are
-on. A synchronisation stops the host until the device has got there, and so does giving memory back, since
-``cudaFree`` waits for the device.
+for is done. The collectives of one group run one at a time, in the order of the host's calls, on any streams. A
+synchronisation stops the host until the device has got there, and so does giving memory back, since ``cudaFree`` waits
+for the device.
 
 Several ranks that are replayed together share the time: their common collectives begin when the last of them is ready,
 and a message is received once it is sent; each rank then queues for its own links. A rank on its own finds all others
@@ -53,11 +53,10 @@ def _shares(recording: Recording, prices: Prices) -> npt.NDArray[np.int64]:
 class Host:
     """Hands a recording's events to a device. Backward's threads run while the main thread waits: there is one clock.
 
-    A group's communicator runs one collective at a time, in the order in which the host asked for them and whatever
-    streams they are on: NCCL makes each stream wait for the communicator's last collective. Messages between two ranks
-    have communicators of their own.
+    A group's communicator runs one collective at a time, in the order of the host's calls, on any streams: NCCL makes
+    each stream wait for the communicator's last collective. Messages between two ranks have communicators of their own.
 
-    ``starts`` and ``ends`` are when it asked for each event and when it was free again, in nanoseconds.
+    ``starts`` and ``ends`` are when it issued each event and when it was free again, in nanoseconds.
     """
 
     def __init__(self, recording: Recording, prices: Prices, device: Device) -> None:
@@ -82,7 +81,7 @@ class Host:
 
     @property
     def finished(self) -> bool:
-        """Whether the host has asked for everything, and the device has done it."""
+        """Whether the host has issued everything, and the device has done it."""
         return self._row == len(self._kinds) and not self._awaited and self._device.idle
 
     def settle(self) -> None:
@@ -160,7 +159,7 @@ class Member:
 def meetings(recordings: Sequence[Recording]) -> list[tuple[Member, ...]]:
     """All events that more than one of these recordings takes part in.
 
-    What only one of them has, of whatever others take part, is no meeting.
+    An event in only one recording is left out, even if other ranks take part in it.
     """
     if len(recordings) < 2:
         return []
@@ -205,11 +204,11 @@ __all__ = ["NEVER", "NS", "Replayed", "main_stream", "replay", "replay_together"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Replayed:
-    """Times of a recording's events, int64 nanoseconds since the host asked for the first one.
+    """Times of a recording's events, int64 nanoseconds since the host issued the first one.
 
-    ``starts`` and ``ends`` are those on the stream, :data:`NEVER` for events that are none of a launch or a collective.
-    The host asked for event ``i`` from ``host_starts[i]`` on and was free again at ``host_ends[i]``, when a launch had
-    reached its stream and a synchronisation was over. ``main_stream`` is the one that computes most.
+    ``starts`` and ``ends`` are those on the stream, :data:`NEVER` for events that are neither a launch nor a
+    collective. The host issued event ``i`` from ``host_starts[i]`` on and was free again at ``host_ends[i]``, when a
+    launch had reached its stream and a synchronisation was over. ``main_stream`` is the one that computes most.
     """
 
     starts: npt.NDArray[np.int64]

@@ -1,4 +1,4 @@
-"""What a dry run is asked for, and what it leaves: the exchange between the two processes of one."""
+"""A dry run's request and result, which its two processes exchange."""
 
 from typing import Literal
 
@@ -10,10 +10,10 @@ Outcome = Literal["stepped", "ended", "oom", "failed"]
 """How the script went: it took the steps, ended before it had, ran out of the GPU's memory, or raised."""
 HeldUntil = Literal["", "gpu", "host"]
 """Until when memory that ``record_stream()`` holds back counts as held: until the GPU is done with it by the replay, or
-until the host has waited, an upper bound. Empty if there is none.
+until the host has waited, an upper bound. Empty if none is held back.
 """
 UNLIMITED_BYTES = 2**50
-"""The memory of a GPU that is to have no end."""
+"""The memory of a GPU without a limit."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +52,7 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What the script's process says of itself; its events are in the recording beside it.
+    """What the script's process reports; its events are in the recording next to it.
 
     ``error`` is the first line of what it raised, ``where`` the line of the script that raised it. ``tokens`` are those
     that the outermost module was given in training, summed over all steps; 0 where it was given none; ``sharing`` ranks

@@ -1,4 +1,4 @@
-"""Run one rank of a script on the fake device, in a separate process, and return what it asked the device for."""
+"""Run one rank of a script on the fake device, in a separate process, and return what it requested of the device."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ from refshard.errors import RefshardError
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DryRun:
-    """The request, the outcome, and the recording of what the script asked the device for.
+    """The request, the outcome, and the recording of what the script requested of the device.
 
     ``refused`` is the outcome within the GPU's memory, if the script ran out of it. The other fields then describe a
     second run, with unlimited memory.

@@ -14,7 +14,7 @@ from refshard.specs.cluster import load_cluster
 def settle_answer(answer: Answer, recording: Recording, request: Request, ext: ModuleType) -> tuple[Answer, Recording]:
     """The answer and the recording with memory held until the GPU is done with it; unchanged if none is held back.
 
-    Whether the run had a limit or not, the answer within the GPU's memory is beside it.
+    With or without a limit on the run, the result also has the answer within the GPU's memory.
     """
     if not holds_back(recording):
         return answer, recording

@@ -35,7 +35,7 @@ def steps_of(recording: Recording, says: str | None = None) -> tuple[Step, ...]:
 
 
 def host_windows(steps: Sequence[Step], replayed: Replayed) -> tuple[Window, ...]:
-    """From when the host asked for a step's first event until it was free after the last one."""
+    """From when the host issued a step's first event until it was free after the last one."""
     return tuple(
         Window(
             step=step.number,

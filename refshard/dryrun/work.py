@@ -1,6 +1,6 @@
-"""What an operator computes, from its name, its signature and its flags: of which kind it is, and how many FLOPs.
+"""What an operator computes, from its name, its signature and its flags: its kind and its FLOPs.
 
-FLOPs are those that run: attention under a causal mask counts half its scores, and what backward recomputes counts
+FLOPs are the ones that run: attention under a causal mask counts half its scores, and what backward recomputes counts
 again. A multiplication and an addition are two. Formulas are torch's own (``torch.utils.flop_counter``, where users
 register those of their operators too) as far as shapes suffice for them, and written here where a formula needs more
 than shapes: convolutions, grouped products, attention in other layouts, recurrent networks.
@@ -43,7 +43,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """The tensors that an operator is given, in the order of its arguments, and those that it makes."""
+    """The tensors that an operator gets, in the order of its arguments, and the tensors that it makes."""
 
     inputs: tuple[Tensor, ...]
     results: tuple[Tensor, ...]

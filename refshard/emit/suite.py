@@ -23,7 +23,7 @@ STAGED = ("ddp", "fsdp2")
 SPLIT = ("fsdp2", "refshard-replicate", "refshard-zero1", "refshard-zero2", "refshard-fsdp", "refshard-yafsdp")
 """Strategies that compose with tensor parallelism."""
 SPLIT_BY_SEQUENCE = ("fsdp2",)
-"""Those whose norms and residuals tensor parallelism splits by sequence."""
+"""Strategies in which tensor parallelism splits norms and residuals by sequence."""
 REDUCES_ONCE = frozenset({"ddp", "refshard-replicate", "refshard-zero1", "accelerate", "hf-trainer"})
 UNSHARDED = frozenset({"ddp", "fsdp1-no-shard", "refshard-replicate"})
 """Strategies that replicate over all ranks, and so have no replicas."""

@@ -48,7 +48,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def torchrun(self) -> str:
-        """The launcher of all ranks, for the command line of each node."""
+        """The launcher of all ranks, as on the command line of each node."""
         used = self.used
         if used.nodes == 1:
             return f"torchrun --standalone --nproc-per-node {used.ranks_per_node}"
@@ -77,7 +77,7 @@ def filled(template: str, setting: Setting, **more: object) -> str:
 
 
 def applying(*rules: Rule) -> tuple[str, ...]:
-    """The sentences whose condition is true."""
+    """The sentences with a true condition."""
     return tuple(sentence for holds, sentence in rules if holds)
 
 
@@ -98,7 +98,7 @@ def refuse_job(
     models that differ from a Llama in other fields than these.
 
     Raises:
-        SpecError: it is such a job.
+        SpecError: the job has some of them.
     """
     one, experts = setting.job, f"{setting.model.experts.count} experts" if setting.model.experts else "no experts"
     refuse(

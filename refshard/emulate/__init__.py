@@ -1,1 +1,1 @@
-"""One rank of a world whose other ranks are modelled: real kernels and real local memory traffic, a modelled wire."""
+"""One real rank in a world of modelled ranks: real kernels and real local memory traffic, a modelled wire."""

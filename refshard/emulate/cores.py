@@ -1,7 +1,7 @@
 """What a collective and compute take from each other on a CPU, where both need its cores.
 
 A library that moves bytes by threads takes part of the cores' time, and gets less of it while the rank computes. The
-profile says both: the part of its rate at which compute goes beside a collective, and a collective beside compute.
+profile says both: the part of its rate that compute reaches during a collective, and a collective during compute.
 """
 
 import threading
@@ -30,7 +30,7 @@ class Cores(ABC):
 
     @abstractmethod
     def join(self) -> None:
-        """Say that the calling thread plays a part of the library: what it runs is none of the rank's compute."""
+        """Mark the calling thread as part of the library: its work does not count as the rank's compute."""
 
     @abstractmethod
     def computed_ns(self) -> int:

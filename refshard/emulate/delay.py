@@ -206,7 +206,7 @@ class HostWork(dist.Work):
         return self._results
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Return when it has ended; a ``timeout`` of 0 is none.
+        """Return when it has ended; a ``timeout`` of 0 never expires.
 
         Raises:
             RuntimeError: it did not end in time, or failed.

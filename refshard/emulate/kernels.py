@@ -89,7 +89,7 @@ class Kernels:
     def hold(self, end: torch.Tensor, counts: torch.Tensor, multiprocessors: int) -> None:
         """Hold ``multiprocessors`` until ``end``, and count in ``counts``.
 
-        ``counts``, int64 (3): collectives, those whose end has passed already, and by how many ns together.
+        ``counts``, int64 (3): collectives, how many started after their ``end``, and by how many ns in total.
         """
         self._hold(grid=(multiprocessors, 1, 1), block=(_THREADS, 1, 1), args=[end, counts])
 

@@ -1,8 +1,8 @@
-"""The c10d backend ``emulated``: a process group in Python whose collectives take what a cluster's profile says.
+"""The c10d backend ``emulated``: a process group in Python; its collectives take the time a cluster's profile says.
 
 torch's dispatcher, which shows a collective in a trace as an operator of c10d's, has no part in a group that is written
-in Python. So each is announced here by that operator's name; what runs for it bears the name ``emulated:``. The group
-answers to the names that the flat collectives have in torch 2.11 and to those that 2.13 gave them.
+in Python. So each is announced here by that operator's name; what runs for it is named ``emulated:``. The group has the
+flat collectives under their torch 2.11 names and under their 2.13 names.
 """
 # mypy: disable-error-code="override, assignment"
 # The stubs give most of these methods several signatures; torch.distributed and C++ call the one that is here.
@@ -46,9 +46,9 @@ def emulated_world(world: EmulatedWorld) -> Iterator[dist.ProcessGroup]:
 
 
 class EmulatedGroup(dist.ProcessGroup):
-    """Some ranks of an :class:`EmulatedWorld`, of which this process is one.
+    """Some ranks of an :class:`EmulatedWorld`, including this process.
 
-    Its name is the library whose part it plays, for those who choose collectives by library.
+    Its name is the emulated library's, because some code chooses collectives by library.
     """
 
     def __init__(self, world: EmulatedWorld, ranks: Sequence[int], group_name: str) -> None:
@@ -61,7 +61,7 @@ class EmulatedGroup(dist.ProcessGroup):
         self._exchanged = 0
 
     def name(self) -> str:
-        """The library whose part this group plays."""
+        """The library that this group emulates."""
         return self.world.library
 
     def getBackendName(self) -> str:  # noqa: N802  C++ asks for it by this name
@@ -310,7 +310,7 @@ class EmulatedGroup(dist.ProcessGroup):
         return collective_cost(self.world.cluster, op, nbytes, group_shape(self.world.cluster, self._ranks))
 
     def _unsharded(self, leaving: int) -> int:
-        """Bytes of the tensor of which ``leaving`` go from this rank to others; whom they go to does not matter."""
+        """A tensor's bytes; ``leaving`` of them go from this rank to others, no matter to which."""
         return round(leaving * self._size / max(self._size - 1, 1))
 
     def _piece_cost(self, nbytes: int) -> CollectiveCost:

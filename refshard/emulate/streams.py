@@ -50,7 +50,7 @@ class Device(ABC):
 
     @abstractmethod
     def future(self) -> "torch.futures.Future[Any]":
-        """A future whose waiters' streams wait for what the current stream holds when it is completed."""
+        """A future that makes waiters' streams wait for what the current stream holds at completion."""
 
     @abstractmethod
     def tally(self) -> Tally:
@@ -58,7 +58,7 @@ class Device(ABC):
 
 
 class CudaDevice(Device):
-    """One GPU of NVIDIA's, of which a collective holds ``multiprocessors`` while it runs."""
+    """One NVIDIA GPU; a collective holds ``multiprocessors`` of it while it runs."""
 
     def __init__(self, device: torch.device, multiprocessors: int) -> None:
         self._device, self._multiprocessors, self._kernels = device, multiprocessors, Kernels(device)
@@ -112,7 +112,7 @@ def _ticks(seconds: float) -> int:
 
 
 class StreamDelay(Delay):
-    """Collectives of one group on one device; a group's communicator runs one at a time, whatever stream it is on.
+    """Collectives of one group on one device; a group's communicator runs one at a time, on any stream.
 
     One that is asynchronous runs on the group's own stream, any other on the current stream, as NCCL's do.
     """

@@ -3,7 +3,7 @@
 So a gather fills its output with copies of this rank's part, and a reduction over ranks multiplies what is here. A
 reduce-scatter takes this rank's contributions to the other parts for the other ranks' contributions to its own, so it
 sums its input's parts: the gather ties the parts of a parameter together, and this is the gradient of what they are
-copies of. Training is then that of a model whose parts are equal: its losses are finite, and compare with nothing.
+copies of. So it trains a model with equal parts: its losses are finite, but not comparable with other runs.
 
 All bytes are read and written that the real collective reads and writes here. Tensors are written as the real backends
 write them, behind autograd's back: no version counter moves.
@@ -30,7 +30,7 @@ class Reduction:
 
 
 def spread(output: torch.Tensor, own: torch.Tensor, rank: int) -> None:
-    """Write ``own`` (n elements) to each part of ``output`` (world_size * n elements), of which it may be one."""
+    """Write ``own`` (n elements) to each part of ``output`` (world_size * n elements); it may be one of them."""
     if not own.numel():
         return
     parts, row = output.data.view(-1, own.numel()), own.data.view(-1)

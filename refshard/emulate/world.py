@@ -17,11 +17,11 @@ _AT_ONCE = {"nccl": 1, "rccl": 1, "gloo": 2}
 
 
 class EmulatedWorld:
-    """``world_size`` ranks of a cluster, of which this process is one and the others are modelled.
+    """``world_size`` ranks of a cluster: this process is one, the others are modelled.
 
     All groups of the process share its links. ``meet``, if given, is called in a barrier, for processes that are other
     ranks of the same world to wait for each other there. ``multiprocessors`` are what a collective holds on CUDA while
-    it runs; if not given, the share that the profile says compute loses beside communication.
+    it runs; if not given, the share that compute loses during communication, by the profile.
 
     Raises:
         SpecError: the ranks would fill the cluster's last node in part, or nothing joins its nodes.
@@ -48,7 +48,7 @@ class EmulatedWorld:
 
     @property
     def library(self) -> str:
-        """The library whose part the backend plays, by torch's name: torch calls rccl nccl."""
+        """The library that the backend emulates, by torch's name: torch calls rccl nccl."""
         return "nccl" if self.cluster.library == "rccl" else self.cluster.library
 
     def delay(self, device: torch.device) -> Delay:

@@ -1,8 +1,8 @@
-"""Gathering parameters before a pass needs them, where the program knows better than the order that was observed.
+"""Gather parameters before a pass needs them, where the program knows more than the observed order.
 
-A pass gathers one unit ahead of its use in an order that it knows, and nothing ahead in one that varies. What is asked
-for here is gathered at once, if its storage is free. It changes nothing but when: the pass claims the unit where it
-would gather it, gives it up where it would anyway, and does not see that it was asked for.
+A pass gathers one unit ahead of its use if it knows the order, and nothing ahead if the order varies. A request here
+gathers at once, if the storage is free. Only the time changes: the pass claims the unit where it would gather it, frees
+it where it would anyway, and does not see the request.
 """
 
 from collections.abc import Sequence
@@ -50,10 +50,10 @@ def unshard(module: nn.Module) -> Unsharding:
     Raises:
         EngineError: ``module`` is no part of a sharded model.
     """
-    asked = _asked(module)
-    for executor, unit in asked:
+    units = _asked(module)
+    for executor, unit in units:
         torch.compiler.disable(executor.unshard)(unit)
-    return Unsharding(asked)
+    return Unsharding(units)
 
 
 def reshard(module: nn.Module) -> None:

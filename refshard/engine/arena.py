@@ -1,4 +1,4 @@
-"""Which unsharded parameters and gradients share memory: those that are never in use at the same time.
+"""Unsharded parameters and gradients share memory if they are never in use at the same time.
 
 An op stream says when each buffer is in use. Buffers that are not in use at the same time share a *column*, which is
 one allocation. Columns are found by interval colouring: parameters first and then gradients, the largest first, each

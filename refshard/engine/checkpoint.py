@@ -77,9 +77,8 @@ def load(folder: str | Path, model: nn.Module, optimizer: Optimizers = None) -> 
 
     Collective over all ranks, between steps. Any mode and world size can load what any other saved. Names, shapes and
     files are checked before anything is changed. Values are converted to the model's dtypes. An optimizer gets its
-    state, which it need not have yet, and the hyper-parameters that its parameters were saved with, whatever group
-    they are in; it keeps its own ``foreach``, ``fused`` and ``capturable``. With ``optimizer=None`` the saved optimizer
-    is ignored.
+    state, which it need not have yet, and the hyper-parameters that its parameters were saved with, in any group; it
+    keeps its own ``foreach``, ``fused`` and ``capturable``. With ``optimizer=None`` the saved optimizer is ignored.
 
     A checkpoint that torch wrote with ``save({"model": ..., "optimizer": ...})`` can be loaded too, without extra.
 

@@ -54,7 +54,7 @@ class Collectives(ABC):
 
     @property
     def world_rank(self) -> int:
-        """This process among all, whose places on the two axes say less to whoever reads of a failure."""
+        """Global rank of this process: clearer in error messages than its ranks on the two axes."""
         return dist.get_rank() if dist.is_initialized() else self.rank
 
     @property
@@ -108,7 +108,7 @@ class Collectives(ABC):
         """Whether every rank of both axes calls this with the same ``value`` (at most 32 bits), synchronously."""
 
     def gather_ranges(self, part: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """All of a 1-D tensor, of which each rank of the shard axis gives its range (``part``), on ``part``'s device.
+        """The whole of a 1-D tensor on ``part``'s device; each rank of the shard axis gives its range (``part``).
 
         Synchronous. Ranges are ``[start, stop)`` in rank order, follow each other without a gap, and may be empty.
         """
@@ -173,7 +173,7 @@ class GroupCollectives(Collectives):
         self.replicas = replicas.size() if replicas else 1
         libraries = {library_of(group, self._device) for group in (shards, replicas) if group is not None}
         self._by_parts = "gloo" in libraries and self.world_size > 1
-        # NCCL launches on the current stream, of high priority here, unless it is asked for a handle: then it hops to a
+        # NCCL launches on the current stream, of high priority here, unless a handle is requested: then it hops to a
         # stream of its own, of ordinary priority, and back. A CPU that plays a part of a cluster has but handles.
         self._handles = "nccl" not in libraries or self._device.type == "cpu"
         self._gather = None if shards is None else all_gather_call(shards, handles=self._handles)
@@ -295,19 +295,19 @@ class GroupCollectives(Collectives):
 
     @contextmanager
     def _told(self, what: str) -> Iterator[None]:
-        """Of a failing synchronous collective say which it is; the executor does so for those of a unit."""
+        """Name a synchronous collective that fails; the executor does so for the collectives of a unit."""
         try:
             yield
         except RuntimeError as error:
             raise failed(error, what, self.world_rank) from error
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device, reduced: bool = False) -> torch.Tensor:
-        """See :meth:`Collectives.allocate`: in this group's kind of memory, for the group which uses it."""
+        """See :meth:`Collectives.allocate`: in the kind of memory that this group's collectives need."""
         group = self.user_of(reduced=reduced)
         return allocate(self._memory, numel, dtype=dtype, device=device, group=group)
 
     def user_of(self, *, reduced: bool) -> dist.ProcessGroup | None:
-        """The group that gathers to a slot, or the first one that a slot is ``reduced`` by; None if there is none."""
+        """The group that gathers to a slot, or the first one that reduces it if ``reduced``; None without a group."""
         return (self._reducing or self._replicas) if reduced else self._shards
 
 
@@ -346,11 +346,11 @@ def failed(error: RuntimeError, what: str, rank: int) -> Exception:
     Where there was no memory, in whichever allocator, it is torch's ``OutOfMemoryError``: harnesses go by the type.
     """
     text = str(error).lower()
-    told = f"{what} failed on rank {rank}"
+    message = f"{what} failed on rank {rank}"
     if isinstance(error, torch.OutOfMemoryError) or any(sign in text for sign in _OF_NO_MEMORY):
-        return torch.OutOfMemoryError(f"{told}: {error}")
+        return torch.OutOfMemoryError(f"{message}: {error}")
     lost = isinstance(error, dist.DistError) or any(word in text for word in _OF_A_LOST_RANK)
-    return EngineError(f"{told}{'; another rank has probably ended' if lost else ''}: {error}")
+    return EngineError(f"{message}{'; another rank has probably ended' if lost else ''}: {error}")
 
 
 _OF_NO_MEMORY = ("out of memory", "can't allocate memory", "_status_alloc_failed")

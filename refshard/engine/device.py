@@ -1,8 +1,7 @@
 """The order of work between lanes: where compute runs, where gathers run, where reductions and their second legs run.
 
-On CUDA a lane is a stream, and what one lane leaves for another is ordered by events; the host never waits, but for
-what lies in its own memory. On a CPU there is one lane in host order, collectives excepted, which their own handles
-order.
+On CUDA a lane is a stream, and what one lane leaves for another is ordered by events; the host never waits, except for
+data in its own memory. On a CPU there is one lane in host order, collectives excepted, which their own handles order.
 """
 
 from abc import ABC, abstractmethod
@@ -121,7 +120,7 @@ class Stream(Protocol):
 class StreamLanes(Lanes):
     """Lanes that are streams: compute is whichever is current, the others have the streams that they are given.
 
-    The current stream is asked for at each use: autograd runs backward in threads of its own, on the streams that
+    The current stream is looked up at each use: autograd runs backward in threads of its own, on the streams that
     forward ran on. Where that were several, compute is all of them: what awaits compute awaits each, and each awaits
     what compute awaits. ``number`` tells streams apart at less cost than ``current``.
 

@@ -1,6 +1,6 @@
 """What each op does: the one place where collectives are issued and awaited, and where lanes are ordered.
 
-Six waits between lanes make it correct; each is needed for the reason given beside it. A seventh, of the host, is for
+Six waits between lanes make it correct; the comment at each says why it is needed. A seventh, of the host, is for
 masters in its own memory.
 """
 
@@ -19,7 +19,7 @@ from refshard.engine.unit import FlatParameter, Unit
 
 
 class Effects:
-    """Executes single ops. ``reducing`` lists the units whose reduction is under way, oldest first."""
+    """Executes single ops. ``reducing`` lists units with a reduction in flight, oldest first."""
 
     def __init__(self, units: Sequence[Unit], collectives: Collectives, lanes: Lanes) -> None:
         self._units = tuple(units)
@@ -122,7 +122,7 @@ class Effects:
         return False
 
     def _evict(self, slot: Slot) -> None:
-        """Release units that were gathered ahead and whose slots overlap this one."""
+        """Release units that were gathered ahead into slots that overlap this one."""
         for other in self._units if not slot.free else ():
             if other.ahead and other.slot.overlaps(slot):
                 self._release(other)

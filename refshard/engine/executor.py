@@ -85,7 +85,7 @@ class Executor:
         return tuple(unit.facts for unit in self._units)
 
     def begin_pass(self, forward: object, *, training: bool) -> None:
-        """Start a forward pass, known as ``forward``. Whatever an earlier pass left behind is stale by now.
+        """Start a forward pass, known as ``forward``. Leftovers of an earlier pass are stale by now.
 
         Raises:
             EngineError: a parameter was replaced behind the engine's back, or the ranks observed different orders.
@@ -110,7 +110,7 @@ class Executor:
         self._open(training=training, forward=True, record=[] if observes else None)
 
     def begin_call(self, unit: Unit, forward: object, *, training: bool) -> None:
-        """A unit is called outside of the model's own forward: it is served on demand, beside what is under way.
+        """A unit is called outside of the model's own forward: serve it on demand, next to the pass in progress.
 
         Raises:
             EngineError: a parameter was replaced behind the engine's back.
@@ -220,7 +220,7 @@ class Executor:
         self.abandon_pass()
 
     def abandon_pass(self, *, keep_ahead: bool = False) -> None:
-        """Give up whatever is unsharded or under way; gradients of a backward that did not end are dropped. With
+        """Free unsharded buffers and drop work in progress and the gradients of an unfinished backward. With
         ``keep_ahead``, units that were gathered ahead stay, for the pass that begins.
         """
         self._pass = self._on_demand(self._pass.kind)

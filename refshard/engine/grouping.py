@@ -19,7 +19,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class UnitGroup:
-    """The parameters of one unit-to-be, and the modules whose calls are its forward."""
+    """The parameters of a future unit, and the modules whose calls make up its forward."""
 
     name: str
     modules: tuple[nn.Module, ...]
@@ -29,7 +29,7 @@ class UnitGroup:
 def group_units(
     model: nn.Module, blocks: Sequence[str | type[nn.Module]] | None, ignored: Sequence[Member] = ()
 ) -> tuple[UnitGroup, ...]:
-    """Partition the parameters of ``model``, but for those that are ``ignored``, into units, in registration order.
+    """Partition the parameters of ``model``, except ``ignored`` ones, into units, in registration order.
 
     Each block is a unit. The other modules that own parameters form one unit per stretch between blocks (an embedding
     before them, a norm and a head after them); one that contains blocks is a unit by itself, as it computes around
@@ -66,7 +66,7 @@ def group_units(
 
 
 def find_blocks(model: nn.Module, blocks: Sequence[str | type[nn.Module]] | None) -> dict[str, nn.Module]:
-    """The modules that become units, by name: those asked for, or the members of the outermost ``nn.ModuleList``.
+    """The modules that become units, by name: as requested, or the members of the outermost ``nn.ModuleList``.
 
     A list or dictionary of modules among them stands for its members.
     """
@@ -105,7 +105,7 @@ def _members_of(name: str, module: nn.Module) -> Iterator[str]:
 
 
 def _stretches(model: nn.Module, blocks: dict[str, nn.Module]) -> list[tuple[list[str], list[nn.Module]]]:
-    """In registration order, per group: names of the modules whose calls are its forward, and all modules in it."""
+    """In registration order, per group: names of the modules that make up its forward, and all modules in it."""
     groups: list[tuple[list[str], list[nn.Module]]] = []
     open_stretch = False
     for name, module in model.named_modules():
@@ -131,7 +131,7 @@ def find_ignored(model: nn.Module, ignored: Sequence[str | nn.Parameter]) -> tup
     """The parameters that are named, or given.
 
     Raises:
-        SpecError: one is none of the model's.
+        SpecError: one is not in the model.
     """
     of_parameter = {member.parameter: member for member in _members(model)}
     names = {name: of_parameter[parameter] for name, _, _, parameter in _held(model)}

@@ -7,8 +7,8 @@ and what reads them may come after the last one that does: a unit that has some 
 are there too.
 
 Where a call's graph is new, what backward reads is watched (:mod:`refshard.engine.reads`). A unit whose weights are
-read before its backward has begun is gathered there and then, and its calls stay watched; one whose weights are read
-after it has ended is gathered again, and stays so until the backward ends, then and ever after.
+read before its backward has begun is gathered at once, and its calls stay watched. If they are read after it has ended,
+it is gathered again and stays gathered until the backward ends, in this and all later steps.
 """
 
 import functools
@@ -38,10 +38,10 @@ from refshard.errors import EngineError
 class _Module:
     """One of a unit's modules, or a method of one that is called like a forward, and the call that is under way.
 
-    ``running`` says that there is one, and ``method`` that it is of another method, whose record is another one.
-    ``forward`` is the pass that it is in.
+    ``running`` says that a call is under way, and ``method`` that it is another method's, which has its own record.
+    ``forward`` is its pass.
 
-    Calls that make equally many nodes of autograd's are taken to be alike. ``known`` is how many those made whose
+    Calls that make the same number of autograd nodes are taken to be alike. ``known`` is the number in calls whose
     backward was watched; ``unfamiliar`` says that the last call was not like any of them. ``start`` is how many nodes
     there were when the call under way began, ``watch`` what it runs in, if it is watched.
     """
@@ -73,14 +73,14 @@ class _Forward:
 
 
 _HOOKS: weakref.WeakKeyDictionary[nn.Module, weakref.ref["Hooks"]] = weakref.WeakKeyDictionary()
-"""Those of the sharded model that a module is part of; the modules' own hooks keep them alive."""
+"""The hooks of the sharded model that a module is part of; the modules' own hooks keep them alive."""
 
 
 def hooks_of(module: nn.Module) -> "Hooks":
     """The hooks of the sharded model that ``module`` is, or is part of.
 
     Raises:
-        EngineError: there is none.
+        EngineError: no sharded model holds ``module``.
     """
     ref = _HOOKS.get(module)
     hooks = ref() if ref is not None else None
@@ -283,8 +283,8 @@ class Hooks:
         self.executor.mark(Op(OpKind.END, unit.index, "forward"))
 
     def _await_inputs(self, called: _Module, leaves: list[Any]) -> list[Any]:
-        """Let the unit's backward go on until the gradients of this call's inputs are there; where there is none to
-        wait for, until the backward ends.
+        """Let the unit's backward go on until this call's inputs have their gradients, or until the backward ends if
+        there are none to wait for.
         """
         unit = called.unit
         called.forward.watched[unit.index] += 1
@@ -349,7 +349,7 @@ class Hooks:
         self._take_up(unit)
 
     def _recompute(self, unit: Unit) -> None:
-        """Activation checkpointing runs a unit's forward again, whose weights are needed from here on."""
+        """Activation checkpointing reruns a unit's forward: its weights are needed from here on."""
         if not unit.in_backward:
             self._take_up(unit)
             unit.recomputed = True
@@ -357,8 +357,8 @@ class Hooks:
     def _take_up(self, unit: Unit) -> None:
         """Begin the unit's backward before a gradient of its outputs has come, or after it has ended.
 
-        Whether all of it has run cannot be told of one that has frozen parameters, or all its gradients: such a one
-        lasts until the backward ends.
+        With frozen parameters, or if it has all its gradients, the unit cannot know whether all of its backward has
+        run: it lasts until the backward ends.
         """
         self._open_backward()
         if any(not flat.trained for flat in unit.flats) or len(unit.arrived) == len(unit.trained):
@@ -449,8 +449,8 @@ class _Passage(torch.autograd.Function):
 
 
 def _in_backward() -> bool:
-    """Whether autograd is running now: a forward call then is activation checkpointing's, whose hooks are not the
-    schedule's business (the post-hook does not even fire, since recomputation stops early).
+    """Whether autograd is running now: a forward call then is activation checkpointing's, and the schedule ignores its
+    hooks (the post-hook does not even fire, since recomputation stops early).
     """
     return torch._C._current_graph_task_id() != -1
 

@@ -1,6 +1,6 @@
 """Where every parameter lies in its unit's flat buffer, and what a part of one is. Pure arithmetic on shapes.
 
-A unit's parameters are laid end to end in one flat buffer of ``numel`` elements, of which rank ``r`` keeps
+A unit's parameters are laid end to end in one flat buffer of ``numel`` elements. Rank ``r`` keeps
 ``[r * shard_numel, (r + 1) * shard_numel)``. Offsets are in elements and the same for every dtype, so that fp32 masters
 and bf16 copies of a unit share one layout; the alignment therefore holds for the narrowest dtype.
 

@@ -221,9 +221,9 @@ def _flat(args: Sequence[Any]) -> list[Any]:
 class GatherablePart(_Part, DTensor):
     """A local part in a state dict. Torch's state-dict functions gather a value to the whole only if it is a DTensor.
 
-    It has the operators of a :class:`LocalPart`; ``redistribute`` to replicated placements, whatever the present ones,
-    gathers. Parameters are not of this class, because those functions then would distribute a whole state dict by
-    DTensor's rules when they load it, while a plain part takes its elements of the whole in ``copy_``.
+    It has the operators of a :class:`LocalPart`; ``redistribute`` to replicated placements always gathers. Parameters
+    are not of this class, because those functions then would distribute a whole state dict by DTensor's rules when they
+    load it, while a plain part takes its elements of the whole in ``copy_``.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -236,7 +236,7 @@ class GatherablePart(_Part, DTensor):
         spec = DTensorSpec(
             whole.mesh, (Replicate(),) * whole.mesh.ndim, tensor_meta=TensorMeta(whole.shape, stride, local.dtype)
         )
-        # Of an empty tensor, and so at no offset: torch's staging takes an offset for a sign of memory of its own.
+        # An empty tensor, and so no offset: torch's staging takes an offset for a sign of memory of its own.
         made: GatherablePart = torch.Tensor._dtensor__new__(cls, local.new_empty(0), spec, requires_grad=False)
         made._local_tensor = local
         made._whole = whole

@@ -252,7 +252,7 @@ def _parts_of(
 
 
 def _listed(member: Member) -> tuple[tuple[list[Any], int], ...]:
-    """Where a recurrent module keeps the parameter beside its attribute: in a list, and in weak references, which go.
+    """Where a recurrent module keeps the parameter besides its attribute: in a list, and in weak references, which go.
 
     They serve to notice other weights; the list's entries are exchanged whenever the attributes are.
     """

@@ -34,7 +34,7 @@ WHOLE_TENSOR_OPTIMIZERS = frozenset(
         "Shampoo",
     }
 )
-"""Class names of optimizers whose update of an element depends on the rest of its tensor by more than a norm."""
+"""Class names of optimizers that need more than a norm of the rest of a tensor to update an element."""
 
 PLAIN_TENSOR_PACKAGES = frozenset({"bitsandbytes", "torchao"})
 """Packages with optimizers that address the memory of their tensors themselves."""
@@ -121,9 +121,9 @@ class Forwards(Protocol):
 
 
 def watch_optimizers(parameters: Sequence[torch.Tensor], forwards: Forwards) -> None:
-    """From now on refuse a step over ``parameters`` by an optimizer that needs whole tensors, or whose gradients have
-    gone elsewhere; and see to it that every other optimizer's step raises their version: fused ones write unseen, and
-    the engine would not gather again.
+    """From now on refuse a step over ``parameters`` by an optimizer that needs whole tensors, or if gradients have gone
+    elsewhere. Every other optimizer's step raises their version: fused ones write unseen by autograd, and the engine
+    would not gather again.
     """
     _register_once()
     for parameter in parameters:

@@ -1,4 +1,4 @@
-"""An optimizer's state as named tensors of the parameters' shapes, whatever groups and ranks it is spread over.
+"""An optimizer's state as named tensors of the parameters' shapes, over all of its groups and ranks.
 
 Elementwise state (of the parameter's shape: AdamW's ``exp_avg``) is sharded like its parameter. State of whole tensors
 may have any shape (Adafactor's ``row_var``): it is on the tensor's owner, or on every rank where the parameter is.
@@ -26,7 +26,7 @@ NOT_CARRIED = frozenset({"params", "param_names", "foreach", "fused", "capturabl
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What an optimizer holds: tensors of which ranks may hold parts, 0-d tensors, and all else by its place."""
+    """What an optimizer holds: tensors that may be split over ranks, 0-d tensors, and all else by its place."""
 
     tensors: dict[Place, torch.Tensor]
     scalars: dict[Place, torch.Tensor]
@@ -222,7 +222,7 @@ def _room(
     """Where to read saved state to: what the optimizer holds already, or a new tensor.
 
     Raises:
-        CheckpointError: it is of another shape than the parameter, of which this rank holds a part.
+        CheckpointError: its shape differs from the parameter's, and this rank holds a part.
     """
     parameter, shape, dtype = part.parameter, entry.size, entry.properties.dtype
     held = optimizer.state.get(parameter, {}).get(attribute)

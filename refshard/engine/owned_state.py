@@ -1,4 +1,4 @@
-"""The state of tensors that have an owner, as every rank sees it: parts of which the owner has all elements.
+"""The state of tensors that have an owner, as every rank sees it: parts, with all elements on the owner.
 
 An owner's state is its own affair between steps. Where it is saved or loaded, every rank must know of all of it; then
 each tensor is a :class:`~refshard.engine.local_part.LocalPart`, which knows how to be gathered, written and read.
@@ -26,7 +26,7 @@ State = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """What other ranks are told of an owner's tensor."""
+    """Metadata of an owner's tensor, for the other ranks."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -35,7 +35,7 @@ class _Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Unknown:
-    """Stands for state that cannot be told of: a container of tensors."""
+    """Placeholder for state that cannot be sent: a container of tensors."""
 
     kind: str
 
@@ -43,7 +43,7 @@ class _Unknown:
 def everyones_state(
     members: Sequence[Owned], state: Mapping[torch.Tensor, State], collectives: Collectives
 ) -> dict[nn.Parameter, State]:
-    """The state of all members that have any, the same on every rank but for the elements; collective.
+    """The state of all members that have any, the same on every rank except for the elements; collective.
 
     An owner's tensors are views of its own, 0-d ones and plain values are copies on other ranks.
 
@@ -56,14 +56,14 @@ def everyones_state(
         for name, m in sharded.items()
         if m.owner == collectives.rank and m.parameter in state
     }
-    told = collectives.gather_objects(mine) if sharded else []
+    gathered = collectives.gather_objects(mine) if sharded else []
     found = {}
     for member in members:
         if member.parameter not in state:
             continue
         own = state[member.parameter]
         if member.whole is not None:
-            theirs = told[member.owner].get(member.whole.name, {})
+            theirs = gathered[member.owner].get(member.whole.name, {})
             own = {key: _seen(key, value, member, own.get(key), collectives) for key, value in theirs.items()}
         found[member.parameter] = own
     return found
@@ -76,7 +76,7 @@ def _told(value: Any) -> Any:
 
 
 def _seen(key: str, told: Any, member: Owned, own: Any, collectives: Collectives) -> Any:
-    """What an owner has ``told`` of, as this rank has it; ``own`` is the owner's."""
+    """The state that its owner sent, ``told``, as this rank keeps it; ``own`` is the owner's."""
     if isinstance(told, _Unknown):
         assert member.whole is not None
         raise EngineError(
@@ -108,7 +108,7 @@ def owned_part(
 
 
 def own_state(member: Owned, state: Mapping[str, Any], collectives: Collectives) -> State:
-    """What this rank keeps of state that is there for every rank, in whatever form; collective.
+    """What this rank keeps of state that every rank has, in any form; collective.
 
     Parts and DTensors are put together where the owner does not have all elements already.
     """

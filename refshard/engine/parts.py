@@ -31,7 +31,7 @@ class Named:
 
 
 def named_parts(model: nn.Module) -> tuple[Named, ...]:
-    """Every distinct parameter, in the registration order of the units, and last those that were left alone.
+    """Every distinct parameter, in the registration order of the units, and last the ignored ones.
 
     Raises:
         EngineError: the model is not sharded.

@@ -1,7 +1,7 @@
 """One pass through the units, forward and backward: by a schedule that is known, or on demand.
 
-Both take markers, one at a time, and do what is due. A pass on demand needs no knowledge of the order; it may write the
-markers down, for a schedule to be made of them.
+Both take markers, one at a time, and do what is due. A pass on demand needs no knowledge of the order; it may record
+the markers, to build a schedule from them.
 """
 
 from abc import ABC, abstractmethod
@@ -40,7 +40,7 @@ class Pass(ABC):
 
     @abstractmethod
     def turned(self, kind: PassKind, scenes_of: Callable[[PassKind], Sequence["Scene"]]) -> "Pass":
-        """The same pass, whose rest is of another ``kind``: it differs in what backward does."""
+        """The same pass with the rest of another ``kind``, which differs in what backward does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def cut(stream: Sequence[Op], effects: Effects) -> tuple[Scene, ...]:
 
 @final
 class Followed(Pass):
-    """A pass whose order is known: scene after scene of its op stream. Its opening is played at once."""
+    """A pass in a known order: scene after scene of its op stream. Its opening is played at once."""
 
     def __init__(self, kind: PassKind, scenes: Sequence[Scene], position: int = 0) -> None:
         self.kind = kind
@@ -109,9 +109,7 @@ class Followed(Pass):
 
 @final
 class OnDemand(Pass):
-    """A pass of which nothing is known: each unit is gathered when it is needed. ``record`` takes the markers, if any
-    are to be written down.
-    """
+    """A pass in an unknown order: each unit is gathered when it is needed. ``record``, if given, takes the markers."""
 
     def __init__(
         self, kind: PassKind, units: Sequence[Unit], mode: Mode, effects: Effects, record: list[Op] | None = None

@@ -83,7 +83,7 @@ def find_mode(name: str, accumulation: Accumulation | None = None) -> Mode:
     """Return the mode called ``name``, with gradients that add up as ``accumulation`` says (by default the mode's own).
 
     Raises:
-        SpecError: there is none, or it cannot accumulate that way.
+        SpecError: unknown, or it cannot accumulate that way.
     """
     if name not in MODES:
         raise SpecError(f"mode: no mode '{name}'; {nearest(name, list(MODES))}")

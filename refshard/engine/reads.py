@@ -2,7 +2,7 @@
 
 The engine gathers a unit when the gradient of one of its outputs comes, and gives it up after its last gradient. Nearly
 always that is when its weights are read; but a loss may be taken from within a unit, or a weight read apart from its
-gradient. So a call of which nothing is known yet is watched.
+gradient. So a call is watched until its pattern is known.
 """
 
 from collections.abc import Callable

@@ -72,7 +72,7 @@ class GlobalValue(torch.Tensor):
     _hooked: bool = False
 
     def plain(self) -> torch.Tensor:
-        """The value, whose gradient will be averaged over ranks."""
+        """The value; its gradient will be averaged over ranks."""
         with torch._C.DisableTorchFunctionSubclass():
             if self.requires_grad and not self._hooked:
                 self._hooked = True

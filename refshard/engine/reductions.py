@@ -31,7 +31,7 @@ def _real(dtype: torch.dtype) -> torch.dtype:
 
 
 def local_powers(parts: Sequence[torch.Tensor], p: float) -> torch.Tensor:
-    """Of each plain 1-D part the sum of ``|x|**p``, or the largest ``|x|`` for p = inf; 0 for an empty one.
+    """For each plain 1-D part the sum of ``|x|**p``, or the largest ``|x|`` for p = inf; 0 for an empty one.
 
     In fp32, or in fp64 where a part is: squares of 16-bit numbers would be rounded to 16 bits.
 

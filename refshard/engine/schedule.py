@@ -44,9 +44,9 @@ class OpKind(StrEnum):
     REDUCE = "reduce"
     """Issue the reduction of the unit's gradient slot over the shard axis."""
     COMBINE = "combine"
-    """Await that, give up the gradient slot, and issue the all-reduce of the result over the replicate axis."""
+    """Await that, release the gradient slot, and issue the all-reduce of the result over the replicate axis."""
     FINISH = "finish"
-    """Await the last leg, add its result to the gradient shard, give up the gradient slot if a COMBINE has not."""
+    """Await the last leg, add its result to the gradient shard, release the gradient slot if a COMBINE has not."""
 
 
 OUTSIDE_AHEAD = 1
@@ -74,7 +74,7 @@ class Op:
 class UnitFacts:
     """What the schedule has to know of a unit.
 
-    ``size_class`` is equal for units whose buffers are interchangeable. ``trained`` says that it has gradients to
+    ``size_class`` is equal for units with interchangeable buffers. ``trained`` says that it has gradients to
     reduce, ``read_in_backward`` that its backward reads the parameters (that of an embedding does not).
     """
 
@@ -212,7 +212,7 @@ def on_demand(
 ) -> tuple[Op, ...]:
     """The ops that ``marker`` asks for when the order of execution is not known: nothing is prefetched.
 
-    ``reducing`` lists the units whose reduction is under way, oldest first; ``facts`` are the marked unit's.
+    ``reducing`` lists the units with a reduction in flight, oldest first; ``facts`` are the marked unit's.
     """
     unit, phase = marker.unit, marker.phase
     if marker.kind is OpKind.BEGIN:
@@ -251,7 +251,7 @@ def _uses(markers: Sequence[Op], facts: Sequence[UnitFacts]) -> list[_Use]:
 
 
 def _outside(unit: int, keys: Mapping[int, SlotKey], storage: Storage) -> bool:
-    """Whether a unit has storage of its own beside a ring that waits for no other's."""
+    """Whether a unit is outside of all rings: it has its own storage, and waits for no other unit's."""
     return storage == "ring" and unit not in keys
 
 

@@ -70,7 +70,7 @@ class Split:
         return tuple(bounds)
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
-        """The parameter of which this rank has ``part``; a collective call of the mesh."""
+        """The parameter that this rank's ``part`` belongs to; a collective call of the mesh."""
         return self.wrap(part).full_tensor()
 
     @property

@@ -65,7 +65,7 @@ class FlatParameter:
     computed with. ``dtype`` is that of the unsharded parameters, ``reduce_dtype`` that of their unsharded gradients.
     ``own`` is where this rank's part lies in the unsharded buffer. ``reduced_over`` is how many ranks' gradients are
     reduced, and ``scratch_numel`` how many more elements that needs. Gradients are multiplied by ``scale`` before the
-    reduction, so that its result is the mean, and the mean by ``rescale``, if another divisor is asked for.
+    reduction, so that its result is the mean, and the mean by ``rescale``, if the user sets another divisor.
     ``offloaded`` says that masters and gradients are in the host's memory, which copies go to and from.
 
     Between steps no gradient shard exists: a reduction makes a new one where the parameters have no ``.grad``, and adds
@@ -118,9 +118,9 @@ class FlatParameter:
                 parameter.sharded.grad = parameter.sharded.grad.clone()
 
     def open_target(self, full: torch.Tensor, *, needs_slot_free: bool) -> torch.Tensor:
-        """The 1-D tensor for a reduction of ``full`` to write: what becomes the gradient where that is of the masters'
-        dtype and device and there is none yet; else this rank's part of ``full``, or scratch if the slot must be free
-        before the reduction has ended.
+        """The 1-D tensor for a reduction of ``full`` to write: the new gradient itself if it has the masters' dtype and
+        device and does not exist yet; else this rank's part of ``full``, or scratch if the slot must be free before the
+        reduction has ended.
         """
         alike = full.dtype == self.shard.dtype and not self.offloaded
         if self.whole_gradient is not None:
@@ -186,18 +186,17 @@ class FlatParameter:
 class Unit:
     """A unit and its state, which its own methods alone change.
 
-    ``modules`` are those whose calls make up the unit's forward; they compute on ``device``. ``aliased`` says that the
+    The calls of ``modules`` make up the unit's forward; they compute on ``device``. ``aliased`` says that the
     shards are whole and are themselves what the modules see. ``presence`` says where the parameters are: gathered ones
-    were taken from masters of version ``gathered_version``. ``ahead`` says that the user has asked for them and
-    that no pass has needed them yet. ``computing`` says that the unit is between BEGIN and END, ``in_backward`` that it
-    is so in a backward, ``recomputed`` that activation checkpointing has begun it there, ``ended`` that it has ended
-    there.
+    were taken from masters of version ``gathered_version``. ``ahead`` says that the user requested them and that no
+    pass has needed them yet. ``computing`` says that the unit is between BEGIN and END, ``in_backward`` that it is so
+    in a backward, ``recomputed`` that activation checkpointing has begun it there, ``ended`` that it has ended there.
     ``gathering`` and ``reducing`` are under way. ``arrived`` names the parameters whose gradient has come in this
-    backward, ``filled`` those of which the gradient slot holds one, from this backward or an earlier microbatch's;
+    backward, ``filled`` those with a gradient in the slot, from this backward or an earlier microbatch's;
     ``shown`` is what :meth:`show_unreduced` has put in their place. ``read_outside`` says that one came to a sharded
-    parameter itself. ``inputs_awaited`` counts calls of a unit with frozen parameters whose inputs' gradients are
-    still to come. ``on_listed`` is called before anybody lists the modules' parameters. ``computes`` tells the lanes
-    that compute is on the current stream too: autograd calls hooks on those that forward ran on. ``lasts`` says that
+    parameter itself. ``inputs_awaited`` counts calls of a unit with frozen parameters whose inputs' gradients are still
+    to come. ``on_listed`` is called before anybody lists the modules' parameters. ``computes`` tells the lanes that
+    compute is on the current stream too: autograd calls hooks on those that forward ran on. ``lasts`` says that
     something of the unit was seen to run after its last gradient: from then on it stays gathered until the backward has
     ended.
 
@@ -392,7 +391,7 @@ class Unit:
             self._check_unwritten()
 
     def abandon(self, *, keep_gradients: bool, keep_ahead: bool) -> None:
-        """Stop whatever is under way; unsharded gradients stay only with ``keep_gradients``, unless they are being
+        """Stop work in progress; unsharded gradients stay only with ``keep_gradients``, unless they are being
         reduced; what was gathered ahead only with ``keep_ahead``.
         """
         self.ahead = self.ahead and keep_ahead
@@ -467,7 +466,7 @@ class Unit:
                     )
 
     def check_version(self, version: int) -> None:
-        """Check that the weights are those that a forward saw, whose version was ``version``.
+        """Check that the weights are the ones that a forward saw at ``version``.
 
         Raises:
             EngineError: they were written to since.
@@ -494,7 +493,7 @@ class Unit:
             self.on_gradients(self)
 
     def show_unreduced(self) -> None:
-        """Give the parameters whose gradients are not reduced yet a ``.grad``: so it shows if these are cleared.
+        """Give parameters with gradients that are not reduced yet a ``.grad``, to see whether it is cleared.
 
         It is the unreduced gradient itself where that is where gradients are kept; else NaN, since this rank's part is
         not known yet.

@@ -1,4 +1,4 @@
-"""What a local part is a part of: which elements of which tensor each rank holds, and how to talk to the others."""
+"""The whole tensor of a local part: which elements each rank holds, and how to reach the other ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,11 +17,11 @@ from refshard.errors import EngineError
 class Whole:
     """One tensor that the ranks of a shard axis divide: each holds a range of the flattened tensor, possibly empty.
 
-    ``ranges`` are ``[start, stop)`` by rank of ``collectives``' shard axis. Of a tensor that tensor parallelism has
-    ``split`` too, ``shape`` is that of the global tensor, and the ranges are of this rank's slab of it, flattened.
-    ``mesh`` is what torch's state-dict functions want to see on a DTensor; None where there are no process groups.
-    A parameter, its gradient and its optimizer state share one object. Of a complex tensor, ``pairs`` is the real
-    tensor of one dimension more, once it has been asked for.
+    ``ranges`` are ``[start, stop)`` by rank of ``collectives``' shard axis. If tensor parallelism has ``split`` the
+    tensor too, ``shape`` is the global tensor's, and the ranges are of this rank's slab of it, flattened. ``mesh`` is
+    what torch's state-dict functions want to see on a DTensor; None where there are no process groups. A parameter, its
+    gradient and its optimizer state share one object. For a complex tensor, ``pairs`` is the real tensor with one
+    dimension more, made on first use.
     """
 
     name: str

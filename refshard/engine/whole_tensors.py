@@ -121,7 +121,7 @@ class WholeTensors(torch.optim.Optimizer):
         return loss
 
     def everyones_state(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """``state`` on every rank, whose tensors are parts that their owner has all of; collective.
+        """``state`` on every rank; its tensors are parts, with all elements on their owner; collective.
 
         Raises:
             EngineError: state is a container of tensors.
@@ -268,7 +268,7 @@ def _show_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
 
 
 def _keep_own_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Of state that is loaded, leave each rank what it owns."""
+    """Reduce loaded state to what each rank owns."""
     assert isinstance(optimizer, WholeTensors)
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     state = dict(state_dict["state"])

@@ -44,7 +44,7 @@ def nanoseconds(microseconds: Sequence[msgspec.Raw | bytes]) -> tuple[npt.NDArra
 
 
 def _one_by_one(microseconds: Sequence[msgspec.Raw | bytes]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Whatever is not plain: exponents, strings, null, more decimals, numbers beyond any clock."""
+    """Everything that is not plain: exponents, strings, null, more decimals, numbers beyond any clock."""
     found, known = np.zeros(len(microseconds), np.int64), np.zeros(len(microseconds), np.bool_)
     for place, text in enumerate(microseconds):
         try:

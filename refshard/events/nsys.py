@@ -180,7 +180,7 @@ class _Export:
             yield self._alike(KERNEL, table, [""], np.zeros(len(table[0]), np.int64))
 
     def _alike(self, category: int, table: Sequence[Column], names: Sequence[str], which: Column) -> Block:
-        """Device events of few names, by which alone they are told apart."""
+        """Device events of few names, distinguished only by name."""
         codes = np.array([self._names[name] for name in names], np.int32)[which]
         signatures = np.array([self._signatures[name] for name in names], np.int32)[which]
         return self._device(category, table, codes, signatures)
@@ -314,7 +314,7 @@ class _Export:
         return self._columns.get(table, [])
 
     def _column(self, table: str, name: str, missing: str = "-1") -> str:
-        """SQL for a column that a version may not have, and whose values may be NULL."""
+        """SQL for a column that some versions lack, and that may be NULL."""
         if name not in self._has(table):
             return missing
         return f'"{name}"' if missing == "NULL" else f'coalesce("{name}", {missing})'

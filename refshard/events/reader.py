@@ -1,6 +1,6 @@
 """A trace file becomes columns.
 
-Of every event the typed decoder takes eight fields; arguments are decoded for the events that have a use for them, a
+The typed decoder takes eight fields of every event; arguments are decoded only for events that need them, a
 block at a time. Times come from the decimal text: a float of microseconds since 1970 is off by up to 125 ns.
 """
 
@@ -62,7 +62,7 @@ _SHAPED = re.compile(
 )
 """Operators that may compute: the sizes of the others, which are most in number, tell nothing."""
 _VALUED = re.compile(r"aten::(?:convolution|_scaled_dot_product_)")
-"""Operators whose FLOPs depend on arguments that are no tensors: strides of a convolution, a causal mask."""
+"""Operators with FLOPs that depend on non-tensor arguments: strides of a convolution, a causal mask."""
 _MOST_OPERANDS = 100_000
 """So many distinct ones are kept of a trace; each takes some hundred bytes."""
 _FIELD = re.compile(r"`\$\.(.+?)`$")
@@ -96,7 +96,7 @@ class _Begin(msgspec.Struct, gc=False, tag_field="ph", tag="B"):
     cat: str = ""
 
 
-# The other phases of the format, of which nothing is read: flows, metadata, counters, samples and the like.
+# The other phases of the format are not read: flows, metadata, counters, samples and the like.
 _OTHERS = (
     msgspec.defstruct(f"_Phase_{tag}", (), gc=False, tag_field="ph", tag=tag) for tag in "sftMCEbneIPRcNODSTpFvV"
 )
@@ -183,7 +183,7 @@ class _Categories(dict[str, int]):
     """Codes by the name that a trace uses."""
 
     def __missing__(self, name: str) -> int:
-        """Of several categories in one, separated by commas, the first that is known."""
+        """The first known one of several categories, separated by commas."""
         several = [CATEGORIES[part] for one in name.lower().split(",") if (part := one.strip()) in CATEGORIES]
         self[name] = code = several[0] if several else UNUSED
         return code
@@ -233,7 +233,7 @@ class _Reader:
         self._count = 0
 
     def salvage(self, array: bytes) -> list[msgspec.Struct]:
-        """The events of a block of which some are not as they should be."""
+        """The usable events of a block with malformed ones."""
         decoder, found = msgspec.json.Decoder(_EVENT), []
         for text in msgspec.json.decode(array, type=list[msgspec.Raw]):
             try:
@@ -335,7 +335,7 @@ class _Reader:
         self._host.append((*columns.all, threads, correlations, externals, self._operands_of(events, columns)))
 
     def _operands_of(self, events: list[_Complete], columns: "_Columns") -> npt.NDArray[np.int32]:
-        """The number of what each operator that may compute was given; -1 of one of which nothing is known."""
+        """The number of the operands of each operator that may compute; -1 if unknown."""
         found = np.full(len(events), -1, np.int32)
         rows = np.flatnonzero(np.isin(columns.names, list(self._shaped)) & (columns.codes == HOST))
         args = self._args([events[row].args for row in rows.tolist()], _OperandArgs)
@@ -415,7 +415,7 @@ class _Reader:
             return [self._odd_args(text, kind) for text in raw]
 
     def _odd_args(self, raw: msgspec.Raw, kind: type[T]) -> T:
-        """Arguments of which some are not as the profiler writes them: numbers as strings, null, and worse."""
+        """Arguments that are partly not as the profiler writes them: numbers as strings, null, and worse."""
         known = self._json_object(raw)
         while True:
             try:
@@ -434,6 +434,6 @@ class _Reader:
             return {}
 
     def count(self, reason: str, count: int) -> None:
-        """Note that so many things could not be used."""
+        """Count things that could not be used."""
         if count:
             self.skipped[reason] = self.skipped.get(reason, 0) + count

@@ -1,4 +1,4 @@
-"""Which events of a trace count: those of one device, and those whose times are near the others'.
+"""Which events of a trace count: the events of one device, without events far from the others in time.
 
 Recorders' clocks err: one kernel with the time 0 among events of today would make a trace of 56 years, in which every
 share of time rounds to nothing.
@@ -16,10 +16,10 @@ from refshard.events.timeline import rows_of
 
 HOUR_NS = 3600 * 10**9
 SPANS = 100
-"""An event is far from the others at so many times the span of these, and at no less than an hour."""
+"""An event is far from the others at this many times their span, and at no less than an hour."""
 RULES = ((HOUR_NS, 0.99), (24 * HOUR_NS, 0.5))
-"""Apart by how much, and by what share of the events, others are told from those that were recorded. A pause of an hour
-may be meant, but hardly for a single event; no recording pauses for a day."""
+"""Distance beyond which events count as stray, and the share of events that the rest must have. A pause of an hour may
+be intended, but hardly for a single event; no recording pauses for a day."""
 
 T = TypeVar("T")
 Rows = npt.NDArray[np.bool_]
@@ -49,7 +49,7 @@ def without_far_events(trace: TraceFile) -> TraceFile:
 
     The starts are cut wherever none follows for an hour. If one part has 99 % of all events, it is what was recorded;
     an event is far if it starts or ends more than an hour and more than :data:`SPANS` times that part's span outside
-    of it. Else the same holds with a day and half of the events. Where no part has so many, all events stay.
+    of it. Else the same holds with a day and half of the events. If no part reaches the share, all events stay.
     """
     host, device = trace.host, trace.device
     tables = [table for table in (host, device) if len(table.starts)]
@@ -75,7 +75,7 @@ def without_far_events(trace: TraceFile) -> TraceFile:
 def _bounds(
     starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], pause: int, share: float
 ) -> tuple[int, int] | None:
-    """From when to when events are near; None where all are, or where no part has more than ``share`` of them."""
+    """Time range of near events; None where all are near, or where no part has more than ``share`` of them."""
     if not len(starts) or int(ends.max()) - int(starts.min()) <= pause:
         return None
     ordered = np.sort(starts)

@@ -43,12 +43,11 @@ T = TypeVar("T")
 class EventStream(Generic[T]):
     """Iterate over lists of decoded events; a context manager.
 
-    ``decoder`` decodes a JSON array of events. ``salvage`` is asked, for a block that the decoder finds valid JSON but
-    of unexpected types, for the events that it can use; it raises msgspec.DecodeError for what is no JSON. When the
-    iteration has ended, ``metadata`` is the file's object without its events, as JSON, and ``not_numbers`` says how
-    often NaN or infinity stood where JSON has null, ``trailing_commas`` how many commas stood before a closing bracket,
-    and ``is_unclosed`` whether an array that is the whole file ended without its bracket. Chrome's format allows both.
-    ``block`` bytes are read at a time.
+    ``decoder`` decodes a JSON array of events. ``salvage`` returns the usable events of a block that is valid JSON but
+    of unexpected types; it raises msgspec.DecodeError if it is no JSON. When the iteration has ended, ``metadata`` is
+    the file's object without its events, as JSON, and ``not_numbers`` says how often NaN or infinity stood where JSON
+    has null, ``trailing_commas`` how many commas stood before a closing bracket, and ``is_unclosed`` whether an array
+    that is the whole file ended without its bracket. Chrome's format allows both. ``block`` bytes are read at a time.
 
     Raises:
         TraceError: the file cannot be read, is no trace, is damaged or truncated, or expands as no trace does.
@@ -191,7 +190,7 @@ class EventStream(Generic[T]):
             if at_end and not is_object:  # an array that is never closed, if its last event is whole
                 try:
                     events, _ = self._decode(block.rstrip(_EMPTY).removesuffix(b","), b"]")
-                except (_Truncated, TraceError):  # what was no error before the bracket is none of the file's own
+                except (_Truncated, TraceError):  # not an error of the file itself
                     raise self._truncated() from None
                 self.is_unclosed = True
                 return events, len(block), b""
@@ -273,7 +272,7 @@ def _end_of_array(error: Exception) -> int | None:
     Raises:
         _Truncated: the text ended first.
     """
-    message = str(error)  # of which only the start is the decoder's own: it may quote the file
+    message = str(error)  # only its start is the decoder's own: the rest may quote the file
     if message.startswith("Input data was truncated"):
         raise _Truncated
     if message.startswith("JSON is malformed: trailing characters") and (at := _BYTE.search(message)):

@@ -112,7 +112,7 @@ GLOO, EMULATED = "gloo:", "emulated:"
 """What the names of the spans begin with in which a collective runs on a CPU: gloo's, and emulated ones."""
 UNUSED = -1
 UNREAD = -2
-"""Events of a device whose meaning no document gives: they are counted, not read."""
+"""Undocumented events of a device: they are counted, not read."""
 
 CATEGORIES = {
     "cpu_op": HOST, "operator": HOST,
@@ -133,8 +133,8 @@ CATEGORIES = {
 class Operands(msgspec.Struct, frozen=True, gc=False):
     """An operator's arguments as the trace spells them, each a JSON array with an entry per argument, or empty.
 
-    ``dims`` are sizes, ``strides`` in elements, ``types`` of the elements, ``values`` of what is no tensor. The
-    last are kept only for operators whose FLOPs depend on them.
+    ``dims`` are sizes, ``strides`` in elements, ``types`` of the elements, ``values`` of other arguments, kept only for
+    operators with FLOPs that depend on them.
     """
 
     dims: bytes
@@ -165,8 +165,8 @@ class MemoryEvents:
 class HostEvents:
     """Operators, annotations and launches, in the file's order.
 
-    ``correlations`` are -1 but for launches, ``externals`` but for operators and annotations; ``threads`` index
-    :attr:`TraceFile.threads`. ``operands`` index :attr:`TraceFile.operands`, and are -1 where nothing is kept of them.
+    ``correlations`` are -1 except for launches, ``externals`` except for operators and annotations; ``threads`` index
+    :attr:`TraceFile.threads`. ``operands`` index :attr:`TraceFile.operands`, and are -1 where none are kept.
     """
 
     starts: npt.NDArray[np.int64]
@@ -202,8 +202,8 @@ class SyncEvents:
     """What waited for which stream, where the profiler recorded it (``enable_cuda_sync_events``), in the file's order.
 
     ``correlations`` name the host's call that waits or has a stream wait, ``records`` the call that recorded the event
-    waited for. ``streams`` wait or, in a stream's synchronisation, are waited for; ``sources`` are those that the event
-    was recorded on. All but ``kinds`` are -1 where the trace does not say.
+    waited for. ``streams`` wait or, in a stream's synchronisation, are waited for; ``sources`` are the streams that the
+    event was recorded on. All but ``kinds`` are -1 where the trace does not say.
     """
 
     kinds: npt.NDArray[np.int8]
@@ -218,8 +218,8 @@ class SyncEvents:
 class TraceFile:
     """A trace as columns, with its tables of names and what the file says of itself.
 
-    ``host_args`` and ``device_args`` are the arguments of the events, by row, that tell of collectives. ``operands``
-    are those of operators that compute, each distinct one once. ``skipped`` counts what could not be used, by reason.
+    ``host_args`` and ``device_args`` are the arguments, by row, of events of collectives. ``operands`` are the distinct
+    arguments of operators that compute. ``skipped`` counts what could not be used, by reason.
     """
 
     path: Path
@@ -243,7 +243,7 @@ class TraceFile:
 
 
 def whole(value: Any) -> int | None:
-    """A number of things, or None for what is none."""
+    """A number of things, or None if it is not one."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62 else None
 
 

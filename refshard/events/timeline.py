@@ -144,8 +144,8 @@ class Meaning(IntFlag):
 
     ``REDUCE`` is all that leads to a gradient's reduction, ``COPY_IN`` and ``COPY_OUT`` move what a collective sends
     or has received, ``WAIT`` is for a collective to end, ``REDUCE_WAIT`` for an earlier reduction so that its buffer
-    can be reused. ``FORWARD`` and ``BACKWARD`` begin a unit's compute, ``LEAVE`` ends it. ``COLLECTIVE`` is what runs
-    for an emulated collective, whatever kernels that are.
+    can be reused. ``FORWARD`` and ``BACKWARD`` begin a unit's compute, ``LEAVE`` ends it. ``COLLECTIVE`` is any kernel
+    that runs for an emulated collective.
     """
 
     ALL_GATHER = 1
@@ -187,14 +187,14 @@ class Inputs(NamedTuple):
 class Spans:
     """What ran, a row each, ordered by start and then by end; columns are arrays of one length.
 
-    ``kinds`` are codes of :data:`KINDS`; ``lanes``, ``names``, ``operators`` and ``units`` index the tables beside
+    ``kinds`` are codes of :data:`KINDS`; ``lanes``, ``names``, ``operators`` and ``units`` index the tables next to
     them; ``operators`` and ``names`` share one. ``operators`` says what the host was doing when it launched the span
-    (the span's own name where nothing tells), ``launches`` when its call began, ``queued`` when that returned (never
-    after the span's start), ``steps`` in which step (a number of
-    :attr:`Timeline.windows`) and ``units`` for which unit; each :data:`UNKNOWN` where the trace does not say. ``under``
-    holds the :class:`Meaning` of the phases that the span was launched under. Spans of one ``signatures`` code do the
-    same work: one kernel in one launch geometry; ``signature_names`` spells the codes out, so that the spans of two
-    timelines can be matched (left empty, by name alone).
+    (the span's own name if unknown), ``launches`` when its call began, ``queued`` when that returned (never
+    after the span's start), ``steps`` in which step (a number of :attr:`Timeline.windows`) and ``units`` for which
+    unit; each :data:`UNKNOWN` where the trace does not say. ``under`` holds the :class:`Meaning` of the phases that the
+    span was launched under. Spans of one ``signatures`` code do the same work: one kernel in one launch geometry;
+    ``signature_names`` spells the codes out, so that the spans of two timelines can be matched (left empty, by name
+    alone).
 
     Columns that are empty tell nothing: ``calls`` number the calls of operators (spans of one number were launched by
     one call), ``inputs`` index ``input_names``, ``in_autograd`` says whether autograd's engine launched the span.
@@ -223,7 +223,7 @@ class Spans:
 
     @classmethod
     def of(cls, spans: Iterable[Span]) -> "Spans":
-        """Columns of spans in any order, of which nothing more is known than a :class:`Span` holds."""
+        """Columns of spans in any order, with only the fields of a :class:`Span`."""
         rows = sorted(spans, key=lambda s: (s.start, s.end))
         lane_names = tuple(dict.fromkeys(s.lane for s in rows))
         name_table = tuple(dict.fromkeys(s.name for s in rows))
@@ -267,12 +267,12 @@ class Spans:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HostCalls:
-    """What the host's calls to the device's runtime tell of waits.
+    """What the host's calls to the device's runtime say about waits.
 
-    Of each of the spans, ``threads`` is the number of the thread that launched it (:data:`UNKNOWN` where the trace does
-    not tell), and ``awaits`` whether that thread told the stream to wait for an event since it last launched on the
-    stream. ``starts`` and ``ends`` are of calls that blocked their thread, ``callers`` are the threads, and ``names``
-    index :attr:`Spans.name_table`; they are ordered by start.
+    For each span, ``threads`` is the number of the thread that launched it (:data:`UNKNOWN` if the trace does not say),
+    and ``awaits`` whether that thread made the stream wait for an event since it last launched on the stream.
+    ``starts`` and ``ends`` are of calls that blocked their thread, ``callers`` are the threads, and ``names`` index
+    :attr:`Spans.name_table`; they are ordered by start.
 
     ``waiting`` are rows of spans that waited for the spans ``sources`` of other lanes, as the profiler recorded it;
     both are empty where it recorded no waits of streams.

@@ -1,4 +1,4 @@
-"""What ``torch._C`` has in a CUDA build: the functions below ``torch.cuda``, whose own Python code then runs as it is.
+"""What ``torch._C`` has in a CUDA build: the functions below ``torch.cuda``, so its own Python code runs unchanged.
 
 They are set on ``torch._C`` just before ``torch.cuda`` is imported.
 """
@@ -42,7 +42,7 @@ def install(ext: ModuleType) -> None:
 
 
 def _storages(ext: ModuleType) -> None:
-    """Storages that Python code makes or resizes: torch's CPU build knows none of CUDA."""
+    """Storages that Python code makes or resizes: torch's CPU build has none for CUDA."""
     import torch
 
     storage: Any = torch.UntypedStorage
@@ -269,7 +269,7 @@ def _attention(ext: ModuleType) -> dict[str, Any]:
     import torch
 
     def dense(tensor: torch.Tensor) -> torch.Tensor:
-        """A jagged tensor as one sequence: what is asked is about its heads and its dtype."""
+        """A jagged tensor as one sequence: only its heads and its dtype matter."""
         return tensor.transpose(1, 2).values().transpose(0, 1)[None] if tensor.is_nested else tensor
 
     def can_use(name: str) -> Callable[..., bool]:

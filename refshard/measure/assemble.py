@@ -75,7 +75,7 @@ class Peers:
 def assemble(
     blank: LaunchRecord, launch: LaunchOutcome, folder: Path, environment: Environment, peers: Peers
 ) -> LaunchRecord:
-    """Complete ``blank``, whose state is ok, with what the launch of its case left in ``folder``."""
+    """Complete ``blank``, which ended ok, with what the launch of its case left in ``folder``."""
     case = blank.case
     try:
         paths = (rank_file(folder, rank) for rank in range(case.processes))
@@ -287,7 +287,7 @@ def throttle_warnings(uses: Sequence[GpuUse]) -> tuple[str, ...]:
 
 
 def retry_warnings(ranks: Sequence[GpuMemory]) -> tuple[str, ...]:
-    """How many allocations of which ranks were retried; empty if none was."""
+    """Number of retried allocations by rank; empty if there were none."""
     retried = {rank: memory.retries for rank, memory in enumerate(ranks) if memory.retries}
     if not retried:
         return ()

@@ -353,7 +353,7 @@ def _unbuilt(f: Facts) -> Iterator[Mapping[str, Any]]:
 
 
 def _throttled(f: Facts) -> Iterator[Mapping[str, Any]]:
-    """Reasons that are in every reading: runs watch for those that come and go."""
+    """Reasons that are in every reading; runs watch for reasons that come and go."""
     reasons = [set.intersection(*(set(r.throttled) for r in gpu.readings)) if gpu.readings else set() for gpu in f.gpus]
     for reason in sorted(set().union(*reasons)):
         yield {"which": _which(gpu for gpu, held in enumerate(reasons) if reason in held), "reason": reason}

@@ -74,7 +74,7 @@ def recorded_folders() -> list[Path]:
 
 
 def _estimated_s(case: Case, *, gpus: bool) -> float | None:
-    """None for a case on GPUs, whose rate is unknown here."""
+    """None for a case on GPUs: their rate is unknown here."""
     job = case.job
     if case.protocol.fidelity == "dryrun":
         return _DRY_RUN_S

@@ -77,7 +77,7 @@ def capture_environment(threads_per_rank: int, network: str = "") -> Environment
 
 
 def describe_gpus() -> dict[str, Any]:
-    """Fields of :class:`Environment` about the GPUs that torch sees; none of them without GPUs."""
+    """Fields of :class:`Environment` about the GPUs that torch sees; empty without GPUs."""
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     if not properties:
         return {}

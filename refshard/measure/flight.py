@@ -1,7 +1,7 @@
 """Which collective a hanging launch waits for, from torch's flight recorder on each rank.
 
-NCCL's and gloo's process groups record their latest collectives by themselves. A rank writes them to a file when it is
-asked for its stack, even while its main thread waits for the device.
+NCCL's and gloo's process groups record their latest collectives by themselves. A rank writes them to a file when its
+stack is requested, even while its main thread waits for the device.
 """
 
 import json
@@ -19,7 +19,7 @@ from torch._C import _distributed_c10d
 
 
 def flight_file(folder: Path, rank: int) -> Path:
-    """Where a rank leaves its latest collectives; empty while it can be asked."""
+    """Where a rank leaves its latest collectives; empty while it can still answer."""
     return folder / f"flight{rank}.json"
 
 

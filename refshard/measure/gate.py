@@ -97,10 +97,10 @@ def _git(repository: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def _check_importable(revision: str, source: Path) -> None:
     """What ranks import must lie there, and not be the installed package."""
-    asked = f"import {worker_of(source)} as worker; print(worker.__file__)"
+    code = f"import {worker_of(source)} as worker; print(worker.__file__)"
     environment = {**os.environ, "PYTHONPATH": str(source), "PYTHONSAFEPATH": "1"}
     found = subprocess.run(
-        [sys.executable, "-c", asked], capture_output=True, text=True, check=False, env=environment, cwd=source
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment, cwd=source
     )
     if not Path(found.stdout.strip() or "/").is_relative_to(source):
         last = found.stderr.strip().rpartition("\n")[2] or f"it is imported from {found.stdout.strip()}"
@@ -447,7 +447,7 @@ def newest_noise(folder: Path, fingerprint: str) -> RecordedNoise | None:
 
 
 def read_noise(path: Path) -> RecordedNoise | None:
-    """Read it back; None if there is none.
+    """Read it back; None if it does not exist.
 
     Raises:
         StoreError: it is damaged, or a newer refshard wrote it.

@@ -25,7 +25,7 @@ class Interruption:
 
     @property
     def received(self) -> bool:
-        """Whether this process was asked to end."""
+        """Whether this process got a signal to end."""
         return bool(self._received)
 
     def __enter__(self) -> "Interruption":

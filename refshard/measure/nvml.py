@@ -22,7 +22,7 @@ THROTTLING = {
     0x40: "temperature (hardware)",
     0x80: "power brake",
 }
-"""Bits of NVML's clocks event reasons that hold clocks below what was asked for, and what they are called here."""
+"""Bits of NVML's clocks event reasons that hold clocks below the requested ones, and their names here."""
 _CAPPED = 0x02
 """The bit that says that somebody set or locked the clocks."""
 _GPU, _SWITCH = 0, 2
@@ -121,9 +121,9 @@ def gpu_sensors(uuids: Sequence[str] | None = None) -> Iterator[GpuSensors | Non
 
 
 class Nvml(GpuSensors):
-    """The GPUs of ``handles``, asked through ``library``, the module ``pynvml``.
+    """The GPUs of ``handles``, read through ``library``, the module ``pynvml``.
 
-    Each question is asked on its own: many GPUs answer only some.
+    Each query is made on its own: many GPUs support only some.
     """
 
     def __init__(self, library: Any, handles: Sequence[Any]) -> None:
@@ -175,12 +175,12 @@ class Nvml(GpuSensors):
 
     def condition(self, gpu: int) -> GpuCondition:
         nvml, handle = self._library, self._handles[gpu]
-        asked = (
+        queries = (
             nvml.nvmlDeviceGetMemoryInfo,
             nvml.nvmlDeviceGetUtilizationRates,
             nvml.nvmlDeviceGetComputeRunningProcesses,
         )
-        memory, busy, processes = (self._ask(ask, handle) for ask in asked)
+        memory, busy, processes = (self._ask(ask, handle) for ask in queries)
         corrected, uncorrected = (
             self._ask(nvml.nvmlDeviceGetTotalEccErrors, handle, kind, nvml.NVML_VOLATILE_ECC)
             for kind in (nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED)

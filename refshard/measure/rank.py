@@ -4,9 +4,9 @@ It reads ``FOLDER/case.json``, runs the case and leaves ``FOLDER/rank<r>.json``,
 ``FOLDER/series.json`` lists the cases, and each has a numbered folder of its own within. It imports torch, numpy and
 msgspec and nothing heavier, so it runs on a bare cluster image.
 
-A case takes, in order: warm-up steps, whose losses are the proof's; timed steps; traced steps. A step of training is
-forward and backward of each microbatch and one optimizer step; a step of inference is forward and loss under
-``no_grad``, on weights that stay as they were initialised.
+A case takes, in order: warm-up steps, which give the losses for the parity proof; timed steps; traced steps. A step of
+training is forward and backward of each microbatch and one optimizer step; a step of inference is forward and loss
+under ``no_grad``, on weights that stay as they were initialised.
 
 Nothing watches while steps are timed, except that a GPU's allocator always counts: its peaks are those of the timed
 steps. A CPU's peak is taken over one early step, after the optimizer's state and the engine's slots exist. Operators
@@ -52,9 +52,9 @@ from refshard.strategies import strategy_for
 from refshard.strategies.table import ROWS
 
 MEMORY_STEP = 2
-"""The step whose allocator peak is recorded on a CPU: the first with all buffers in place."""
+"""On a CPU the allocator's peak is recorded in this step: the first with all buffers in place."""
 CENSUS_STEP = MEMORY_STEP + 1
-"""The step whose operators are counted."""
+"""Operators are counted in this step."""
 MOST_FREE_STEPS = 10
 """Free-running steps on a GPU, to learn what waiting for each step costs."""
 _ABORT_S = 10.0
@@ -193,7 +193,7 @@ def end_now(group: dist.ProcessGroup) -> NoReturn:
 @contextmanager
 def _process_group(case: Case, device: torch.device) -> Iterator[dist.ProcessGroup]:
     if case.job.comm_memory == "symmetric":
-        # By the environment, for the communicators that meshes and strategies make later as well.
+        # In the environment, so that it also holds for communicators that meshes and strategies make later.
         os.environ["NCCL_CTA_POLICY"] = _ZERO_CTA
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
@@ -325,8 +325,8 @@ def measure(case: Case, group: dist.ProcessGroup, device: torch.device, trace: P
 
 @contextmanager
 def limited_memory(limit_bytes: int | None, device: torch.device) -> Iterator[None]:
-    """Let allocations beyond the limit fail: on a GPU, those that torch's allocator reserves; on a CPU, those of the
-    whole process (``RLIMIT_DATA``). A limit above the GPU's memory limits nothing.
+    """Let allocations beyond the limit fail: on a GPU, what torch's allocator reserves; on a CPU, the whole process
+    (``RLIMIT_DATA``). A limit above the GPU's memory limits nothing.
 
     Raises:
         MemoryError: a thread could not be started under the limit.

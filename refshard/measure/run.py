@@ -209,7 +209,7 @@ def check_resumable(header: RunRecord, environment: Environment | None, suite: S
 
 
 def named_files(cases: Sequence[Case]) -> dict[str, str]:
-    """SHA-256 of every file that a case names, by that name; for a factory, of its module."""
+    """SHA-256 of every file that a case names, by that name; for a factory, its module's."""
     paths = {name: Path(name) for case in cases for name in (case.job.cluster, case.protocol.data) if name}
     for name in {case.job.model for case in cases}:
         if (path := factory_file(name) if is_factory(name) else model_file(name)) is not None:

@@ -179,9 +179,9 @@ def own_subject(case: Case, device: torch.device) -> Subject:
 
 def build_model(case: Case, spec: ModelSpec, device: torch.device) -> Llama:
     """The bare model that a strategy gets: initialised on ``device``, with the case's adapters and checkpointing. If
-    :func:`is_deferred`, it is on the meta device, for the strategy to shard and then to fill.
+    :func:`is_deferred`, it is on the meta device; the strategy shards it and then fills it.
 
-    With adapters, weights have the dtype of the computation; else masters are fp32, whatever the precision.
+    With adapters, weights have the dtype of the computation; else masters are fp32 in any precision.
     """
     job = case.job
     with torch.device("meta"):
@@ -240,7 +240,7 @@ class Trainer:
 
     @property
     def held(self) -> int:
-        """How many of the trained elements this rank holds; padding is none of them."""
+        """How many of the trained elements this rank holds, without padding."""
         parameters = (p for p in self._subject.model.parameters() if p.requires_grad and not p.is_meta)
         return sum(getattr(parameter, "_local_tensor", parameter).numel() for parameter in parameters)
 

@@ -1,7 +1,7 @@
 """What a launcher starts for each rank: ``python -m refshard.measure.worker PROGRAM FOLDER LAUNCHER_PID``.
 
 Before it imports anything slow, it asks the kernel to end it if its launcher is killed, so that no rank is ever left
-behind, and prepares to write its stack when asked.
+behind, and prepares to write its stack on request.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ ASK = signal.SIGUSR1
 PROGRESS_FILE = "progress"
 """Where rank 0 writes what it is doing."""
 STORE_IS_HELD = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-"""Variables of ranks whose store exists already, so that rank 0 opens none; torch then reads the count too."""
+"""Variables that say the store exists already, so rank 0 opens none; torch then reads the count too."""
 _PR_SET_PDEATHSIG = 1
 _PATIENCE_S, _POLL_S = 300.0, 0.1
 
@@ -33,7 +33,7 @@ def request_file(folder: Path, program: str) -> Path:
 
 
 def stack_file(folder: Path, rank: int) -> Path:
-    """Where a rank writes its stack when it is asked; it makes the file as it starts."""
+    """Where a rank writes its stack on request; it creates the file at its start."""
     return folder / f"stack{rank}"
 
 
@@ -80,7 +80,7 @@ def meet(folder: Path, patience_s: float = _PATIENCE_S) -> None:
 
 def main(program: str, folder: Path, launcher: int) -> int:
     """Run this rank of a program of ``launchers/base.py``; return the process's exit status."""
-    with suppress(OSError):  # on a full disk: a rank that cannot be asked runs all the same
+    with suppress(OSError):  # on a full disk: a rank that cannot write its stack runs all the same
         signal.signal(ASK, lambda *_: None)  # so that it can wake threads, too
         faulthandler.register(ASK, stack_file(folder, int(os.environ.get("RANK", "0"))).open("w"), chain=True)
     if not end_with_parent(launcher, signal.SIGKILL):

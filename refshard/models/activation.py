@@ -18,7 +18,7 @@ _ATTENTION = frozenset(
 
 
 def checkpoint_layers(model: Llama, chosen: Checkpointing) -> None:
-    """As :func:`recompute`, for the layers of a Llama; the generator's state is kept if there is dropout."""
+    """As :func:`recompute`, for the layers of a Llama; the generator's state is kept if the model has dropout."""
     random = any(isinstance(module, nn.Dropout) and module.p for module in model.modules())
     recompute(model.model.layers, chosen, random=random)
 

@@ -97,14 +97,14 @@ _NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps")
 _UNSEEN = ("sliding_window", "attn_logit_softcapping", "num_experts", "num_local_experts", "n_routed_experts")
 """Fields of a configuration that change the computation and no shape."""
 _DEFAULT_EPS, _DEFAULT_BASE = 1e-6, 10000.0
-"""Of norms and of rotations, if not configured. Neither changes a plan."""
+"""Epsilon of norms and base of rotations, if not configured. Neither changes a plan."""
 Kind = TypeVar("Kind", bound=nn.Module)
 Config = Mapping[str, Any]
 Fields = dict[str, Any]
 
 
 def _spec_of_shapes(module: nn.Module) -> Fields:
-    """The fields of a :class:`~refshard.specs.model.ModelSpec`, but for ``params`` and ``source``.
+    """The fields of a :class:`~refshard.specs.model.ModelSpec`, except ``params`` and ``source``.
 
     Raises:
         ValueError: its shapes are not a decoder's; the message has the rule and the value.

@@ -175,8 +175,8 @@ def rotate(x_BTHQ: Tensor, cos_T1Q: Tensor, sin_T1Q: Tensor) -> Tensor:
 
 
 def _rotary_frequencies(spec: ModelSpec, device: torch.device) -> Tensor:
-    """Radians per position (Q/2), fp32. Llama 3.1's scaling keeps those that turn often within the original context,
-    and slows down the others.
+    """Radians per position (Q/2), fp32. Llama 3.1's scaling keeps frequencies that turn often within the original
+    context, and slows the others.
     """
     exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32, device=device) / spec.head_dim
     frequencies, scaling = 1.0 / spec.rope_theta**exponents, spec.rope_scaling

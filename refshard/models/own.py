@@ -146,7 +146,7 @@ def factory_file(name: str) -> Path | None:
 
 
 def build_own(name: str, seed: int, device: torch.device) -> OwnModel:
-    """Call the factory ``name``, whose module is to be on ``device``.
+    """Call the factory ``name``; its module must be on ``device``.
 
     Raises:
         SpecError: it cannot be found, or does not return what it should.

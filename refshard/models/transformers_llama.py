@@ -19,7 +19,7 @@ BLOCK = "LlamaDecoderLayer"
 """The class of transformers' blocks."""
 _WRAPPER = "_checkpoint_wrapped_module."
 _DEFAULT_POSITIONS = 2048
-"""``max_position_embeddings`` of a model whose spec does not bound it: transformers' own default for Llama."""
+"""``max_position_embeddings`` of a model if its spec does not bound it: transformers' own default for Llama."""
 
 
 def llama_for_causal_lm(model: Llama) -> nn.Module:

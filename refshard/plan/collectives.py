@@ -40,7 +40,7 @@ collectives before any goes on, and the more ranks, the later the last one."""
 
 
 Axis = Literal["shards", "replicas", "all"]
-"""Data-parallel ranks: those that divide parameters, those that hold the same part, and both."""
+"""Data-parallel ranks: ranks that divide parameters, ranks that hold the same part, and both."""
 
 
 def group_of(cluster: ClusterSpec, size: int, stride: int) -> GroupShape:

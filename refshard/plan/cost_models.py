@@ -99,7 +99,7 @@ COST_MODELS: dict[str, CostModel] = {
             divides=True, keeps=True,
         ),
         CostModel(name="simplefsdp", shards_parameters=True, shards_gradients=True, shards_optimizer=True),
-        # SimpleFSDP whose collectives are merged by block and issued a block early (torch 2.13,
+        # SimpleFSDP with collectives merged by block and issued a block early (torch 2.13,
         # _inductor/fx_passes/bucketing.py and overlap_manual_scheduling.py): a block's parameters are copies, and
         # only the next block lies in the buffer that it was gathered into.
         CostModel(

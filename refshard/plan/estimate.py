@@ -197,8 +197,8 @@ class _Estimate:
         return found
 
     def _host_copies(self, compute_s: Floats) -> Floats:
-        """Seconds that copies of masters from the host, for each gather, and of gradients to it, for each reduction,
-        add to a step; they overlap its compute.
+        """Seconds per step for copies of masters from the host at each gather, and of gradients to it at each
+        reduction; they overlap its compute.
         """
         rows, link = self._rows, self._cluster.accelerator.host_link_bytes_per_s
         offloaded = rows.flag("offload")

@@ -98,7 +98,7 @@ def around_head(model: ModelSpec, share: Share, which: Pass) -> tuple[Issued, ..
 
 
 def norm_gradients(model: ModelSpec, share: Share, element: int, norms: int = 2) -> tuple[Issued, ...]:
-    """The gradients of a layer's norms, each of which has seen its rank's part of the sequence."""
+    """The gradients of a layer's norms; each covers its rank's part of the sequence."""
     return (Issued("all_reduce", model.dim * element, norms),) if share.tp > 1 else ()
 
 

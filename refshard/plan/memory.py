@@ -1,7 +1,7 @@
 """Memory of one rank in closed form: what torch's allocator hands out at a step's peak, in bytes, one entry a row.
 
-A rank's peak is the highest of a few moments of a step, each of which is counted whole; a configuration's is that of
-the rank that needs most.
+A rank's peak is the highest of a few moments of a step, each counted in full; a configuration's is the highest over its
+ranks.
 
 Activations are the tensors that autograd saves of a decoder block: the inputs of its norms and products, queries, keys
 and values, the output of attention with its sums (or, without a fused kernel, its scores), and what the feed-forward
@@ -227,7 +227,7 @@ class _Rank:
         copies = candidates.cost("copies_out") * element
         slots = candidates.cost("parameter_slots") * element + copies - np.where(self._around, copies, 0)
         self._gathered = np.where(self._by_unit & ~self._stays, slots, 0) * held.unit
-        # Weights as autocast casts them, once for each microbatch; the head's, which the loss follows, for one.
+        # Weights as autocast casts them, once per microbatch; the head's for one, since the loss follows at once.
         cast = held.casts * held.in_flight - held.head * np.maximum(0, held.in_flight - 1)
         self._autocast = np.where(self._casts, element, 0) * cast
         self._whole = self._all_whole()

@@ -155,8 +155,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         return self.reserved_bytes or self.peak_bytes
 
     def dried(self, step_s: float, allocated_bytes: int, reserved_bytes: int, usable_bytes: int) -> "Row":
-        """This row by a dry run, on GPUs of which tensors can fill ``usable_bytes``. An allocator that has no more to
-        reserve gives back what it does not use.
+        """This row by a dry run, on GPUs with ``usable_bytes`` for tensors. An allocator with nothing left to reserve
+        gives back what it does not use.
         """
         times = step_s / self.step_s
         return msgspec.structs.replace(
@@ -183,7 +183,7 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome for each size, in ascending order; memory is in bytes of one rank, the price in USD per
-    GPU-hour. ``varied`` names those of :data:`VARIANTS` of which several values were tried.
+    GPU-hour. ``varied`` names the :data:`VARIANTS` with several values tried.
     """
 
     sizes: tuple[Size, ...]
@@ -213,7 +213,7 @@ class Reader:
     spread: Spread
 
     def size(self, found: Found, most: int) -> Size:
-        """Read the best ``most`` families, the front, and the least that each strategy needs of which nothing fits."""
+        """Read the best ``most`` families, the front, and the least memory of each strategy that does not fit."""
         candidates = found.estimates.candidates
         best = _firsts(candidates, _FAMILY, found.order)
         strategies = candidates["strategy"]
@@ -266,7 +266,7 @@ def _firsts(candidates: Candidates, fields: Sequence[str], order: Iterable[int])
 
 
 def _front(found: Found) -> list[int]:
-    """Rows of which none is both faster and smaller, fastest first, each with relevantly less memory than the last."""
+    """The Pareto front of time and memory, fastest first, each row with relevantly less memory than the last."""
     least, step_s = np.inf, found.estimates.step_s
     front: list[int] = []
     for place in map(int, found.order):

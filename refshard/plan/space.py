@@ -30,16 +30,16 @@ FIELDS = {
 }
 """Columns of candidates, and the types of their values."""
 LEAST_TOKENS = 1024
-"""Tokens that context parallelism leaves each rank of a sequence at least."""
+"""Fewest tokens of a sequence that context parallelism leaves each rank."""
 MOST_CONTEXT, MOST_STRETCHES, MOST_MICROBATCH = 64, 12, 32
 _N_DIMENSIONAL = ("ddp", "fsdp2", "megatron")
-"""Strategies whose code here, or in the tool of their name, composes with pipelines and context parallelism."""
+"""Strategies that compose with pipelines and context parallelism, here or in the tool of their name."""
 _TENSOR = ("fsdp2", "megatron", *(name for name in COST_MODELS if name.startswith("refshard-")))
 _ZERO_BUBBLE = ("fsdp2",)
 """Zero-bubble schedules of torch split each backward, which neither DDP's hooks nor checkpointing can follow.
 Megatron-LM has none."""
 OWN_KERNELS = ("megatron",)
-"""Strategies whose layers have fused kernels of their own, so that nothing is left to compile."""
+"""Strategies with layers that have their own fused kernels, so that nothing is left to compile."""
 _COMPILES = ("simplefsdp",)
 """Strategies that are torch.compile's: there is no eager form."""
 ALL = (0,)

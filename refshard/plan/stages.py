@@ -53,7 +53,7 @@ def step_seconds(candidates: Candidates, slowest_s: Floats, all_s: Floats, weigh
 
 
 def in_flight(candidates: Candidates, rank: Integers | int = 0) -> Floats:
-    """Microbatches whose activations the pipeline's ``rank`` holds at once, in parts of its layers.
+    """Microbatches with activations on the pipeline's ``rank`` at once, in parts of its layers.
 
     1F1B: one for each rank from this one on. Interleaved: the warm-up's stretches and the one that computes
     (:func:`_warm_up`). With a zero-bubble schedule a rank delays the gradients of weights of as many microbatches as

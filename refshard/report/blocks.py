@@ -192,10 +192,10 @@ class TraceFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """Blocks under a heading, which a terminal leaves out without ``heading``.
+    """Blocks under a heading; a terminal shows it only with ``heading``.
 
-    ``id`` names the section on a page, whose navigation lists outer ones as ``nav``. A page folds one that is
-    ``folded``, and an inner one that is a detail. A section of ``cases`` is hidden with the last of them.
+    ``id`` names the section on a page; the navigation lists outer sections as ``nav``. A page folds ``folded`` sections
+    and inner details. A section of ``cases`` is hidden with the last of them.
     """
 
     kind: ClassVar[str] = "section"
@@ -225,7 +225,7 @@ class Cover:
 class Answer:
     """What a command found.
 
-    ``data`` is what JSON holds, beside the schema's version: seconds, bytes and fractions. ``rows`` are flat, for CSV;
+    ``data`` is what JSON holds, besides the schema's version: seconds, bytes and fractions. ``rows`` are flat, for CSV;
     all have the same keys, which are ``columns`` if there may be no row. ``status`` is the exit status. An answer with
     a ``cover`` can be a page.
     """

@@ -32,11 +32,11 @@ from refshard.report.blocks import (
 )
 
 SCHEMA_VERSION = 2
-"""Of every command's JSON and CSV; it rises when a key changes its meaning or goes."""
+"""Version of every command's JSON and CSV; it rises when a key changes its meaning or is removed."""
 LIST_SEPARATOR = " | "
 """What stands between the parts of a list in CSV, which has no lists."""
 _WIDEST = 120
-"""Sentences wrap here on wider terminals, and wherever there is none."""
+"""Sentences wrap here on wider terminals, and without a terminal."""
 _NARROW, _NARROW_LEFT = 9, 20
 """A heading over numbers, or over text, wraps at this width, or at that of its column's cells if they are wider."""
 _FEWEST = 2
@@ -150,10 +150,10 @@ def _table_text(block: Table, paper: Paper) -> str:
         shown -= 1
         text = _tabulated(block, shown, paper)
     left_out = ", ".join(" ".join(column.head.split()) for column in block.columns[shown:])
-    told = [f"(not shown in {paper.width} columns: {left_out})"] if left_out else []
+    notes = [f"(not shown in {paper.width} columns: {left_out})"] if left_out else []
     if block.shown is not None and block.shown < len(block.rows):
-        told.append(f"(the first {block.shown} of {len(block.rows):,} rows)")
-    return "\n".join([text, *(_filled(sentence, paper.line) for sentence in told)])
+        notes.append(f"(the first {block.shown} of {len(block.rows):,} rows)")
+    return "\n".join([text, *(_filled(sentence, paper.line) for sentence in notes)])
 
 
 def _width_of(text: str) -> int:
@@ -184,7 +184,7 @@ def _heading(column: Column, width: int) -> str:
 
 
 def _room(columns: Sequence[Column], heads: Sequence[str], widths: Sequence[int], paper: Paper) -> int:
-    """What the columns that do not wrap leave to each of those that do."""
+    """Width left for each wrapping column by the columns that do not wrap."""
     fixed = [
         max(width, _width_of(head or " ") + MIN_PADDING)
         for column, head, width in zip(columns, heads, widths)

@@ -48,7 +48,7 @@ def filled(
     template: str, *, scripts: Sequence[str] = SCRIPTS, styles: Sequence[str] = ("style.css",),
     data: dict[str, Any] | None = None, **content: Any,
 ) -> Iterable[str]:  # fmt: skip
-    """A template's HTML in pieces; ``data`` is for the page's scripts, beside the charts' theme."""
+    """A template's HTML in pieces; ``data`` is for the page's scripts, besides the charts' theme."""
     templates = Environment(
         loader=FileSystemLoader(resources.dashboards()),
         autoescape=True,

@@ -14,7 +14,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Fidelity = Literal["measured", "emulated", "dryrun", "simulated"]
 """Only records of earlier versions have ``simulated`` cases, predicted in closed form; no suite can ask for one."""
 REPEATING: frozenset[Fidelity] = frozenset({"dryrun", "simulated"})
-"""Fidelities of which a second launch says nothing new: all times are calculated."""
+"""Fidelities with calculated times: a second launch would give the same."""
 FIRST_NAMES = {
     "gpus": "world_size", "dp_replicate": "replicas", "tp": "tensor_parallel", "cp": "context_parallel",
     "pp": "pipeline_parallel",
@@ -31,10 +31,10 @@ _ADDED = frozenset(
 class Protocol(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How a job is run, and what is measured.
 
-    The ``warmup_steps`` are also the steps whose losses prove parity with one unsharded rank, hence at least 10.
+    The losses of the ``warmup_steps`` also prove parity with one unsharded rank, hence at least 10 steps.
 
     A job that is not measured runs on its ``cluster``. Emulated, ``resident_ranks`` of its ranks are processes here,
-    each of which computes as one rank of the world and waits for the others as long as the profile says. In a dry run
+    each computes as one rank of the world and waits for the others as long as the profile says. In a dry run
     rank 0 is, on a GPU of the cluster that is not there.
     """
 
@@ -182,9 +182,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def reference(self) -> Self:
         """The same batches on one unsharded rank, which this case's losses must equal.
 
-        It accumulates and recomputes nothing, and computes in fp32: none of it may change a loss, but for the rounding
-        of bf16, so the proof covers them too. What is trained, and by which optimizer, is the same. No limit of memory
-        holds for it. It is measured: no other fidelity has losses that mean anything.
+        It accumulates and recomputes nothing, and computes in fp32: none of it may change a loss, except for the
+        rounding of bf16, so the proof covers them too. What is trained, and by which optimizer, is the same. No limit
+        of memory holds for it. It is measured: no other fidelity has losses that mean anything.
         """
         job = self.job
         plain = Job(

@@ -36,7 +36,7 @@ class LinkSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class QuickProtocol(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A protocol that gives up bandwidth for latency, NCCL's LL128: the library takes it where it is faster.
+    """A protocol that trades bandwidth for latency, NCCL's LL128: the library takes it where it is faster.
 
     ``part`` is what it reaches of a link's ``bytes_per_s``. The other fields replace those of the links and the
     cluster, in seconds.
@@ -74,10 +74,10 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Nodes of ``ranks_per_node`` ranks each. ``sources`` says of each field where its value comes from.
 
     ``hardware`` names a profile, or is one. ``between`` is None where there is but one node. ``launch_s`` is what a
-    collective takes however little it moves, ``quick`` the library's other protocol, if it has one. While one runs
-    beside compute, compute goes at ``compute_beside_communication`` of its rate (the collective's kernels hold
+    collective takes however little it moves, ``quick`` the library's other protocol, if it has one. While one overlaps
+    compute, compute runs at ``compute_beside_communication`` of its rate (the collective's kernels hold
     multiprocessors; on a CPU its threads hold cores) and the collective at ``communication_beside_compute`` of its own.
-    Kernels that prepare a reduction beside compute get ``preparation_beside_compute`` of the device, and compute the
+    Kernels that prepare a reduction during compute get ``preparation_beside_compute`` of the device, and compute the
     rest (YaFSDP's give-way effect). With each doubling of the nodes a step takes longer by the part ``straggling`` of
     itself, for the slowest of more ranks. ``measured`` are collectives timed on this very cluster, which go before what
     ``within`` and ``between`` would say. ``not_measured`` names the pieces that a calibration could not measure, and
@@ -164,7 +164,7 @@ def load_cluster(given: str) -> ClusterSpec:
     """The cluster called ``given``: a profile's name or a TOML file, and ``xN`` after it for N nodes.
 
     Raises:
-        SpecError: there is none, or its profile breaks the schema.
+        SpecError: unknown cluster, or its profile breaks the schema.
     """
     profiles = resources.cluster_profiles()
     base, nodes = given, None
@@ -186,7 +186,7 @@ def cluster_of_device(device_name: str) -> str:
     """The first profile, by name, of a cluster whose GPUs are what torch.cuda calls ``device_name``.
 
     Raises:
-        SpecError: there is none.
+        SpecError: no profile matches.
     """
     for name in sorted(resources.cluster_profiles()):
         hardware = load_cluster(name).accelerator
@@ -199,7 +199,7 @@ def cluster_of_device(device_name: str) -> str:
 
 
 def _is_file(name: str) -> bool:
-    """Whether there is a file of this name; what can be no file's name is none."""
+    """Whether there is a file of this name; False for an impossible file name."""
     try:
         return Path(name).is_file()
     except OSError:

@@ -17,7 +17,7 @@ FEWEST_ROUNDS = 6
 class TimeLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How times are compared, in two stages of paired rounds. Effects are relative: 0.01 is 1 %.
 
-    ``screen_rounds`` single out suspects: cases whose estimated effect exceeds ``screen_effect`` with a one-sided p
+    ``screen_rounds`` single out suspects: cases with an estimated effect above ``screen_effect`` and a one-sided p
     below ``screen_p``. As many as ``confirm_rounds`` fresh ones decide: a suspect has regressed if Holm's procedure
     over all cases rejects at ``significance`` and the effect exceeds ``relevant``. A case passes only if an effect of
     ``visible`` is outside of its 95 % interval, of fresh rounds where that of the screening holds it; else the noise
@@ -46,8 +46,8 @@ class TimeLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class MetricRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When an exact metric has changed: by more than ``tolerance`` of what it was. ``better`` is the direction that is
-    an improvement; none where every change needs a word. One that does not gate is told, and fails nothing.
+    """When an exact metric has changed: by more than ``tolerance`` of what it was. ``better`` is the direction of
+    improvement; None if every change needs a reason. A metric that does not gate is only reported.
     """
 
     better: Direction | None = None
@@ -78,7 +78,7 @@ UNRULED = ("FLOPs per token", "operator order", "last loss", "losses", "paramete
 
 
 class GateSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A suite's table ``gate``: limits for times, and rules for exact metrics beside those of :data:`RULES`."""
+    """A suite's table ``gate``: limits for times, and rules for exact metrics in addition to :data:`RULES`."""
 
     times: TimeLimits = TimeLimits()
     metrics: dict[str, MetricRule] = {}

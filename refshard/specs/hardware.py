@@ -10,7 +10,7 @@ from refshard.specs.reading import convert, finite, read_toml, sourced, within
 
 Dtype = Literal["fp32", "bf16"]
 ProductDtype = Literal["fp32", "bf16", "fp8"]
-"""Of a matrix product's operands. Only products are in fp8: activations, attention and masters are not."""
+"""Dtype of a matrix product's operands. Only products are in fp8: activations, attention and masters are not."""
 AttentionKernel = Literal["flash", "efficient", "cudnn", "triton"]
 ELEMENT_BYTES: dict[Dtype, int] = {"fp32": 4, "bf16": 2}
 
@@ -18,9 +18,9 @@ ELEMENT_BYTES: dict[Dtype, int] = {"fp32": 4, "bf16": 2}
 class Rate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How fast one kind of kernel runs in one dtype, as far as it is known.
 
-    ``peak`` is the data sheet's dense rate in FLOP/s (on a CPU: the best that was measured), and what MFU is held
-    against. ``peak * efficiency`` is what a large product reaches in training; small ones are slower by ``overhead_s``
-    each, and where operands are not brought in beside the computation, by their bytes at ``bytes_per_s`` (0: they are).
+    ``peak`` is the data sheet's dense rate in FLOP/s (on a CPU: the best that was measured), and the base of MFU.
+    ``peak * efficiency`` is what a large product reaches in training; small ones are slower by ``overhead_s`` each, and
+    if operands are not loaded during the computation, by their bytes at ``bytes_per_s`` (0: they are).
     """
 
     peak: float
@@ -176,7 +176,7 @@ def load_hardware(name: str) -> HardwareSpec:
 
 
 def profile_of_device(device_name: str) -> str | None:
-    """The name of the profile whose peaks are those of the device that torch.cuda calls ``device_name``, if any."""
+    """The name of the profile with the peaks of the device that torch.cuda calls ``device_name``, if any."""
     for name in resources.hardware_profiles():
         profile = load_hardware(name)
         if device_name and device_name in (profile.device_name, *profile.also_named):

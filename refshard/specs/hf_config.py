@@ -69,7 +69,7 @@ class _Qwen3Moe(_Config, frozen=True, kw_only=True):
 
 
 class _Mixtral(_Config, frozen=True, kw_only=True):
-    """Mixtral, whose experts are of the width ``intermediate_size``."""
+    """Mixtral; its experts have the width ``intermediate_size``."""
 
     num_local_experts: int
     num_experts_per_tok: int
@@ -123,7 +123,7 @@ _PLAIN: Rules = {
 
 
 def read_config(path: Path) -> Fields:
-    """The fields of a :class:`~refshard.specs.model.ModelSpec`, but for ``params``, as a ``config.json`` has them.
+    """The fields of a :class:`~refshard.specs.model.ModelSpec`, except ``params``, as a ``config.json`` has them.
 
     Raises:
         SpecError: it cannot be read, lacks a field, or is of another architecture.

@@ -24,7 +24,7 @@ CommMemory = Literal["default", "allocator", "group", "symmetric"]
 Schedule = Literal["1f1b", "interleaved", "zero-bubble"]
 Policy = str | tuple[int, ...]
 REFERENCE_STRATEGY = "single"
-"""The strategy that every other one's losses are held against: one unsharded rank."""
+"""The strategy that all losses are compared with: one unsharded rank."""
 WHOLE_BATCH = frozenset({"tensor-parallel", "pipeline"})
 """Strategies that split the model alone: all ranks work on the same tokens."""
 AXES = ("dp_replicate", "tp", "cp", "pp")
@@ -41,8 +41,8 @@ class Implementation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
       ``fused_norms``. ``attention`` is the kernel that computes it.
     - Gradients are reduced in ``reduction``, after each microbatch or, unless ``reduce_each``, once a step.
     - ``reshard`` frees gathered parameters between forward and backward.
-    - ``overlap_tensor`` runs tensor parallelism's collectives beside its products, in pieces. ``overlap_reduction``
-      runs the reductions and gathers of a whole step beside compute, ``overlap_pipeline`` its messages.
+    - ``overlap_tensor`` overlaps tensor parallelism's collectives with its products, in pieces. ``overlap_reduction``
+    overlaps the reductions and gathers of a whole step with compute, ``overlap_pipeline`` its messages.
     - ``context_by`` says whether ranks that share sequences pass keys and values round a ring, or exchange heads for
       tokens.
     """
@@ -88,9 +88,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
       rank), or the layers' indices. With ``"selective"`` all layers keep attention's output and every second matrix
       product's too, as torchtitan's selective checkpointing by operator does.
     - ``precision`` is what parameters are gathered and computed in; masters, reductions and optimizer state are fp32,
-      but for those of bf16 adapters, which have no other master.
-    - ``tuning`` trains all parameters (``"full"``); or LoRA adapters on every linear of the blocks, whose bases are
-      frozen (``"lora"``) and, with ``"qlora"``, in NF4 with double quantisation.
+      except for bf16 adapters, which have no other master.
+    - ``tuning`` trains all parameters (``"full"``); or LoRA adapters on every linear of the blocks, with the bases
+    frozen (``"lora"``) and, with ``"qlora"``, in NF4 with double quantisation.
     - ``optimizer`` is AdamW, AdamW with 8-bit state, or Muon for the matrices of the blocks and AdamW for all else.
     - ``offload`` keeps masters, gradients and optimizer state in the host's memory.
     - ``comm_memory`` is what collectives gather to and reduce from: by default what the strategy takes by itself;
@@ -98,7 +98,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
       gathers by copy engines (``"symmetric"``). Knobs that one strategy alone has are no field but strategies of their
       own.
 
-    ``cluster`` names the profile of a cluster whose first ``gpus`` GPUs are filled; a measured job has none.
+    ``cluster`` names a cluster's profile: the job fills its first ``gpus`` GPUs; a measured job has none.
 
     Raises:
         ValueError: fields do not go together; the message names the field, its value and the rule.
@@ -139,7 +139,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
         self._check_workload()
 
     def _check_ranks(self) -> None:
-        """That the ranks can be divided as asked."""
+        """Check that the ranks can be divided as requested."""
         if self.strategy == REFERENCE_STRATEGY and self.gpus != 1:
             raise ValueError(f"gpus must be 1 for strategy '{REFERENCE_STRATEGY}', got {self.gpus}")
         axes = {name: size for name in AXES if (size := getattr(self, name)) > 1}
@@ -176,10 +176,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
             raise ValueError(f"global_batch must be a multiple of {by}, got {self.global_batch}")
 
     def _check_sequence(self) -> None:
-        """That ranks can divide the sequences as asked."""
+        """Check that ranks can divide the sequences as requested."""
         if self.sequence_parallel and self.tp_ranks == 1:
             raise ValueError("sequence_parallel must be false unless tp is 2 or more, got true")
-        # Each context rank has a piece from the front and one from the back, for they attend to the same number.
+        # Each context rank has a piece from the front and one from the back, so that all attend to the same number.
         pieces = 2 * self.cp if self.cp > 1 else 1
         pieces *= self.tp_ranks if self.sequence_parallel else 1
         if self.seq_len % pieces:

@@ -9,7 +9,7 @@ from refshard.errors import SpecError
 @dataclass(frozen=True, slots=True)
 class Checkpointing:
     """The ``layers`` (from 0) that recompute. With ``by_op`` they keep attention's output and every second matrix
-    product's beside their input, as torchtitan's selective checkpointing by operator does.
+    product's besides their input, as torchtitan's selective checkpointing by operator does.
     """
 
     layers: frozenset[int] = frozenset()

@@ -17,7 +17,7 @@ from refshard.specs.reading import convert, read_toml, within
 
 _FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _HF = "hf:"
-"""Before the path of a ``config.json``, or of its folder, whatever it is called."""
+"""Prefix of the path of a ``config.json``, under any name, or of its folder."""
 
 
 class RopeScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,7 +34,7 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A mixture of ``count`` gated feed-forwards of width ``ffn_dim``, of which a router picks ``active`` per token.
+    """A mixture of ``count`` gated feed-forwards of width ``ffn_dim``; a router picks ``active`` of them per token.
 
     One of width ``shared_ffn_dim`` (0: none) serves every token. The first ``dense_layers`` layers have a single
     feed-forward, of the model's own ``ffn_dim``.
@@ -93,7 +93,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     - ``norm_biases``: norms have biases (Nemotron). ``biased``: norms and products have (GPT-3), not the head's.
     - ``positions``: rows of a learned position embedding; 0 for rotary positions. Where there are any, ``rope_theta``
       means nothing.
-    - ``window``: a token attends to so many tokens, itself included (0: to all before it), except in each
+    - ``window``: a token attends to this many tokens, itself included (0: to all before it), except in each
       ``global_every``-th layer (0: in none).
     - ``experts`` and ``latent``: a mixture of experts, and latent attention.
     """
@@ -197,7 +197,7 @@ def parameter_count(model: ModelSpec) -> int:
 
 
 def active_parameter_count(model: ModelSpec) -> int:
-    """Number of parameters that one token uses: of the experts only those that its router picks, and the shared one.
+    """Number of parameters that one token uses: only the experts that its router picks, and the shared one.
 
     All rows of the embeddings and all of each router count, as in published figures.
     """
@@ -319,7 +319,7 @@ def model_file(name: str) -> Path | None:
 
 
 def known_dimensions(name: str) -> ModelSpec | None:
-    """As :func:`load_model`; None for a factory, whose module need not be a Llama.
+    """As :func:`load_model`; None for a factory: its module need not be a Llama.
 
     Raises:
         SpecError: see :func:`load_model`.

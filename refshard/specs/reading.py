@@ -53,7 +53,7 @@ def _struct_at(to: type, keys: list[str]) -> type:
     """The struct to which ``keys`` lead from the struct ``to``, by way of optional fields too."""
     for key in keys:
         if key.isdigit():
-            continue  # a place in a list, of which there is one kind
+            continue  # a place in a list: all items are of one kind
         hint = get_type_hints(to)[key]
         to = next((t for t in (hint, *get_args(hint)) if isinstance(t, type) and issubclass(t, msgspec.Struct)), to)
     return to
@@ -124,7 +124,7 @@ def finite(field: str, value: float, *, above: float | None = None) -> None:
     """Check that ``value`` is a number >= 0, or > ``above`` where that is given, and not infinite.
 
     Raises:
-        ValueError: it is not (NaN is none); the message names the field.
+        ValueError: it is not (nor is NaN); the message names the field.
     """
     if above is None and not 0 <= value < math.inf:
         raise ValueError(f"{field} must be >= 0 and finite, got {value}")

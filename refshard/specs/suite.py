@@ -20,7 +20,7 @@ MOST_ROUNDS = 1000
 BATCH_PER_RANK = "batch_per_rank"
 """The key that gives the batch per rank, in place of ``global_batch``."""
 FEWEST_DIGITS = 4
-"""Of a hash that names a case."""
+"""Fewest digits of a hash that names a case."""
 
 
 class NetworkSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,9 +72,9 @@ class SuiteSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ``global_batch``; a table may have ``rounds`` of its own. Each round launches every case afresh, in an order of its
     own, so that drift of the machine does not favour one strategy. ``gate`` holds the limits of ``refshard gate``.
     ``only``, if given, names the cases to keep, by their names or by the beginnings of their hashes; references stay
-    with them. ``network`` says what the launcher ``netlab`` joins the ranks with, and is for it alone. With
-    ``dry_run_first``, measured cases are dry-run before anything is launched on GPUs, and those that will not fit are
-    skipped. Records leave out what is not given, so that an older refshard reads every run that asks for nothing new.
+    with them. ``network`` is the network between ranks, only for the launcher ``netlab``. With
+    ``dry_run_first``, measured cases are dry-run before anything is launched on GPUs, and skipped if they will not fit.
+    Records leave out what is not given, so that an older refshard reads every run that asks for nothing new.
     """
 
     name: str
@@ -149,7 +149,7 @@ class SuiteSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def named_references(self) -> frozenset[Case]:
-        """References that a table names itself, in any of its rounds, whatever else they are the reference of."""
+        """References that a table names itself, in any of its rounds, even if other cases use them too."""
         return frozenset(case for case in self._products(0) if case == case.reference())
 
     def as_dry_run(self, cluster: str) -> "SuiteSpec":
@@ -204,7 +204,7 @@ def _is_named(case: Case, name: str) -> bool:
 
 
 def _check_networked(case: Case, network: NetworkSpec) -> None:
-    """Cases that are not measured may stand beside those that are: their wire is their cluster's, not this network."""
+    """The suite may mix in cases that are not measured: their wire is their cluster's, not this network."""
     network.ranks_per_host(case.job.gpus)
     network.ranks_per_host(case.processes)
     if case.protocol.device != "cpu":
@@ -235,7 +235,7 @@ def _convert_case(given: dict[str, Any]) -> Case:
             raise SpecError(f"case: batch_per_rank must be an integer >= 1, got {per_rank!r}")
         fields["global_batch"] = per_rank * fields["gpus"] if is_count(fields.get("gpus")) else per_rank
     if fields.get("strategy") == REFERENCE_STRATEGY and is_count(fields.get("gpus")):
-        fields["gpus"] = 1  # the reference is one rank, whatever the matrix crosses it with
+        fields["gpus"] = 1  # the reference is one rank in every row of the matrix
     return Case.of(**fields)
 
 

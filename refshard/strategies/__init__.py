@@ -15,7 +15,7 @@ def check_name(name: str) -> None:
     """Check that a strategy exists, without importing torch.
 
     Raises:
-        SpecError: there is none of this name.
+        SpecError: unknown name.
     """
     if name not in ROWS:
         raise SpecError(f"strategy: no strategy '{name}'; {nearest(name, list(ROWS))}")
@@ -25,7 +25,7 @@ def make_strategy(name: str) -> "Strategy":
     """A fresh strategy of this name.
 
     Raises:
-        SpecError: there is none.
+        SpecError: unknown name.
     """
     check_name(name)
     module, _, class_name = ROWS[name].code.partition(".")

@@ -1,10 +1,9 @@
 """Hugging Face Accelerate's FSDP2 plugin, called as its documentation does: ``prepare``, ``accumulate``, ``backward``.
 
-Accelerate 1.15 does not shard on a CPU. ``AcceleratorState`` turns nine distributed types into FSDP, and MULTI_CPU is
-none of them; without ``cpu=True`` it takes a CPU for one process. Either way it silently trains on: as DDP, whose
-losses equal FSDP2's to the bit, or each rank for itself. So on a CPU :func:`shard_on_cpu` sets the two attributes of
-its state that it sets on a GPU, and :func:`check_sharded` proves that it sharded. All else, from units to optimizer, is
-its own code.
+Accelerate 1.15 does not shard on a CPU. ``AcceleratorState`` turns nine distributed types into FSDP, but not MULTI_CPU;
+without ``cpu=True`` it takes a CPU for one process. Either way it silently trains on: as DDP, whose losses equal
+FSDP2's to the bit, or each rank for itself. So on a CPU :func:`shard_on_cpu` sets the two attributes of its state that
+it sets on a GPU, and :func:`check_sharded` proves that it sharded. All else, from units to optimizer, is its own code.
 """
 
 from collections.abc import Iterable, Iterator

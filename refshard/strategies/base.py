@@ -49,7 +49,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def wrapped_units(self) -> tuple[str, ...]:
-        """Names of the units as found on the wrapped model, not as asked for."""
+        """Names of the units as found on the wrapped model, not as requested."""
 
     @abstractmethod
     def announced(self) -> tuple[CollectiveCount, ...]:

@@ -90,5 +90,5 @@ def _bucket_bytes(module: DistributedDataParallel) -> list[int]:
     log = module._get_ddp_logging_data()
     if sizes := log.get("rebuilt_bucket_sizes"):
         return [int(size) for size in str(sizes).split(",")]
-    # DDP logs no step whose forward is within ``no_sync``, as torch's pipeline schedules have it.
+    # DDP logs no step with its forward in ``no_sync``, as in torch's pipeline schedules.
     return [bucket.buffer().nbytes for bucket in module.reducer._get_zeros_like_grad_buckets()]

@@ -48,7 +48,7 @@ class DeepSpeedZero(Strategy):
         os.environ.setdefault("DS_ACCELERATOR", world.device.type)
         import deepspeed
 
-        # It would be compiled, for a minute or two, and no collective of a step uses it.
+        # Compiling it would take a minute or two, and no collective of a step uses it.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         config = {
             "train_micro_batch_size_per_gpu": case.job.global_batch // case.job.gpus // case.job.microbatches,
@@ -63,7 +63,7 @@ class DeepSpeedZero(Strategy):
         return _EngineLoop(engine, case.job.microbatches)
 
     def wrapped_units(self) -> tuple[str, ...]:
-        """The parameters that are sharded, or whose optimizer state is."""
+        """The parameters that are sharded, or have sharded optimizer state."""
         if self._stage == 3:
             return tuple(n for n, p in self._model.named_parameters() if p.ds_tensor.ds_numel < p.ds_numel)
         flat = {f.untyped_storage().data_ptr() for f in self._optimizer.bit16_groups_flat}

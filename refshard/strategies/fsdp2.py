@@ -24,7 +24,7 @@ from refshard.strategies.world import World
 @final
 class FSDP2(Strategy):
     """As in torch's own tutorial: embedding, final norm and head stay with the root. ``knobs`` are those of
-    :class:`~refshard.strategies.fully_sharded.Knobs`, none of which changes what is communicated.
+    :class:`~refshard.strategies.fully_sharded.Knobs`, which do not change what is communicated.
     """
 
     def __init__(self, **knobs: Any) -> None:

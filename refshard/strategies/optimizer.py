@@ -4,9 +4,9 @@ Muon steps the matrices of the blocks and AdamW all else, as practitioners train
 matrices between hidden layers. One learning rate serves both, since ``match_rms_adamw`` gives Muon's updates the size
 of AdamW's.
 
-Over DTensors, Muon multiplies matrices of which a rank holds rows. DTensor gathers or sums in each product, by its own
+Over DTensors, Muon multiplies matrices that are sharded by rows. DTensor gathers or sums in each product, by its own
 estimate of what is cheapest, so there is no closed form of what it communicates. But DTensor plans by shapes alone:
-Muon's step over DTensors on the meta device issues the same collectives, and none of them communicates.
+Muon's step over DTensors on the meta device issues the same collectives without communicating.
 """
 
 import warnings

@@ -151,7 +151,7 @@ def _schedule(stages: list[pipelining.PipelineStage], world: World) -> Schedule:
 
 @final
 class _AgreedStage(pipelining.PipelineStage):
-    """A stage of a dry run, whose rank is alone: torch's stages vote whether all know their boundaries, and all do. The
+    """A stage of a dry run with one rank: torch's stages vote whether all know their boundaries, and all do. The
     neighbours' votes cannot be received, so this stage takes them for granted.
     """
 

@@ -125,7 +125,7 @@ def _encloses(model: nn.Module, units: Sequence[Unit]) -> bool:
 
 
 def _announce_owners(muon: WholeTensors, units: Sequence[Unit], case: Case) -> Iterator[tuple[str, int]]:
-    """``(op, bytes)`` of a step of Muon. First the ranks agree on what is stepped, by two int64. Then, for each flat
+    """``(op, bytes)`` of a step of Muon. First the ranks agree on what is stepped, with two int64. Then, for each flat
     parameter that has matrices, this rank sends its parts of their gradients and of the matrices to the owners, and
     the matrices that it owns to all.
     """

@@ -54,7 +54,7 @@ class SimpleFSDP(Strategy):
         for module in list(model.modules()):
             for name, whole in list(module.named_parameters(recurse=False)):
                 if whole not in shards:
-                    # Even shards: ranks whose graphs differ could order their collectives differently.
+                    # Even shards: ranks with different graphs could order their collectives differently.
                     padded = F.pad(whole.detach(), (0, 0) * (whole.ndim - 1) + (0, -len(whole) % world.shards))
                     shards[whole] = nn.Parameter(distribute_tensor(padded, world.data, [Shard(0)]))
                 setattr(module, name, shards[whole])
@@ -136,7 +136,7 @@ def _bare(name: str) -> str:
 
 
 _Plan = list[list[str] | str]
-"""Modules whose collectives are merged, in groups."""
+"""Modules with merged collectives, in groups."""
 TORCHS_CAP_MIB = 2000.0
 """Torch's default limit of a merged collective (``bucket_cap_mb_by_bucket_idx_default``)."""
 
@@ -212,8 +212,8 @@ class _ByBlock(CustomGraphPass):
 
 @dataclass(frozen=True)
 class _KeepAttention(CustomGraphPass):
-    """Keeps attention's outputs in layers that recompute, on a CPU. torch 2.13 takes attention for random, and where a
-    CPU recomputes it beside DTensors, it puts the generator's state where a DTensor's mesh should be: "expected all
+    """Keeps attention's outputs in layers that recompute, on a CPU. torch 2.13 treats attention as random, and where a
+    CPU recomputes it with DTensors, it puts the generator's state where a DTensor's mesh should be: "expected all
     tensors_saved_with_vc_check to be Tensors".
     """
 

@@ -16,7 +16,7 @@ from refshard.strategies.world import World
 
 
 class Stage(nn.Module):
-    """Layers of a Llama, whose modules keep their names; the first stage also has the embedding, the last the final
+    """Layers of a Llama; their modules keep their names. The first stage also has the embedding, the last the final
     norm and the head. ``index`` counts stages from 0, ``held`` are the numbers of the layers.
 
     Every forward runs within ``computing()``, on ``tokens`` of each sequence.

@@ -16,7 +16,7 @@ from refshard.specs.job import OPTIONS
 from refshard.specs.model import is_factory
 
 OWN_MODEL = "own model"
-"""The axis of cases whose model is a factory's."""
+"""The axis of cases with a factory's model."""
 PLAIN: frozenset[str] = frozenset({"inference", "microbatches", "checkpointing", "bf16", "adamw-8bit", "muon"})
 ANY: frozenset[str] = PLAIN | {"lora", "qlora"}
 SHARDED: frozenset[str] = ANY | {"offload", "dp_replicate"}

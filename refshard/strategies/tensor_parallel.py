@@ -71,7 +71,7 @@ def split(part: Llama | Stage, mesh: DeviceMesh, *, by_sequence: bool = False) -
     for what in ("n_kv_heads", "ffn_dim", "vocab"):
         if getattr(spec, what) % ranks:
             raise UnsupportedError(f"{ranks} ranks cannot split {what} = {getattr(spec, what)} evenly")
-    # Queries, keys and values share one input, whose gradients are then summed before they are reduced.
+    # Queries, keys and values share one input, so its gradients are summed before they are reduced.
     whole = Replicate()
     outside: Placement = Shard(1) if by_sequence else whole
     columns, rows = parallel.ColwiseParallel(), parallel.RowwiseParallel(output_layouts=outside)

@@ -17,7 +17,7 @@ class World:
 
     ``data`` is the mesh to shard over: one axis, ``"shard"``, which includes context-parallel ranks; with replicas two,
     ``"replicate"`` and ``"shard"``. If the case asks for them, ``tensor`` is the mesh of the ranks that split each
-    matrix with this one, ``context`` of those that split each sequence, and ``pipeline`` of those that pass
+    matrix with this one, ``context`` of ranks that split each sequence, and ``pipeline`` of ranks that pass
     microbatches on. ``blocks`` are the names of the modules that become units.
     """
 

@@ -273,7 +273,7 @@ def _rotating(call: Callable[..., object], operands: Sequence[tuple[Any, ...]]) 
 
 def time_operations(stopwatch: Stopwatch, wanted: Shapes, device: torch.device) -> Iterator[Operations]:
     """The time of the smallest kernel, and the host's part of each launch, in forward and backward of a decoder layer
-    whose tensors are so small that only its operations cost anything.
+    with tensors so small that only launches cost time.
     """
     block, x_BTD = Block(_TINY).to(device), torch.randn(1, 4, _TINY.dim, device=device, requires_grad=True)
     tables = rotary_tables(_TINY, 4, x_BTD)

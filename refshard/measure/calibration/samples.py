@@ -177,7 +177,7 @@ def groups_of(ranks: int, nodes: int) -> tuple[tuple[int, int], ...]:
 
 
 def ops_of(calibration: Calibration, ranks: int) -> tuple[CollectiveOp, ...]:
-    """The collectives of a group of so many ranks. The engine exchanges over gloo only."""
+    """The collectives of a group of this size. The engine exchanges over gloo only."""
     ops = COLLECTIVES if ranks == calibration.ranks else _OF_SUBGROUPS
     return tuple(op for op in ops if op != "exchange" or calibration.device == "cpu")
 
@@ -190,7 +190,7 @@ def collective_piece(op: CollectiveOp, ranks: int, nodes: int) -> str:
 def of_sweeps(sweeps: Sequence[Pieces]) -> Pieces:
     """The sweeps of one rank as one: medians, and of collectives the repeats of all.
 
-    For each piece, the sweeps count that measured it whole, or else those that came furthest.
+    For each piece, the sweeps count that measured all of it, or else the ones that got furthest.
     """
     found: Pieces = {}
     for name in dict.fromkeys(chain.from_iterable(sweeps)):

@@ -21,7 +21,7 @@ from refshard.specs.suite import SuiteSpec
 from refshard.specs.writing import to_toml
 
 _PYTHON = Path(".dryrun/bin/python")
-"""Of the environment with torch's CPU build that the fake device's errors tell users to create."""
+"""Python of the environment with torch's CPU build that the fake device's errors tell users to create."""
 _LAUNCHED = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 _RANK = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
 
@@ -39,7 +39,7 @@ def folder_of_dry_runs(folder: Path) -> Path:
 def cases_to_skip(
     suite: SuiteSpec, cluster: str, environment: Environment, folder: Path, tell: Callable[[str], None]
 ) -> dict[Case, str]:
-    """Dry-run the measured cases of ``suite`` on ``cluster``; return those that will not fit, each with the reason.
+    """Dry-run the measured cases of ``suite`` on ``cluster``; return the cases that will not fit, each with the reason.
 
     ``cluster`` may be ``"auto"``: the first with the GPUs of ``environment``. Without GPUs there is nothing to predict.
     If the dry runs cannot start, ``tell`` gets the reason and no case is skipped. ``folder`` is that of the measured
@@ -68,19 +68,19 @@ def dry_run_first(suite: SuiteSpec, cluster: str, folder: Path) -> Run:
         SpecError: see :meth:`SuiteSpec.as_dry_run`.
         RefshardError: no Python here has torch's CPU build, or cases were not dry-run; standard error says why.
     """
-    dry, asked = folder_of_dry_runs(folder), suite.as_dry_run(cluster)
-    if not _missing(asked, dry):
+    dry, wanted = folder_of_dry_runs(folder), suite.as_dry_run(cluster)
+    if not _missing(wanted, dry):
         return read_run(dry)
     command = [python_of_dry_runs(), "-m", "refshard", "run"]
     # Without those of a launcher: a dry run has no peers.
     variables = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHED) and k not in _RANK}
     with tempfile.TemporaryDirectory(prefix="refshard-dryrun-") as written:
         path = Path(written) / f"{suite.name}.toml"
-        path.write_text(to_toml(asked))
+        path.write_text(to_toml(wanted))
         into = ["--resume" if holds_run(dry) else "--out", str(dry)]
         subprocess.run([*command, str(path), *into], stdout=subprocess.DEVNULL, env=variables)
-    if missing := _missing(asked, dry):
-        raise RefshardError(f"{dry}: {missing} of {len(asked.cases())} cases were not dry-run; see the messages above")
+    if missing := _missing(wanted, dry):
+        raise RefshardError(f"{dry}: {missing} of {len(wanted.cases())} cases were not dry-run; see the messages above")
     return read_run(dry)
 
 

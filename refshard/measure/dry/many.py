@@ -24,7 +24,7 @@ def dry_run_many(
 ) -> list[tuple[DryResult, ...]]:  # fmt: skip
     """The results of each case's ranks, as far as there are any, without a memory limit, and without traces.
 
-    All cases must share a cluster profile. Those that have not ended after ``time_limit_s`` are killed. ``environment``
+    All cases must share a cluster profile. Unfinished ones are killed after ``time_limit_s``. ``environment``
     is added to their processes' variables.
     """
     if not cases:

@@ -29,7 +29,7 @@ from refshard.strategies import check_case
 from refshard.strategies.table import ROWS, not_dry_run
 
 MOST_RANKS, MOST_STAGES, MOST_MICROBATCHES = 4, 2, 2
-"""Of a proxy: pipeline ranks, stages on each, and microbatches without a pipeline."""
+"""A proxy's pipeline ranks, stages on each, and microbatches without a pipeline, at most."""
 FEW, MORE = 2, 4
 """Layers of the proxies without a pipeline; with one, 1 and 2 on each stage."""
 _SEQUENCE_PARALLEL = ("fsdp2", "ddp")
@@ -74,7 +74,7 @@ class Extrapolated:
 
 
 def proxies_of(job: Job, setting: Setting, folder: Path) -> Proxies | str:
-    """Its proxies, whose models are written to ``folder``; or why there are none."""
+    """The job's proxies, with their models written to ``folder``; or why it has none."""
     if job.strategy not in ROWS:
         return f"refshard does not run {job.strategy}"
     if job.precision not in ("bf16", "fp32") or job.implementation.compiled or job.offload:
@@ -121,7 +121,7 @@ def extrapolate(
 
 
 def closed(job: Job, setting: Setting, layers: int) -> Closed:
-    """The closed form of so many layers."""
+    """The closed form of ``layers`` layers."""
     model = msgspec.structs.replace(setting.model, n_layers=layers)
     cluster = setting.cluster.of_world_size(job.gpus)
     one = estimate(model, cluster, job.seq_len, Candidates.of([job]))
@@ -139,7 +139,7 @@ def _small(one: Job) -> Job:
 
 
 def _points(full: Job, small: Job) -> list[tuple[int, int]]:
-    """Numbers of layers, and of those that are checkpointed: enough to tell the effect of each that matters."""
+    """Numbers of layers, and of checkpointed ones: enough to separate the effects that matter."""
     few, more = (FEW, MORE) if small.pp == 1 else (1, 2)
     stages = small.pp * small.interleave if small.pp > 1 else 1
     few, more = few * stages, more * stages

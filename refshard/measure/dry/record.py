@@ -143,7 +143,7 @@ def record_dry(blank: LaunchRecord, launched: DryOutcome) -> LaunchRecord:
 
 
 def prove_dry(case: Case, results: Sequence[DryResult]) -> Proof:
-    """Compare what the strategy announced with what its steps asked the device for. Values are not checked."""
+    """Compare what the strategy announced with what its steps requested of the device. Values are not checked."""
     issued = [step.issued for step in results[-1].steps]
     units = units_of_all(result.wrapped_units for result in results)
     differing = next((rank for rank, result in enumerate(results) if issued[rank] != result.announced), None)

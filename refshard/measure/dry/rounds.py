@@ -1,8 +1,8 @@
 """Rounds of dry runs: the best jobs by closed form, and the next best as long as too few of them fit.
 
 Closed forms are farther off for some strategies and pipeline schedules than for others, so the best of each that is
-nearly as fast comes first. What a dry run needs beyond its closed form, others of its kind need too: those that this
-shows not to fit are skipped.
+nearly as fast comes first. If a dry run needs more than its closed form, others of its kind do too: jobs that cannot
+fit by this are skipped.
 """
 
 import time
@@ -18,8 +18,8 @@ from refshard.specs.case import Case
 from refshard.specs.job import Job
 
 NEARLY = 1.15
-"""Configurations whose closed form is within this ratio of the fastest one's are nearly as fast: about as far is a
-closed form off beside its dry run."""
+"""Configurations are nearly as fast if their closed form is within this ratio of the fastest one's: closed forms are
+about this far from their dry runs."""
 Found = Extrapolated | str
 """What a configuration's dry run comes to, or why it has none."""
 
@@ -51,7 +51,7 @@ def dry_run_rounds(
     """Dry-run the jobs, which are sorted by the ``step_s`` of their closed forms, until enough of them fit or
     the time is up.
 
-    Returns results by index in ``jobs``; those that no round reached are absent. ``folder`` is for the cases'
+    Returns results by index in ``jobs``, without jobs that no round reached. ``folder`` is for the cases'
     models and results.
     """
     found: dict[int, Found] = {}
@@ -72,7 +72,7 @@ def _fits(one: Found, rounds: Rounds) -> bool:
 
 
 def _first(near: Mapping[int, Proxies], jobs: Sequence[Job], count: int) -> dict[int, Proxies]:
-    """``count`` of those that are ``near``: the best of each strategy and schedule, then the best of the others."""
+    """``count`` of the ``near`` ones: the best of each strategy and schedule, then the best of the others."""
     best: dict[Hashable, int] = {}
     for place in near:
         best.setdefault((jobs[place].strategy, jobs[place].schedule), place)
@@ -83,8 +83,8 @@ def _next(
     jobs: Sequence[Job], step_s: Sequence[float], setting: Setting, folder: Path,
     found: dict[int, Found], count: int, rounds: Rounds,
 ) -> dict[int, Proxies]:  # fmt: skip
-    """The next ``count`` that can be dry-run, and those that are nearly as fast as the first; why others before them
-    are not goes to ``found``.
+    """The next ``count`` that can be dry-run, and all that are nearly as fast as the first; ``found`` gets the reason
+    why others before them cannot.
     """
     beyond = dict(_beyond(jobs, found))
     chosen: dict[int, Proxies] = {}
@@ -122,9 +122,9 @@ def _kind(one: Job) -> Hashable:
 
 
 def _dry_run(chosen: Mapping[int, Proxies], setting: Setting, work: Path, run: Run, limit_s: float) -> dict[int, Found]:
-    asked = [(place, point, case) for place, one in chosen.items() for point, case in one.cases.items()]
-    ended = run([case for _, _, case in asked], work, time_limit_s=limit_s)
+    cases = [(place, point, case) for place, one in chosen.items() for point, case in one.cases.items()]
+    ended = run([case for _, _, case in cases], work, time_limit_s=limit_s)
     results: dict[int, dict[tuple[int, int], Sequence[DryResult]]] = {place: {} for place in chosen}
-    for (place, point, _), ranks in zip(asked, ended, strict=True):
+    for (place, point, _), ranks in zip(cases, ended, strict=True):
         results[place][point] = ranks
     return {place: extrapolate(chosen[place], setting, of) for place, of in results.items()}

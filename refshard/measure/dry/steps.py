@@ -156,7 +156,7 @@ def _settled(
         )
         result = msgspec.structs.replace(result, limited=limited)
         found = settle(recordings, cluster, ext, GPU, as_run_bytes=as_run, total_bytes=UNLIMITED, reset=BUILT)
-    warnings = dict.fromkeys((*result.warnings, *(told for one in found for told in retried(one.allocator.retries))))
+    warnings = dict.fromkeys((*result.warnings, *(text for one in found for text in retried(one.allocator.retries))))
     return msgspec.structs.replace(result, fits=refused is None, warnings=tuple(warnings)), found
 
 

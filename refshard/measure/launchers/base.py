@@ -97,11 +97,11 @@ class Ranks(ABC):
 
     @abstractmethod
     def ask(self) -> None:
-        """Ask those that run for their stacks, before they are ended at the time limit."""
+        """Request the stacks of running ranks, before the time limit ends them."""
 
     @abstractmethod
     def end(self, number: signal.Signals) -> tuple[RankEnd, ...]:
-        """End those that run with this signal, and return how all ended."""
+        """End running ranks with this signal, and return how all ended."""
 
     @property
     @abstractmethod
@@ -362,7 +362,7 @@ def ask_for_stacks(pids: Mapping[int, int], folder: Path) -> dict[int, tuple[str
 def stacks(
     ranks: Iterable[int], folder: Path, limit_s: float, has_ended: Callable[[int], bool]
 ) -> dict[int, tuple[str, ...]]:
-    """The stacks that ``ranks`` write once they were asked; see :func:`ask_for_stacks`."""
+    """The stacks that ``ranks`` write on request; see :func:`ask_for_stacks`."""
     files = {rank: stack_file(folder, rank) for rank in ranks}
     flights = [flight_file(folder, rank) for rank in files]
     before: dict[int, str] = {}
@@ -387,7 +387,7 @@ def _text(file: Path) -> str:
 
 
 def standing(stacks: Mapping[int, tuple[str, ...]]) -> str:
-    """Where all ranks are; first those that the others may be waiting for.
+    """Where all ranks are; first the ranks that the others may be waiting for.
 
     >>> standing({0: ('  File "/torch/distributed/c.py", line 5 in barrier',), 1: ('  File "/a/b.py", line 7 in f',)})
     'rank 1 in f (b.py:7), rank 0 waiting in barrier (c.py:5)'
@@ -415,7 +415,7 @@ def _place(stack: tuple[str, ...]) -> tuple[int, str]:
 
 
 def timed_out(ends: Sequence[RankEnd]) -> LaunchOutcome:
-    """A launch that reached its time limit, and where its ranks stood, as far as they were asked."""
+    """A launch that reached its time limit, and where its ranks stood, as far as known."""
     ends = sorted(ends, key=lambda end: end.rank)
     stacks = {end.rank: end.stack for end in ends if end.exit_code}  # a rank that ended well stands nowhere
     return LaunchOutcome(
@@ -424,7 +424,7 @@ def timed_out(ends: Sequence[RankEnd]) -> LaunchOutcome:
 
 
 def launch_of(ends: Sequence[RankEnd], folder: Path) -> LaunchOutcome:
-    """The outcome of a launch in ``folder`` whose ranks ended in this order."""
+    """The outcome of a launch in ``folder``; its ranks ended in this order."""
     failed = {end.rank: end for end in ends if end.exit_code}
     if not failed:
         return LaunchOutcome()

@@ -1,6 +1,6 @@
 """Ranks on several hosts that this machine makes of itself (Linux, root, iproute2's ``ip`` and ``tc``).
 
-Each host is a network namespace whose only way out is ``eth0``, one end of a veth pair; the other ends are ports of a
+Each host is a network namespace with only one way out, ``eth0``, one end of a veth pair; the other ends are ports of a
 bridge in one more namespace, the switch. A token bucket (tbf) limits what a host sends to the network's rate, and so
 what its peers receive. Nothing is made in the machine's own namespace, and networks cannot reach each other: all may
 use the same addresses, and none can clash with those of the machine.
@@ -49,7 +49,7 @@ class Network:
     """The hosts of a :class:`NetworkSpec`, as a context: made on entry and removed on every path out.
 
     Namespaces are named after the process that makes them and when it started (clock ticks after boot), since process
-    ids come back: so no two networks share a name, and leftovers are told from the network of a living run. A signal
+    ids are reused: so no two networks share a name, and leftovers differ from the network of a living run. A signal
     that raises in this process could cut the removal short: enter it within an ``Interruption``.
 
     Raises:
@@ -117,7 +117,7 @@ def namespaces() -> tuple[str, ...]:
 
 
 def remove_leftovers() -> None:
-    """Remove what runs left that were killed before they could: networks whose process is gone."""
+    """Remove what killed runs left behind: networks of processes that are gone."""
     for name in namespaces():
         found = _NAME.fullmatch(name)
         assert found is not None
@@ -162,7 +162,7 @@ def _run(command: tuple[str, ...]) -> None:
 
 
 def born_at(pid: int) -> int | None:
-    """When the process with this id started, in clock ticks after boot; None if there is none."""
+    """When the process with this id started, in clock ticks after boot; None if it is gone."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -210,7 +210,7 @@ def placed(
             rank, local_rank, world_size=program.processes, local_world_size=per_host, address=network.address(0),
             port=_PORT,
         )  # fmt: skip
-        # Gloo must be told: the machine's name, which it would look up, leads to no address of this network.
+        # Gloo needs the interface: it would look up the machine's name, which has no address in this network.
         arguments = (*network.inside(host), sys.executable, *worker_arguments(program, folder))
         ranks.append((arguments, {**place, "GLOO_SOCKET_IFNAME": INTERFACE}))
     return ranks

@@ -1,7 +1,7 @@
 """Ranks as tasks of a Slurm job: one job for each launch, submitted from here and run wherever Slurm finds room.
 
 submitit was considered. It asks ``sacct`` for a job's state, by default every ten minutes, which needs Slurm's
-accounting database. It neither finds a job whose submission was not answered nor signals tasks to write their stacks.
+accounting database. It cannot find a job if sbatch's reply was lost, nor signal tasks to write their stacks.
 """
 
 import hashlib
@@ -57,7 +57,7 @@ _PASSING = re.compile(
     "Unable to contact slurm controller|timed out|no answer within|Zero Bytes were transmitted|Connection refused|"
     "Connection reset|Transport endpoint is not connected|Resource temporarily unavailable"
 )
-"""Complaints of a controller that is out of reach or overloaded; it may have done what it was asked all the same."""
+"""Complaints of a controller that is out of reach or overloaded; it may have served the request all the same."""
 Ask = Callable[..., tuple[int, str]]
 """Runs a command of Slurm, as :func:`ask` does."""
 
@@ -287,13 +287,13 @@ class _Job(Ranks):
             raise LaunchError(f"launcher 'slurm': {message}")
 
     def _named(self) -> tuple[dict[str, str] | None, str]:
-        """States of the jobs that work in the folder, by number; None, and why, if Slurm cannot be asked now."""
+        """States of the jobs that work in the folder, by number; None, and why, if Slurm cannot be reached now."""
         mine = (f"--user={os.getuid()}", f"--name={job_name(self._folder)}")
         failed, said = self._ask("squeue", "--noheader", "--states=all", *mine, "--format=%A=%T")
         return (None, said) if failed else (dict(word.split("=") for word in said.split()), "")
 
     def _state(self, number: str) -> tuple[Status | None, str]:
-        """What Slurm says of a job; None, and why, if it cannot be asked now."""
+        """What Slurm says of a job; None, and why, if it cannot be reached now."""
         failed, said = self._ask("scontrol", "--oneliner", "show", "job", number)
         if not failed:
             return parse_status(said), ""
@@ -309,18 +309,18 @@ class _Job(Ranks):
         return launch_of_job(self._status, self._number, self._folder)
 
     def ask(self) -> None:
-        asked, ended = range(min(self._processes, _ASKED_RANKS)), {end.rank for end in ends_of(self._folder)}
+        ranks, ended = range(min(self._processes, _ASKED_RANKS)), {end.rank for end in ends_of(self._folder)}
         failed, _ = self._ask("scancel", f"--signal={ASK.name}", str(self._number))
-        self._stacks = stacks(asked, self._folder, 0.0 if failed else _ANSWER_S, ended.__contains__)
+        self._stacks = stacks(ranks, self._folder, 0.0 if failed else _ANSWER_S, ended.__contains__)
 
     def end(self, number: signal.Signals) -> tuple[RankEnd, ...]:
-        """See :meth:`Ranks.end`. Slurm chooses the signal; the ends are those of ranks that were asked."""
+        """See :meth:`Ranks.end`. Slurm chooses the signal; the ends are of the ranks that :meth:`ask` covers."""
         ended = {end.rank: end for end in ends_of(self._folder)}
-        asked = range(min(self._processes, _ASKED_RANKS))
+        ranks = range(min(self._processes, _ASKED_RANKS))
         ends = tuple(
             ended.get(rank)
             or RankEnd(rank=rank, exit_code=1, log_tail=log_tail(self._folder, rank), stack=self._stacks.get(rank, ()))
-            for rank in asked
+            for rank in ranks
         )
         if self._number is None:
             with suppress(LaunchError):
@@ -339,7 +339,7 @@ class _Job(Ranks):
             time.sleep(POLL_S)
 
     def cancel_all(self) -> None:
-        """Cancel every job that works in the folder, if Slurm can be asked."""
+        """Cancel every job that works in the folder, if Slurm can be reached."""
         self._ask("scancel", f"--user={os.getuid()}", f"--name={job_name(self._folder)}")
 
     @property

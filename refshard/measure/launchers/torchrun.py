@@ -188,11 +188,11 @@ class Server:
 
     def _watch(self, number: int, ranks: Ranks) -> tuple[RankEnd, ...]:
         """How the rank ended, by itself or by a signal."""
-        asked = False
+        requested = False
         while (ends := ranks.poll()) is None:
             number_of_signal = self._signal(number)
-            if number_of_signal == ASK and not asked:
-                asked = True
+            if number_of_signal == ASK and not requested:
+                requested = True
                 ranks.ask()
                 self._store.set(f"job/{number}/asked/{self._place.rank}", "")
             elif number_of_signal is not None and number_of_signal != ASK:
@@ -210,7 +210,7 @@ class Server:
         return signal.Signals(int(self._store.get(f"job/{number}/call_off")))
 
     def _report(self, number: int, report: Report) -> None:
-        self._store.set(f"job/{number}/asked/{self._place.rank}", "")  # there is none to wait for
+        self._store.set(f"job/{number}/asked/{self._place.rank}", "")  # no stack to wait for
         index = self._store.add(f"job/{number}/ends", 1) - 1
         self._store.set(f"job/{number}/end/{index}", msgspec.json.encode(report).decode())
 
@@ -332,13 +332,13 @@ class _Everywhere(Ranks):
         return self._own.progress()
 
     def ask(self) -> None:
-        """See :class:`Ranks`. All are asked before one is ended: a rank that lost its peer stands elsewhere."""
+        """See :class:`Ranks`. All write stacks before any is ended: a rank without its peer shows another."""
         self._store.set(f"job/{self._number}/call_off", str(int(ASK)))
         if 0 in self._running:
             self._own.ask()
-        asked = [f"job/{self._number}/asked/{rank}" for rank in self._running - {0}]
+        awaited = [f"job/{self._number}/asked/{rank}" for rank in self._running - {0}]
         deadline = time.monotonic() + _ANSWER_S
-        while asked and not self._store.check(asked) and time.monotonic() < deadline:  # some may be lost
+        while awaited and not self._store.check(awaited) and time.monotonic() < deadline:  # some may be lost
             time.sleep(POLL_S)
 
     def end(self, number: signal.Signals) -> tuple[RankEnd, ...]:
@@ -353,7 +353,7 @@ class _Everywhere(Ranks):
         lost = self._lost()  # before its last report is looked for
         ends = list(own or ())
         if own is not None:
-            self._running.discard(0)  # even if it never started, for a signal
+            self._running.discard(0)  # even if a signal kept it from starting
         while self._store.check([f"job/{self._number}/end/{self._reports}"]):
             report = msgspec.json.decode(self._store.get(f"job/{self._number}/end/{self._reports}"), type=Report)
             self._reports += 1

@@ -23,7 +23,7 @@ _AXIS = {
     "title": {"font": {"size": 13}},
 }  # fmt: skip
 _ROW_PX, _LOW_ROW_PX, _MANY_ROWS = 32, 26, 12
-"""Height of a row, and its height if there are more than so many."""
+"""Height of a row; its height if there are many; and how many are many."""
 _BAR = 0.7  # of a row; plotly's default is the least distance between bars of one trace
 
 THEME = go.layout.Template(
@@ -53,12 +53,12 @@ class Chart:
 
     @property
     def height_px(self) -> int:
-        """Of the figure, which the page leaves free for it."""
+        """Height of the figure, which the page reserves."""
         return int(self.figure["layout"]["height"])
 
     @property
     def role(self) -> str:
-        """Of its box: what has buttons is no image."""
+        """ARIA role of its box: a chart with buttons is not an image."""
         return "group" if "texts" in (self.figure["layout"].get("meta") or {}) else "img"
 
 

@@ -12,9 +12,9 @@ BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW = OKABE_ITO = (
     "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442",
 )  # fmt: skip
 GREY = "#999999"
-"""Of references, and of what has no class."""
+"""Colour of references, and of anything without a class."""
 INK = "#777777"
-"""Of text and lines: it reads on black and on white; the page's style replaces it in text by its own colour."""
+"""Colour of text and lines, legible on black and on white; in text the page's style replaces it."""
 PATTERNS = ("", "/", "x", "\\", "-", ".", "|", "+")
 MARKERS = ("circle", "square", "diamond", "cross", "triangle-up", "x", "triangle-down", "star")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
@@ -55,7 +55,7 @@ SPANS = {
     "gap": Look(INK),
     "gap-blocking": Look(RED, "|"),
 }
-"""Of blocks on lanes, by :attr:`refshard.report.trace.lanes.Blocks.style`."""
+"""Looks of blocks on lanes, by :attr:`refshard.report.trace.lanes.Blocks.style`."""
 
 STEP = {
     "compute alone": Look(BLUE),
@@ -71,7 +71,7 @@ STEP = {
     "idle, cause unknown": Look("#bbbbbb"),
     "idle": Look("#bbbbbb"),
 }
-"""Of the parts of a step."""
+"""Looks of the parts of a step."""
 
 MEMORY = {
     "parameters": Look(BLUE),
@@ -82,4 +82,4 @@ MEMORY = {
     "workspace": Look(YELLOW, "-"),
     "other": Look(GREY, "+"),
 }
-"""Of the categories of memory, from below: what stays, then what comes and goes."""
+"""Looks of the categories of memory, from below: persistent ones, then transient ones."""

@@ -1,1 +1,1 @@
-"""A dry run: report, page, and published runs beside theirs."""
+"""A dry run: report, page, and comparison with published runs."""

@@ -22,9 +22,9 @@ _STRIP = (0.94, 1.0)
 _HEADROOM = 1.22
 """Room above the highest line: for the strip, and for the label of a phase too short to hold it."""
 _FAR = 4
-"""A limit so many times as high as what is reserved is not drawn: it would leave the picture flat."""
+"""A limit this many times the reserved memory is not drawn: it would flatten the picture."""
 _NARROW = 0.16
-"""Of the picture on a telephone: a phase's name takes as much."""
+"""Share of the picture that a phase's name takes on a phone."""
 _MOST_RUNS = 200
 _MOST_CHARACTERS = 44
 _NAMED = 3

@@ -25,7 +25,7 @@ COLUMNS = (
     *(name for name in Row.__struct_fields__ if name not in ("job", "parts", "memory")),
     *(f"{part}_s" for part in TIME_PARTS), *(f"{part}_bytes" for part in PARTS),
 )  # fmt: skip
-"""Of CSV."""
+"""Columns of CSV."""
 
 
 def plan_answer(plan: Plan, spread: Spread, title: str, *, model: str, cluster: str) -> Answer:

@@ -31,7 +31,7 @@ def metric(case: CaseResult, name: str) -> Cell:
 
 
 def metric_text(case: CaseResult, name: str) -> str:
-    """A case's metric, for a sentence."""
+    """A case's metric, as part of a sentence."""
     return cell_text(metric(case, name))
 
 
@@ -92,7 +92,7 @@ def _traced_range(case: CaseResult, name: str, text: Callable[[float], str]) -> 
 
 
 def no_interval(found: Comparison | Summary) -> str:
-    """Why there is none."""
+    """Why there is no interval."""
     return ", ".join(too_few(found.launches)) or "no interval"
 
 

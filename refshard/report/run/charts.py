@@ -63,7 +63,7 @@ class Drawn:
 
     @property
     def section(self) -> Section:
-        """Both, for a page, which hides them with the last of their cases."""
+        """The chart and the table; a page hides them with the last of their cases."""
         blocks: list[Block] = [drawn(self.chart, titled=self.titled), self.table]
         return Section(title="", blocks=blocks, cases=numbers(self.cases))
 

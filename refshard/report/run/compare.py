@@ -238,7 +238,7 @@ def compare_runs(a: Evidence, b: Evidence, machines: Sequence[str]) -> Answer:
 
 
 def against_section(found: Against) -> Section:
-    """What changed, for a page."""
+    """What changed, as a section of a page."""
     title = f"Each case, now and in {found.baseline}"
     folded = Section(title=title, folded=True, blocks=[found.table("then", "now"), found.notes])
     verdict = Verdict(sentences=found.sentences, style="bad" if found.worse else "strong")
@@ -291,7 +291,7 @@ def _changed(case: CaseResult, before: CaseResult, *, together: bool) -> Changed
 
 
 def _exact(case: CaseResult, before: CaseResult, *, together: bool) -> tuple[Change, ...] | None:
-    """Exact metrics that changed; between machines, only those that do not depend on the machine."""
+    """Exact metrics that changed; between machines, only machine-independent ones."""
     sides = []
     for one in (before, case):
         launch = next((launch for launch in one.ok_launches if launch.proof), None)

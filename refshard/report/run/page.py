@@ -31,7 +31,7 @@ from refshard.specs.case import spelled
 from refshard.specs.job import REFERENCE_STRATEGY
 
 LAYERED = 4
-"""Comparisons whose layers are drawn."""
+"""Comparisons with layers drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

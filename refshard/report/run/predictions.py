@@ -23,7 +23,7 @@ def validation_answer(pairs: Sequence[Validated]) -> Answer:
 
 
 def dry_runs(evidence: Evidence) -> Section | None:
-    """Dry runs compared with the measured cases, also those that did not end ok; None if no case is both."""
+    """Dry runs compared with the measured cases, also failed ones; None if no case is both."""
     pairs = [pair for pair in validated(evidence) if pair.predicted.fidelity == "dryrun"]
     if not pairs:
         return None

@@ -175,7 +175,7 @@ def breakdown_table(cases: Sequence[CaseResult]) -> Table:
 
 
 def gpu_memory_table(cases: Sequence[CaseResult]) -> Table:
-    """Memory by kind, of each case whose GPUs recorded it."""
+    """Memory by kind, of each case with GPU records of it."""
     found = [(case, gpu) for case in cases if (gpu := case.gpu_memory)]
     rows: list[Row] = [
         {
@@ -195,7 +195,7 @@ def gpu_memory_table(cases: Sequence[CaseResult]) -> Table:
 
 
 def power_table(cases: Sequence[CaseResult]) -> Table:
-    """Power and clocks of each case whose GPUs were watched: means over GPUs and rounds, and the extremes."""
+    """Power and clocks of each case with watched GPUs: means over GPUs and rounds, and the extremes."""
     found = [(case, [use for launch in case.ok_launches for use in launch.gpu_use]) for case in cases]
     watched = [(case, uses) for case, uses in found if uses]
 

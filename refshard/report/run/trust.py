@@ -50,7 +50,7 @@ def trust(evidence: Evidence, noise: Noise | None = None) -> tuple[Fact, ...]:
 
 
 def in_short(facts: Sequence[Fact]) -> list[Fact]:
-    """The facts for one line, without those that say nothing."""
+    """The facts for one line, without empty ones."""
     known = {fact.label: fact for fact in facts}
     found = [known[label] for label in _IN_SHORT]
     return [fact for fact in found if fact.style != "plain" or not fact.value.startswith(("not ", "none"))]

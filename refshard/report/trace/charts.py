@@ -46,9 +46,9 @@ from refshard.report.trace.text import (
 
 MOST_STEPS, MOST_RANKS, MOST_POINTS = 60, 40, 1500
 MOST_SPANS, MOST_BLOCKS = 20_000, 2_000
-"""Of a timeline, which then takes about 1 MB of its page and is drawn in 0.1 s, and of a layer."""
+"""Limits for a timeline, which then takes about 1 MB of its page and is drawn in 0.1 s, and for a layer."""
 PARTS = ("compute alone", "compute over communication", "exposed communication", "other", *IDLE.values())
-"""Of a step; they add up to it."""
+"""Parts of a step; they add up to it."""
 _ROW, _NARROW, _LABEL, _PAUSE, _AXIS, _MODES, _LEGEND = 24, 12, 17, 5, 48, 26, 26
 """Heights in pixels: rows, narrow rows, a lane's name, the pause above it, the axis, the buttons that zoom and pan, the
 legend."""
@@ -129,7 +129,7 @@ def _on_cpu(drawn: Chart) -> Chart:
 def split(part: Breakdown) -> dict[str, int]:
     """A window cut into parts that add up to it.
 
-    Compute and communication together cover compute + exposed; *other* is whatever else is busy.
+    Compute and communication together cover compute + exposed; *other* is all other busy time.
     """
     overlapped = part.comm_ns - part.exposed_ns
     return {
@@ -331,7 +331,7 @@ def fitting(rows: Sequence[LaneRow], most: int) -> tuple[Sequence[LaneRow], int]
 
 
 def merged(blocks: Blocks, cell: int) -> Blocks:
-    """The same with one block for all that begin in one cell of so many nanoseconds and are shorter."""
+    """The same, with one block for all shorter ones that begin in one cell of this many nanoseconds."""
     short, place = blocks.ends - blocks.starts < cell, blocks.starts // cell
     heads = np.flatnonzero(np.append(True, ~(short[1:] & short[:-1] & (place[1:] == place[:-1]))))
     counts = np.diff(np.append(heads, len(blocks))).tolist()

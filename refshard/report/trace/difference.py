@@ -225,7 +225,7 @@ def _work(what: str, kind: str, sides: Row, most: str = "", kernels: str = "") -
 
 
 def by_rank(difference: Difference) -> list[Table]:
-    """The ranks, those that changed most first; none if there is one rank."""
+    """The ranks, largest change first; none if there is one rank."""
     ranks = sorted(difference.ranks, key=lambda one: -abs(one.delta_ns))
     rows = [{"rank": str(one.rank), **_sides(one.a_ns, one.b_ns)} for one in ranks]
     title = "Mean step by rank, those that changed most first"

@@ -31,7 +31,7 @@ _COMPUTE_BOUND = 0.9
 _LONGER = 1.02
 """A rank computes longer than another if its compute time is this many times as long."""
 _LONG_STEP, _STEPS_FOR_A_MEDIAN = 1.5, 3
-"""A step is long if it is this many times as long as the median of so many steps or more."""
+"""A step is long at this many times the median, if there are at least this many steps."""
 _LONG_GAP_NS = 1_000_000
 """In longer gaps the host does something else than launch kernels one by one."""
 _MOST_NAMED = 6
@@ -301,7 +301,7 @@ def exposed_waits(one: TraceFigures) -> dict[int, int]:
 
 
 def _balance(members: Sequence[TraceFigures], worst: TraceFigures, waits: dict[int, int]) -> str:
-    """Why the ``worst`` rank waits so many nanoseconds for other ranks, and what to look at."""
+    """Why the ``worst`` rank waits this long (ns) for other ranks, and what to look at."""
     a, steps, last = in_each(worst), len(parts(worst)), next(iter(waits))
     exposed, waited = mean([worst], lambda part: part.exposed_ns), sum(waits.values()) / steps
     whom = f"the last rank (longest for rank {last}: {format_ns(waits[last] / steps)})"

@@ -19,7 +19,7 @@ from refshard.report.trace.text import IDLE
 Note = tuple[str, str]
 Rows = npt.NDArray[np.bool_]
 MOST_ROWS, MOST_LANES, _MOST_AT_ONCE = 6, 12, 3
-"""Rows of a lane, the last of which takes whatever is nested more deeply; lanes; names of concurrent collectives."""
+"""Rows of a lane (the last also takes anything nested more deeply); lanes; names of concurrent collectives."""
 _WIDEST = 3
 """The picture of a layer reaches at most this many times the layer's length to either side."""
 NAMES = {
@@ -415,7 +415,7 @@ def find_layer(timeline: Timeline, begin: int, close: int, unit: str | None = No
 
 
 def _typical(found: Sequence[Hull]) -> Hull | None:
-    """Of median length among the middle half of the backward hulls; of all if none is known to be backward."""
+    """The one of median length in the middle half of the backward hulls; of all if none is known to be backward."""
     candidates = [hull for hull in found if hull.phase == "backward" and hull.end > hull.start]
     candidates = candidates or [hull for hull in found if hull.end > hull.start]
     quarter = len(candidates) // 4

@@ -540,7 +540,7 @@ _MEMORY: dict[Category, str] = {
 
 
 def memory_at_peak(figures: TraceFigures) -> Section | None:
-    """What holds memory at the peak of the GPU whose peak is highest, or of the CPU in a trace without GPUs."""
+    """What holds memory at the peak, on the GPU with the highest one, or on the CPU in a trace without GPUs."""
     if not figures.memory_peaks:
         return None
     peak = figures.memory_peaks[0]
@@ -649,7 +649,7 @@ SECTIONS: tuple[Callable[[TraceFigures], Section | None], ...] = (
 
 
 def sections_of(figures: TraceFigures, timeline: Timeline | None = None) -> list[Section]:
-    """The sections of one trace, those that only a page shows last; gaps need its timeline."""
+    """The sections of one trace, page-only ones last; gaps need its timeline."""
     over = per_step(figures)
     units = f"{counted(len(figures.units), 'unit')}{f', the first {MOST_UNITS}' if figures.units[MOST_UNITS:] else ''}"
     on_page = (

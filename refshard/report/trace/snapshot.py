@@ -135,7 +135,7 @@ def _blocks(file: str, conf: str, one: DeviceFigures) -> list[Block]:
 
 
 def _calls(history: HistoryFigures) -> Iterator[str]:
-    """How often the device was asked for memory, which stops it."""
+    """How often memory was requested from the device, which stops it."""
     if not history.allocations:
         return
     yield (
