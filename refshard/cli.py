@@ -135,12 +135,17 @@ def run(
     strategy: _Strategies = None,
     model: _Models = None,
     gpus: Annotated[str | None, typer.Option(help="Numbers of GPUs (ranks, on a CPU), separated by commas.")] = None,
-    rounds: Annotated[int | None, typer.Option(help="Launches of each case; 3 or more give intervals.")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="Rounds; each launches every case once. 3 or more give intervals.")
+    ] = None,
     changes: _Changes = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder of the run (default: a new one).")] = None,
     resume: Annotated[Path | None, typer.Option(help="Measure only what is missing in this run's folder.")] = None,
     only: _Only = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the cases and the expected duration.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Only list the cases and the expected duration (for dry runs, see --cluster)."),
+    ] = False,
     write: Annotated[Path | None, typer.Option(help="Write the suite to this TOML file.")] = None,
     oversubscribe: _Oversubscribe = False,
     launcher: _Launcher = None,
@@ -362,7 +367,7 @@ def plan(
     dry_runs: Annotated[
         int | None,
         typer.Option(
-            help="Dry-run so many of the listed configurations with the real code on fake GPUs, and rank by that "
+            help="Number of configurations to dry-run with the real code on fake GPUs, and rank by that "
             "(default: 4 with --search, else 0)."
         ),
     ] = None,
@@ -400,6 +405,7 @@ def plan(
 @app.command(context_settings={"ignore_unknown_options": True})
 @printed
 def dryrun(
+    context: typer.Context,
     cluster: _Cluster,
     command: Annotated[
         list[str] | None, typer.Argument(help="After `--`: SCRIPT ARGS, -m MODULE ARGS, or a launcher's command line.")
@@ -450,6 +456,8 @@ def dryrun(
             checkpointing=checkpointing,
         )  # fmt: skip
         words, tokens_per_step = training_command(training, cluster, gpus)
+    elif extra := _given(context) & {"--strategy", "--seq-len", "--microbatch", "--precision", "--checkpointing"}:
+        raise SpecError(f"dryrun: {', '.join(sorted(extra))} needs --model; a script has options of its own")
     options = made.Options(
         words=words, cluster=cluster, gpus=gpus, rank=rank, steps=steps,
         tokens_per_step=tokens_per_step, races=races,
@@ -516,7 +524,7 @@ def _given(context: typer.Context) -> set[str]:
 @printed
 def noise(
     suite: _Suite = "gate",
-    rounds: Annotated[int, typer.Option(help="Number of launches of each case.", min=2)] = 300,
+    rounds: Annotated[int, typer.Option(help="Rounds; each launches both sides of every case once.", min=1)] = 150,
     permutations: Annotated[int, typer.Option(help="Number of gates to simulate from them.", min=1)] = 1000,
     earlier: Annotated[
         list[Path] | None,
@@ -531,7 +539,7 @@ def noise(
 
     with _interruptible("finished rounds are saved. Use them with: refshard noise --from FOLDER"):
         return command.noise(
-            suite, launches=rounds, permutations=permutations, recorded=earlier or [],
+            suite, rounds=rounds, permutations=permutations, recorded=earlier or [],
             oversubscribe=oversubscribe, baselines=baselines,
         )  # fmt: skip
 
@@ -650,15 +658,17 @@ def list_(
     return listing.listing(what)
 
 
+_RANKS = {"--world-size": "--gpus", "--ranks": "--gpus"}
 _RENAMED = {
-    "run": {"--world-size": "--gpus", "--dry-run-on": "--cluster"},
+    "run": {**_RANKS, "--dry-run-on": "--cluster"},
     "plan": {
-        "--nodes": "--gpus", "--tensor": "--tp", "--context": "--cp", "--pipeline": "--pp", "--expert": "--ep",
-        "--replicas": "--dp-replicate", "--checkpoint": "--checkpointing", "--dtype": "--precision",
+        **_RANKS, "--nodes": "--gpus (nodes x GPUs of a node)", "--tensor": "--tp", "--context": "--cp",
+        "--pipeline": "--pp", "--expert": "--ep", "--replicas": "--dp-replicate", "--checkpoint": "--checkpointing",
+        "--dtype": "--precision",
     },
-    "dryrun": {"--world-size": "--gpus", "--dtype": "--precision", "--checkpoint": "--checkpointing"},
-    "calibrate": {"--ranks": "--gpus"},
-    "noise": {"--launches": "--rounds"},
+    "dryrun": {**_RANKS, "--dtype": "--precision", "--checkpoint": "--checkpointing"},
+    "calibrate": _RANKS,
+    "noise": {"--launches": "--rounds (of two launches)"},
     "gate": {"--strategies": "--strategy"},
 }  # fmt: skip
 """Options that had another name, by command."""

@@ -84,9 +84,11 @@ def chosen(options: Options) -> SuiteSpec | None:
         SpecError: the run is resumed, so its cases are already chosen.
     """
     given = options.suite
-    for option, is_given in (("only", bool(options.only)), ("dry-run-on", options.dry_run_on is not None)):
-        if is_given and (options.resume is not None or given is None):
+    for option, is_given in (("only", bool(options.only)), ("cluster", options.dry_run_on is not None)):
+        if is_given and options.resume is not None:
             raise SpecError(f"{option}: a resumed run has its cases already; leave out --{option}, or --resume")
+        if is_given and given is None:
+            raise SpecError(f"{option}: there is no suite; name one (`refshard list suites`), or add --strategy")
     if given is not None and options.only:
         given = msgspec.structs.replace(given, only=options.only)
     if given is not None and options.dry_run_on is not None:

@@ -61,12 +61,18 @@ def _read_script(
 ) -> TrainingCommand:
     if words and words[0] == "-m":
         if len(words) < 2:
-            raise SpecError("dryrun: -m must be followed by a module; write `refshard dryrun -- -m package.train`")
+            raise SpecError(
+                "dryrun: -m must be followed by a module; write `refshard dryrun --cluster CLUSTER -- -m package.train`"
+            )
         return TrainingCommand(command=tuple(words[1:]), module=True, nodes=nodes, ranks_per_node=ranks_per_node)
     if not words:
-        raise SpecError("dryrun: no script was given; write it after `--`: `refshard dryrun -- train.py --args`")
+        raise SpecError(
+            "dryrun: no script was given; write `refshard dryrun --cluster CLUSTER -- train.py --args`, or give --model"
+        )
     if Path(words[0]).is_file():
         return TrainingCommand(command=tuple(words), nodes=nodes, ranks_per_node=ranks_per_node)
+    if words[0].startswith("-"):
+        raise SpecError(f"dryrun: no option {words[0]}; see `refshard dryrun --help`")
     if (name := words[0]) in _OTHER_LAUNCHERS:
         raise SpecError(
             f"dryrun: a dry run cannot follow the processes that '{name}' starts; give the script that it starts"

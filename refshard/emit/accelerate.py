@@ -103,7 +103,7 @@ def _check(setting: Setting) -> None:
         ),
         (
             one.strategy == "fsdp1" and one.dp_replicate > 1 and one.dp_shard != node,
-            f"dp_shard must be a node's {node} ranks for fsdp1 with replicas, got {one.dp_shard}; plan "
+            f"dp_shard must be a node's {node} ranks for fsdp1 with dp_replicate > 1, got {one.dp_shard}; plan "
             "with --strategy fsdp2",
         ),
     )

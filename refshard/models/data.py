@@ -75,7 +75,7 @@ def rank_batch(
             the rows.
     """
     if global_batch % world_size:
-        raise SpecError(f"global_batch must be a multiple of world_size = {world_size}, got {global_batch}")
+        raise SpecError(f"global_batch must be a multiple of the {world_size} data-parallel ranks, got {global_batch}")
     if not 0 <= rank < world_size:
         raise SpecError(f"rank must lie in 0..{world_size - 1}, got {rank}")
     share = global_batch // world_size

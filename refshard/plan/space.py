@@ -272,4 +272,4 @@ def _replicas(space: Space, strategy: str, data: int) -> list[int]:
     powers = [size for size in (2**i for i in range(20)) if data % size == 0 and data // size > 1]
     if space.dp_replicate == ALL:
         return powers or [1]
-    return [size for size in space.dp_replicate if data % size == 0 and (size == 1 or data // size > 1)] or [1]
+    return [size for size in space.dp_replicate if data % size == 0 and (size == 1 or data // size > 1)]

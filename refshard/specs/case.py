@@ -21,6 +21,7 @@ FIRST_NAMES = {
 }  # fmt: skip
 """What records of schema 1, and so the hashes of cases, call fields that have another name now."""
 RENAMED = {first: now for now, first in FIRST_NAMES.items()}
+_OTHER_NAMES = {**RENAMED, "dtype": "precision", "ranks": "gpus", "nodes": "gpus"}
 _ADDED = frozenset(
     ("precision", "tuning", "optimizer", "offload", "dp_replicate", "tp", "sequence_parallel", "cp", "pp", "interleave",
      "schedule", "comm_memory", "ep", "implementation")
@@ -203,7 +204,9 @@ def check_keys(where: str, given: Iterable[str], known: Sequence[str]) -> None:
     """
     for key in given:
         if key not in known:
-            remedy = f"it is now '{now}'" if (now := RENAMED.get(key)) in known else nearest(key, [*known])
+            remedy = f"it is now '{now}'" if (now := _OTHER_NAMES.get(key)) in known else nearest(key, [*known])
+            if key == "dp_shard":
+                remedy = "leave it out: it is gpus / (dp_replicate * tp * cp * pp)"
             raise SpecError(f"{where} has the unknown key '{key}'; {remedy}")
 
 

@@ -148,7 +148,7 @@ def test_noise_is_measured_kept_and_told(tmp_path: Path) -> None:
     suite = write_suite(tmp_path, "refshard-yafsdp")
     suite.write_text(suite.read_text() + QUICK)
     aa = ("noise", "--suite", suite, "--permutations", "20", "--oversubscribe", "--json")
-    done = refshard(tmp_path, *aa, "--rounds", "24")
+    done = refshard(tmp_path, *aa, "--rounds", "12")
     noise = json.loads(done.stdout)
     (case,) = noise["cases"].values()
     assert (noise["launches"], noise["gates"], case["rounds"]) == (24, 20, 12)
@@ -164,9 +164,9 @@ def test_noise_is_measured_kept_and_told(tmp_path: Path) -> None:
     twice = refshard(tmp_path, *aa, "--from", recorded, "--from", recorded)
     assert (twice.returncode, twice.stdout) == (2, "")
     assert "a folder is given twice" in twice.stderr
-    few = refshard(tmp_path, *aa, "--rounds", "2")
+    few = refshard(tmp_path, *aa, "--rounds", "1")
     assert few.returncode == 2
-    assert "launches must be >= 24, got 2: a gate needs 12 rounds" in few.stderr
+    assert "rounds must be >= 12, which one gate needs, got 1" in few.stderr
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ from refshard.records import SCHEMA, EndRecord, LaunchRecord, Record, Run, RunRe
 from refshard.specs.case import Case
 from tests.measure.fakes import ENVIRONMENT, FakeLauncher, Silent, good, make_suite
 
+RECORDED = Path(__file__).parents[2] / "profiles" / "recorded"
+
 SUITE = make_suite(matrix={"strategy": ["single", "ddp"], "gpus": [2], "model": ["llama-tiny"]})
 
 
@@ -239,3 +241,21 @@ def test_a_run_went_well_if_every_launch_is_ok_or_a_result(state: State, folder:
     last = msgspec.structs.replace(run.launches[-1], state=state)
     changed = msgspec.structs.replace(run, launches=(*run.launches[:-1], last))
     assert changed.well == (state in ("ok", "unsupported", "skipped"))
+
+
+@pytest.mark.slow
+def test_records_of_schema_1_are_read_and_their_cases_keep_their_hashes() -> None:
+    """Recorded runs of earlier versions; the hash names a case in baselines, folders and other people's notes."""
+    launches = [launch for path in RECORDED.glob("*/*/records.jsonl") for launch in read_run(path.parent).launches]
+    assert {launch.schema for launch in launches} == {1}
+    assert len(launches) > 900
+    assert [launch.case.hash for launch in launches] == [launch.spec_hash for launch in launches]
+    assert {launch.case.job.tp for launch in launches} == {1, 8}
+    assert {launch.case.job.dp_replicate for launch in launches} == {1, 8, 32, 64}
+
+
+def test_a_damaged_record_of_schema_1_is_named(tmp_path: Path) -> None:
+    for line in ('{"type":"case","schema":1,"case":3}', '{"type":"run","schema":1,"suite":{"matrix":[1]}}'):
+        (tmp_path / "records.jsonl").write_text(line + "\n")
+        with pytest.raises(StoreError, match=r"records\.jsonl:1: damaged record"):
+            read_run(tmp_path)

@@ -205,7 +205,7 @@ def test_a_token_outside_the_vocabulary_is_refused_when_met(tmp_path: Path, toke
 
 def test_rank_batch_refuses_an_uneven_batch_and_an_unknown_rank() -> None:
     source = SyntheticTokens(vocab=10, seed=0)
-    with pytest.raises(SpecError, match="multiple of world_size = 2, got 3"):
+    with pytest.raises(SpecError, match="multiple of the 2 data-parallel ranks, got 3"):
         rank_batch(source, step=0, rank=0, world_size=2, global_batch=3, seq_len=4)
     with pytest.raises(SpecError, match=r"rank must lie in 0\.\.1, got 2"):
         rank_batch(source, step=0, rank=2, world_size=2, global_batch=4, seq_len=4)

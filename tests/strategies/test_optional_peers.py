@@ -15,10 +15,11 @@ from refshard.errors import UnsupportedError
 from refshard.measure.trainer import Trainer
 from refshard.records import parity_tolerance
 from refshard.specs.case import Case
+from refshard.specs.job import OPTIONS
 from refshard.strategies import make_strategy, strategy_for
 from refshard.strategies.base import Strategy
 from refshard.strategies.deepspeed_zero import DeepSpeedZero
-from refshard.strategies.table import ROWS
+from refshard.strategies.table import OWN_MODEL, ROWS
 from refshard.strategies.yafsdp import YaFSDP
 from tests.distributed.ranks import run_ranks
 from tests.models import small_spec
@@ -272,3 +273,9 @@ def test_deepspeed_refuses_what_it_cannot_announce_and_ranks_that_are_not_there(
 def test_deepspeed_refuses_before_it_trains_what_could_not_be_proved(ranks: int, arguments: str, reason: str) -> None:
     case = case_of("deepspeed-zero3", "plain").changed(gpus=ranks)
     assert all(reason in said for said in run_ranks(ranks, refused, case, arguments))
+
+
+def test_rows_name_options_that_jobs_have() -> None:
+    known = {*OPTIONS, OWN_MODEL}
+    assert {axis for row in ROWS.values() for axis in (*row.axes, *row.why_not)} <= known
+    assert known <= {axis for row in ROWS.values() for axis in row.axes}
