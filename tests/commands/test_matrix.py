@@ -228,6 +228,11 @@ class TestDryRun:
         assert done.stdout.endswith("(estimated from earlier launches).\n")
         assert list(elsewhere.iterdir()) == []
 
+    def test_rounds_are_as_many_as_asked_for(self, elsewhere: Path) -> None:
+        words = ["run", "--strategy", "ddp", "--set", "device=cpu", "--rounds", "3", "--dry-run"]
+        shown = CliRunner().invoke(app, words).stdout
+        assert shown.splitlines()[-1].startswith("6 launches in 3 rounds, about ")
+
     def test_what_has_not_run_before_is_a_rough_estimate(self, elsewhere: Path) -> None:
         words = ["run", "--strategy", "ddp", "--set", "seq_len=8", "--set", "device=cpu", "--dry-run"]
         done = CliRunner().invoke(app, words)

@@ -41,6 +41,7 @@ def test_the_reader_keeps_the_users_frames_with_their_times(tmp_path: Path) -> N
     ]
     trace = read_trace(write(tmp_path / "t.json", events))
     frames, first = trace.frames, trace.frames.starts[0]
+    assert first == trace.host.starts[0] - 5_000
     assert [frames.name_table[code] for code in frames.names] == ["train.py(1): main", "model.py(9): forward"]
     assert [(int(a - first), int(b - first)) for a, b in zip(frames.starts, frames.ends)] == [
         (0, 100_500),

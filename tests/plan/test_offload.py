@@ -6,7 +6,7 @@ import pytest
 from refshard.errors import SpecError
 from refshard.specs.cluster import ClusterSpec, load_cluster
 from refshard.specs.model import load_model
-from tests.plan.made import estimated, job
+from tests.plan.made import cluster, estimated, job
 
 MODEL = load_model("llama3-8b")
 LINK = 1e9
@@ -46,3 +46,11 @@ def test_a_quick_link_hides_beside_compute() -> None:
 def test_without_the_links_rate_it_is_refused() -> None:
     with pytest.raises(SpecError, match="host_link_bytes_per_s must be known, got 0; add it to the profile"):
         estimated(job(dp_shard=8, offload=True), cluster=linked(0.0))
+
+
+def test_adamw_moves_28_bytes_of_each_element_and_clipping_12() -> None:
+    """fp32: weight, gradient and two moments are read, all but the gradient written; the norm reads, scaling reads and
+    writes.
+    """
+    found = estimated(job(dp_shard=8), cluster=cluster())
+    assert found.optimizer_s[0] == pytest.approx((28 + 12) * load_model("llama3-8b").params / 8 / 1e12)

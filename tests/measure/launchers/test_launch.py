@@ -179,3 +179,12 @@ def test_ranks_of_a_checkout_from_before_the_package_was_renamed_run_its_worker(
     worker.parent.mkdir(parents=True)
     worker.touch()
     assert worker_of(tmp_path) == "refshard.harness.worker"
+
+
+@pytest.mark.processes
+def test_a_rank_that_is_killed_ends_the_others_and_both_ends_are_told(tmp_path: Path) -> None:
+    programs = ("import os; os.kill(os.getpid(), 9)", "import time; time.sleep(60)")
+    with started(sys.executable, [(("-c", program), {}) for program in programs], tmp_path) as ranks:
+        while (ends := ranks.poll()) is None:
+            time.sleep(0.01)
+    assert [(end.rank, end.exit_code) for end in ends] == [(0, -9), (1, -15)]
