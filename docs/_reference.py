@@ -118,7 +118,7 @@ SUITE_SECTIONS: tuple[tuple[str, str, Spec], ...] = (
         "Every key may stand in `[case]`, or in `[matrix]` as a value or a list.",
         Job,
     ),
-    ("`[case]` and `[matrix]`: the protocol", "How the job is run and measured. The same rule holds.", Protocol),
+    ("`[case]` and `[matrix]`: how a case is run", "Every key may stand there, too.", Protocol),
     ("`[network]`", "", NetworkSpec),
     ("`[gate]`", "", GateSpec),
     ("`[gate.times]`", "Effects are relative: 0.01 is 1 %. See [Set up the gate](../how-to/ci.md).", TimeLimits),

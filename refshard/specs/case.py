@@ -22,11 +22,12 @@ FIRST_NAMES = {
 """What records of schema 1, and so the hashes of cases, call fields that have another name now."""
 RENAMED = {first: now for now, first in FIRST_NAMES.items()}
 _OTHER_NAMES = {**RENAMED, "dtype": "precision", "ranks": "gpus", "nodes": "gpus"}
-_ADDED = frozenset(
-    ("precision", "tuning", "optimizer", "offload", "dp_replicate", "tp", "sequence_parallel", "cp", "pp", "interleave",
-     "schedule", "comm_memory", "ep", "implementation")
+_FIRST = frozenset(
+    ("strategy", "gpus", "model", "global_batch", "seq_len", "workload", "microbatches", "checkpointing", "cluster",
+     "fidelity", "resident_ranks", "seed", "data", "learning_rate", "device", "threads_per_rank", "warmup_steps",
+     "measured_steps", "traced_steps", "time_limit_s", "memory_limit_gib")
 )  # fmt: skip
-"""Fields that count for a case's hash only where they are given, so that cases keep the hash that they had before."""
+"""Fields that always count for a case's hash. Others count only where they are set, so that old hashes stay valid."""
 
 
 class Protocol(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -166,7 +167,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         given = {
             FIRST_NAMES.get(name, name): value
             for name, value in self.fields.items()
-            if name not in _ADDED or value != defaults[name]
+            if name in _FIRST or value != defaults[name]
         }
         return hashlib.sha256(msgspec.json.encode(given, order="sorted")).hexdigest()[:12]
 
