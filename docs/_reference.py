@@ -114,7 +114,7 @@ MEANINGS: dict[Spec, dict[str, str]] = {
 SUITE_SECTIONS: tuple[tuple[str, str, Spec], ...] = (
     ("Top level", "", SuiteSpec),
     (
-        "`[case]` and `[matrix]`: the job",
+        "`[case]` and `[matrix]`",
         "Every key may stand in `[case]`, or in `[matrix]` as a value or a list.",
         Job,
     ),
