@@ -150,7 +150,7 @@ def run(
     oversubscribe: _Oversubscribe = False,
     launcher: _Launcher = None,
     sbatch: _Sbatch = None,
-    dry_run_on: _DryRunOn = None,
+    cluster: _DryRunOn = None,
     dry_run_first: _DryRunFirst = None,
     launch_all: Annotated[bool, typer.Option("--launch-all", help="Also launch cases that will not fit.")] = False,
 ) -> Answer:
@@ -168,7 +168,7 @@ def run(
     of_suite = matrix.Options(strategies=strategy, models=model, gpus=gpus, rounds=rounds, changes=tuple(changes or ()))
     options = command.Options(
         suite=matrix.chosen_suite(suite, of_suite), output=out, resume=resume, oversubscribe=oversubscribe,
-        launcher=launcher, sbatch=sbatch, only=tuple(only or ()), dry_run_on=dry_run_on, dry_run_first=dry_run_first,
+        launcher=launcher, sbatch=sbatch, only=tuple(only or ()), cluster=cluster, dry_run_first=dry_run_first,
         launch_all=launch_all,
     )  # fmt: skip
     if write is not None and (chosen := command.chosen(options)) is not None:

@@ -439,3 +439,11 @@ def test_a_record_of_a_suite_holds_what_was_given_and_reads_back() -> None:
 def test_a_name_that_is_no_case_is_refused(name: str) -> None:
     with pytest.raises(SpecError, match=f"only: suite 's' has no case '{name}'; "):
         suite(only=[name]).cases()
+
+
+def test_first_layers_are_those_of_each_pipeline_rank_and_no_more_than_it_has() -> None:
+    piped = {"strategy": "fsdp2", "gpus": 6, "global_batch": 8, "pp": 3, "microbatches": 2}
+    job = case(**{**piped, "checkpointing": "first-2"}).job
+    assert sorted(job.checkpointed(7).layers) == [0, 1, 2, 3, 5, 6]
+    with pytest.raises(SpecError, match="its number must be at most the 3 layers, got 'first-4'; lower it"):
+        case(**{**piped, "checkpointing": "first-4"}).job.checkpointed(7)

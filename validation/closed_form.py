@@ -1,6 +1,5 @@
 """Published runs as configurations and claims as ratios, beside what the closed forms predict."""
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from refshard.plan.space import Candidates
 from refshard.quantities import GIB
 from refshard.specs.cluster import ClusterSpec, load_cluster
 from refshard.specs.job import Implementation, Job
+from refshard.specs.layers import POLICY
 from refshard.specs.model import ModelSpec
 from refshard.specs.reading import convert
 from validation.schema import HALVES, Claim, Figure, Half, Run, Source, load_sources, model_of
@@ -25,7 +25,6 @@ _STRATEGIES = {
 }  # fmt: skip
 _BY_RUN = ("seq_len", "strategy", "checkpointing", "precision", "interleave")
 """Assumptions about fields that a run may state itself; the others hold for all runs of a source."""
-_POLICY = re.compile(r"none|selective|full|(?:every|first)-[1-9]\d*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +112,7 @@ def published_of(name: str, source: Source, run: Run) -> Published | str:
     if not isinstance(seq_len, int):
         return "the sequence length is not stated"
     policy = run.checkpointing or assumed.get("checkpointing")
-    if not _POLICY.fullmatch(str(policy)):
+    if not POLICY.fullmatch(str(policy)):
         return f"checkpointing: {policy or 'not stated'}"
     precision = run.precision or assumed.get("precision")
     if precision not in ("bf16", "fp8"):

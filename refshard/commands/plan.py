@@ -28,6 +28,7 @@ from refshard.report.plan.text import short_text
 from refshard.specs.cluster import ClusterSpec, load_cluster
 from refshard.specs.hardware import ELEMENT_BYTES
 from refshard.specs.job import Implementation, Precision, Schedule
+from refshard.specs.layers import POLICY
 from refshard.specs.model import ModelSpec, is_factory, load_model
 from refshard.specs.reading import within
 from refshard.strategies.table import ROWS
@@ -403,7 +404,7 @@ def _checkpointing(options: Options) -> tuple[str, ...]:
         return (AUTO, "selective") if options.search else (AUTO,)
     names = _names(options.checkpointing)
     for name in names:
-        if not re.fullmatch(r"auto|none|selective|full|(?:every|first)-[1-9]\d{0,5}", name):
+        if name != AUTO and not POLICY.fullmatch(name):
             raise SpecError(
                 "checkpointing must be auto, none, selective, full, every-K or first-N, separated by commas, "
                 f"got '{name}'; choose one of them"

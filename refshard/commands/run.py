@@ -35,7 +35,7 @@ class Options:
 
     ``suite`` is None to resume the run in the folder ``resume``: only what is missing is measured; a suite given with
     it must be the run's. ``launcher`` replaces the suite's; ``sbatch`` are options for the launcher ``slurm``. ``only``
-    names the cases of the suite to measure, by name or hash; references come along. ``dry_run_on`` names a cluster on
+    names the cases of the suite to measure, by name or hash; references come along. ``cluster`` names a cluster on
     which the measured cases are dry-run instead. ``dry_run_first`` names a cluster to dry-run them on before launching;
     ``"auto"`` is the first with this machine's GPUs, ``"no"`` skips it, and by default the suite decides. With
     ``launch_all``, cases are launched even if their dry run says that they will not fit.
@@ -48,7 +48,7 @@ class Options:
     launcher: str | None = None
     sbatch: str | None = None
     only: tuple[str, ...] = ()
-    dry_run_on: str | None = None
+    cluster: str | None = None
     dry_run_first: str | None = None
     launch_all: bool = False
 
@@ -84,15 +84,15 @@ def chosen(options: Options) -> SuiteSpec | None:
         SpecError: the run is resumed, so its cases are already chosen.
     """
     given = options.suite
-    for option, is_given in (("only", bool(options.only)), ("cluster", options.dry_run_on is not None)):
+    for option, is_given in (("only", bool(options.only)), ("cluster", options.cluster is not None)):
         if is_given and options.resume is not None:
             raise SpecError(f"{option}: a resumed run has its cases already; leave out --{option}, or --resume")
         if is_given and given is None:
             raise SpecError(f"{option}: there is no suite; name one (`refshard list suites`), or add --strategy")
     if given is not None and options.only:
         given = msgspec.structs.replace(given, only=options.only)
-    if given is not None and options.dry_run_on is not None:
-        given = given.as_dry_run(options.dry_run_on)
+    if given is not None and options.cluster is not None:
+        given = given.as_dry_run(options.cluster)
     return given
 
 

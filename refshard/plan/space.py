@@ -143,7 +143,7 @@ def by_distinct(columns: Sequence[npt.NDArray[np.generic]], value: Callable[...,
 class Space:
     """What a search may choose, each a list of values; :data:`ALL` for every one that can run.
 
-    ``global_batch`` and ``microbatch`` are in sequences. What is no tuple holds for all jobs.
+    ``global_batch`` and ``microbatch`` are in sequences. Fields that are not tuples hold for all jobs.
     """
 
     strategies: tuple[str, ...]

@@ -5,7 +5,6 @@ published runs. Its fields are the keys of suites and the names in records, tabl
 """
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -13,7 +12,14 @@ from typing import Literal
 import msgspec
 
 from refshard.specs.hardware import AttentionKernel
-from refshard.specs.layers import Checkpointing, checkpointing_of, layers_of_stages, stages_of_rank
+from refshard.specs.layers import (
+    POLICIES,
+    POLICY,
+    Checkpointing,
+    checkpointing_of,
+    layers_of_stages,
+    stages_of_rank,
+)
 from refshard.specs.reading import within
 
 Workload = Literal["training", "inference"]
@@ -29,8 +35,6 @@ WHOLE_BATCH = frozenset({"tensor-parallel", "pipeline"})
 """Strategies that split the model alone: all ranks work on the same tokens."""
 AXES = ("dp_replicate", "tp", "cp", "pp")
 """Axes of the mesh that are given. Their product divides the number of GPUs; ``dp_shard`` is what is left."""
-POLICIES = "'none', 'full', 'selective', 'every-K', 'first-N' or a list of layers"
-_POLICY = re.compile(r"none|full|selective|(?:every|first)-[1-9]\d{0,5}")
 _COUNTS = ("gpus", *AXES, "ep", "interleave", "global_batch", "seq_len", "microbatches")
 
 
@@ -42,7 +46,7 @@ class Implementation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     - Gradients are reduced in ``reduction``, after each microbatch or, unless ``reduce_each``, once a step.
     - ``reshard`` frees gathered parameters between forward and backward.
     - ``overlap_tensor`` overlaps tensor parallelism's collectives with its products, in pieces. ``overlap_reduction``
-    overlaps the reductions and gathers of a whole step with compute, ``overlap_pipeline`` its messages.
+      overlaps the reductions and gathers of a whole step with compute, ``overlap_pipeline`` its messages.
     - ``context_by`` says whether ranks that share sequences pass keys and values round a ring, or exchange heads for
       tokens.
     """
@@ -90,13 +94,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     - ``precision`` is what parameters are gathered and computed in; masters, reductions and optimizer state are fp32,
       except for bf16 adapters, which have no other master.
     - ``tuning`` trains all parameters (``"full"``); or LoRA adapters on every linear of the blocks, with the bases
-    frozen (``"lora"``) and, with ``"qlora"``, in NF4 with double quantisation.
+      frozen (``"lora"``) and, with ``"qlora"``, in NF4 with double quantisation.
     - ``optimizer`` is AdamW, AdamW with 8-bit state, or Muon for the matrices of the blocks and AdamW for all else.
     - ``offload`` keeps masters, gradients and optimizer state in the host's memory.
     - ``comm_memory`` is what collectives gather to and reduce from: by default what the strategy takes by itself;
       torch's caching allocator's (``"allocator"``), the process group's (``"group"``), or symmetric memory, with
-      gathers by copy engines (``"symmetric"``). Knobs that one strategy alone has are no field but strategies of their
-      own.
+      gathers by copy engines (``"symmetric"``). A knob of one strategy alone is not a field: each
+      setting is a strategy of its own.
 
     ``cluster`` names a cluster's profile: the job fills its first ``gpus`` GPUs; a measured job has none.
 
@@ -200,7 +204,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
 
     def _check_policy(self) -> None:
         policy = self.checkpointing
-        if isinstance(policy, str) and not _POLICY.fullmatch(policy):
+        if isinstance(policy, str) and not POLICY.fullmatch(policy):
             raise ValueError(f"checkpointing must be {POLICIES}, got {policy!r}")
         if isinstance(policy, tuple) and (not policy or min(policy) < 0 or len(set(policy)) < len(policy)):
             raise ValueError(
@@ -255,17 +259,19 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
         """The layers that recompute, of a model of ``n_layers``.
 
         Raises:
-            SpecError: the policy names layers that the model or a pipeline rank does not have.
+            SpecError: the policy names layers that the model, or every pipeline rank, does not have.
         """
         policy = self.checkpointing
         if self.pp_ranks == 1 or not (isinstance(policy, str) and policy.startswith("first-")):
             return checkpointing_of(policy, n_layers)
-        stages, first = layers_of_stages(n_layers, self.pp_ranks * self.interleave), int(policy.removeprefix("first-"))
-        layers: list[int] = []
-        for rank in range(self.pp_ranks):
-            own = [layer for stage in stages_of_rank(rank, self.pp_ranks, self.interleave) for layer in stages[stage]]
-            layers += own[:first]
-        return Checkpointing(frozenset(layers))
+        stages = layers_of_stages(n_layers, self.pp_ranks * self.interleave)
+        held = [
+            [layer for stage in stages_of_rank(rank, self.pp_ranks, self.interleave) for layer in stages[stage]]
+            for rank in range(self.pp_ranks)
+        ]
+        # Ranks at the ends may hold a layer less; such a rank recomputes all that it has.
+        count = len(checkpointing_of(policy, max(map(len, held))).layers)
+        return Checkpointing(frozenset(layer for own in held for layer in own[:count]))
 
 
 @dataclass(frozen=True, slots=True)

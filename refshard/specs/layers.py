@@ -1,9 +1,14 @@
 """Which of a model's layers compute their activations again in backward, and which a stage of a pipeline holds."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from refshard.errors import SpecError
+
+POLICY = re.compile(r"none|full|selective|(?:every|first)-[1-9]\d{0,5}")
+"""How a policy is written that does not list layers."""
+POLICIES = "'none', 'full', 'selective', 'every-K', 'first-N' or a list of layers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +36,9 @@ def checkpointing_of(policy: str | Sequence[int], n_layers: int) -> Checkpointin
     if policy in ("full", "selective"):
         return Checkpointing(frozenset(range(n_layers)), by_op=policy == "selective")
     if isinstance(policy, str):
+        if not POLICY.fullmatch(policy):
+            raise SpecError(f"checkpointing must be {POLICIES}, got {policy!r}; correct it")
         which, _, digits = policy.partition("-")
-        if which not in ("every", "first") or not digits.isdecimal() or int(digits) < 1:
-            raise SpecError(
-                "checkpointing must be 'none', 'full', 'selective', 'every-K', 'first-N' or a list of layers, got "
-                f"{policy!r}; correct it"
-            )
         number = int(digits)
         if number > n_layers:
             raise SpecError(
