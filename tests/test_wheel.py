@@ -96,7 +96,7 @@ def test_the_runs_traces_are_analysed(quickstart: tuple[Path, str, dict[str, dic
     folder, _, rows = quickstart
     refshard, page = folder.parent / "venv" / "bin" / "refshard", folder.parent / "page.html"
     traces = json.loads(run(refshard, "trace", folder, "--json", "--html", page, cwd=folder.parent))["traces"]
-    assert len(traces) == sum(row["world_size"] for row in rows.values())
+    assert len(traces) == sum(row["gpus"] for row in rows.values())
     assert len({trace["job"] for trace in traces}) == len(rows)
     assert all((trace["comm_ns"] > 0) == (trace["world_size"] > 1) for trace in traces)
     assert page.read_text().startswith("<!doctype html>")
