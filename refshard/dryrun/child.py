@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 _FROM_OTHERS = frozenset({"_tensor_to_object", "broadcast_object_list", "recv_object_list", "scatter_object_list"})
 """Functions of torch.distributed that unpickle what another rank sent."""
 
+_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+"""Where compiled code is kept: in the request's folder, since it holds code for a device that does not exist."""
+
 REQUEST, ANSWER, RECORDING = "request.json", "answer.json", "recording.npz"
 
 
@@ -35,6 +38,7 @@ def main(folder: Path) -> int:
     request = msgspec.json.decode((folder / REQUEST).read_bytes(), type=Request)
     began = time.monotonic()
     os.environ.update(request.environment)
+    os.environ.update({name: str(folder / place) for name, place in _CACHES.items()})
     hardware = load_cluster(request.cluster).accelerator
     if not request.limited:
         hardware = msgspec.structs.replace(hardware, memory_bytes=UNLIMITED_BYTES)

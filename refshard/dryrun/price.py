@@ -196,6 +196,7 @@ class _Pricing:
         self._columns = list(
             zip(*(c.tolist() for c in (
                 recording.names, recording.signatures, recording.flags, recording.reads, recording.writes,
+                recording.sizes,
             )))
         )  # fmt: skip
         self._calls = list(zip(recording.names.tolist(), recording.subjects.tolist(), recording.sizes.tolist()))
@@ -225,13 +226,15 @@ class _Pricing:
         found = (Doubt(name=n, reason=r, count=counts[n, r], seconds=float(seconds[n, r])) for n, r in counts)
         return tuple(sorted(found, key=lambda doubt: -doubt.seconds))
 
-    def _launch(self, name: int, signature: int, flags: int, reads: int, writes: int) -> tuple[float, float, str]:
+    def _launch(
+        self, name: int, signature: int, flags: int, reads: int, writes: int, flops: int
+    ) -> tuple[float, float, str]:
         if flags & Flag.HOST_ONLY:
             return 0.0, 0.0, ""
         if flags & (Flag.HOST_TO_DEVICE | Flag.DEVICE_TO_HOST):
             return self._host_copy(max(reads, writes)), 0.0, ""
         operator, text = self._recording.name_table[name], self._recording.signature_table[signature]
-        work = work_of(operator, text, flags)
+        work = work_of(operator, text, flags, flops)
         nbytes = float(reads + writes)
         match work.kind:
             case "product":

@@ -10,10 +10,13 @@
 namespace refshard {
 namespace {
 
+constexpr std::string_view kRoot = "(root)";  // the outermost module, as refshard/dryrun/observe.py calls it
+
 std::atomic<int32_t> next_thread{0};
 thread_local int32_t this_thread = next_thread++;
 thread_local std::vector<int32_t> modules_entered;
 thread_local bool in_optimizer = false;
+thread_local std::string generated_path;
 
 }  // namespace
 
@@ -27,6 +30,11 @@ int32_t Table::code(std::string_view text) {
   auto [found, fresh] = codes_.try_emplace(std::string(text), static_cast<int32_t>(texts_.size()));
   if (fresh) texts_.emplace_back(text);
   return found->second;
+}
+
+std::string Table::text(int32_t code) const {
+  std::lock_guard guard(mutex_);
+  return texts_[code];
 }
 
 std::vector<std::string> Table::texts() const {
@@ -116,7 +124,19 @@ void Recorder::pop_module() {
 
 void Recorder::optimizer(bool running) { in_optimizer = running; }
 
+void Recorder::generated_module(std::string_view path) { generated_path = path; }
+
+void Recorder::end_generated() { generated_path.clear(); }
+
 Place Recorder::place() const {
+  auto found = entered();
+  if (generated_path.empty()) return found;
+  const auto base = modules.text(found.module);
+  found.module = modules.code(base.empty() || base == kRoot ? generated_path : base + "." + generated_path);
+  return found;
+}
+
+Place Recorder::entered() const {
   const auto inner = modules_entered.empty() ? 0 : modules_entered.back();
   if (in_optimizer) return {inner, Phase::Optimizer};
   const auto node = torch::autograd::get_current_node();
