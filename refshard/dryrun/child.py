@@ -19,6 +19,7 @@ from refshard.dryrun.launchers import Launchers, is_program, run_python
 from refshard.dryrun.request import UNLIMITED_BYTES, Answer, Outcome, Request
 from refshard.errors import RefshardError
 from refshard.fakecuda import activate
+from refshard.resources import install_extra
 from refshard.specs.cluster import load_cluster
 
 if TYPE_CHECKING:
@@ -132,16 +133,10 @@ def _of_script(error: BaseException) -> TracebackType | None:
 
 def _cause(error: BaseException) -> str:
     name = type(error).__name__
-    if name in ("TritonMissing", "InductorError"):  # InductorError: Triton is installed, but finds no GPU
+    if name == "TritonMissing" or (isinstance(error, ModuleNotFoundError) and error.name == "triton"):
         return (
-            f"{name}: torch.compile's inductor generates Triton kernels, which need a real GPU, so a dry run "
-            "does not support compiled code; remove torch.compile, or use backend='aot_eager', which launches the same "
-            "operators unfused"
-        )
-    if isinstance(error, ModuleNotFoundError) and error.name == "triton":
-        return (
-            f"{name}: the script imports triton, which torch's CPU build does not install; run pip install triton if "
-            "it is only imported, as a dry run cannot launch Triton kernels"
+            f"{name}: compiled code and Triton kernels need triton, which is not installed: "
+            f"{install_extra('compiled')} (no GPU is needed), or run eagerly with --compile off"
         )
     if any(frame.name in _FROM_OTHERS for frame in traceback.extract_tb(error.__traceback__)):
         return (
@@ -169,6 +164,7 @@ def _leave(
 ) -> None:  # fmt: skip
     import torch
 
+    from refshard.dryrun.compiled import compilation
     from refshard.dryrun.observe import pool
     from refshard.dryrun.recording import Kind, collect, save
     from refshard.dryrun.settle_answer import settle_answer
@@ -182,7 +178,7 @@ def _leave(
         allocations=allocations, peak=peaks.highest(),
         now=pool(device, "current"), retries=torch.cuda.memory_stats(device)["num_alloc_retries"],
         host_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, wall_s=wall_s,
-        torch=str(torch.__version__),
+        torch=str(torch.__version__), compiled=compilation(),
     )  # fmt: skip
     answer, recording = settle_answer(answer, recording, request, ext)
     save(recording, folder / RECORDING)

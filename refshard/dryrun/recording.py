@@ -68,6 +68,8 @@ class Flag(IntFlag):
     """Pointwise, and a tensor is broadcast or lies in memory unlike the others: each element's address is computed."""
     PRODUCTS = 64
     """A Triton kernel that multiplies matrices, with FLOPs that are not known."""
+    COMPILED = 128
+    """Launched by the wrapper of a graph that inductor compiled."""
 
 
 class Category(IntEnum):
@@ -97,9 +99,9 @@ class Recording:
     Columns, one entry per event:
 
     - ``kinds`` (uint8): a :class:`Kind`.
-    - ``names`` (int32, into ``name_table``): the operator (``aten::mm``), the kernel that inductor generated or the script
-      has in Triton (``inductor::triton_poi_fused_add_0``, ``triton::rms_norm``), the collective (``all_gather``), why the host
-      waits (``item``), or what a mark says.
+    - ``names`` (int32, into ``name_table``): the operator (``aten::mm``), the kernel that inductor generated or the
+      script has in Triton (``inductor::triton_poi_fused_add_0``, ``triton::rms_norm``), the collective
+      (``all_gather``), why the host waits (``item``), or what a mark says.
     - ``streams`` (int64): the stream's id, 0 being the default stream, :data:`NO_STREAM` if not on a stream.
     - ``subjects`` (int64): an event's id (``RECORD``, ``WAIT``, ``SYNCHRONISE``), a group's id (``COLLECTIVE``), a
       block's id (``ALLOCATE``, ``FREE``, ``HOLD``; never used again), a peer for ``send`` and ``recv`` in the upper 32

@@ -71,6 +71,8 @@ def _tensors(text: str) -> tuple[Tensor, ...]:
     )
 
 
+TRITON = ("inductor::", "triton::")
+"""What the names of Triton kernels begin with: generated ones, and those of the script."""
 WorkKind = Literal["product", "attention", "optimizer", "move"]
 _NO_FORMULA = "priced by its bytes: no FLOP formula; register one (torch.utils.flop_counter.register_flop_formula)"
 _OWN_PRODUCTS = "priced by its bytes: a Triton kernel that multiplies matrices, and its FLOPs are not known"
@@ -129,7 +131,7 @@ def work_of(name: str, signature: str, flags: int = 0, flops: float = 0.0) -> Wo
     """
     library, _, op = name.rpartition("::")
     found = parse(signature)
-    if library in ("inductor", "triton"):
+    if name.startswith(TRITON):
         return _generated(op, found, flags, flops)
     if re.match(r"_fused_(adamw?|sgd|adagrad)_?$", op):
         return Work(kind="optimizer", dtype=found.inputs[0].dtype if found.inputs else "")

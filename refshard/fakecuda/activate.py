@@ -47,6 +47,7 @@ def activate(
         loaded.create(mode == "dry", devices, hardware.memory_bytes, unusable_bytes, capability, configuration)
     except ValueError as error:
         raise RefshardError(f"PYTORCH_ALLOC_CONF: {error}") from None
+    loaded.hardware = hardware  # type: ignore[attr-defined]
     sys.modules[NAME] = loaded
     sys.meta_path.insert(0, _Interception(loaded))
     return loaded
@@ -84,6 +85,7 @@ class _Interception(importlib.abc.MetaPathFinder):
             "torch._inductor.compile_fx": inductor.install,
         }
         self._after: dict[str, Callable[[Any], None]] = {
+            "torch._inductor.utils": inductor.take_peaks,
             "torch.nn.attention.flex_attention": inductor.compute_masks,
             "triton.runtime.jit": triton_kernels.install,
         }

@@ -6,7 +6,6 @@ inductor where it generates it; :func:`facts` puts that into the kernel's source
 inductor's caches, and :class:`GeneratedKernel` reads it back.
 """
 
-import ast
 import functools
 import json
 import re
@@ -14,7 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
-from refshard.fakecuda.triton_kernels import PRODUCTS, multiplies
+from refshard.fakecuda.triton_kernels import ON_HOST, PRODUCTS, VALUE_UNKNOWN, accessed, multiplies
+from refshard.specs.hardware import HardwareSpec
 
 _COMMENT = "# refshard: "
 _LARGEST_MASK = 1 << 30
@@ -37,7 +37,7 @@ def install(ext: ModuleType) -> None:
     config.compile_threads = 1
     guards: Any = torch._C._dynamo.guards
     guards._empty_strided_cuda = ext.empty_strided
-    torch._C._generated_module = ext.generated_module  # type: ignore[attr-defined]
+    torch._C._compiled_module = ext.compiled_module  # type: ignore[attr-defined]
 
     triton, define = AsyncCompile.triton, TritonScheduling.define_kernel
     enter, call = Scheduler.enter_context, CompiledFxGraph.__call__
@@ -54,13 +54,14 @@ def install(ext: ModuleType) -> None:
         enter(self, node)
         from torch._inductor.virtualized import V
 
-        V.graph.wrapper_code.writeline(f"torch._C._generated_module({module_of(node)!r})")
+        V.graph.wrapper_code.writeline(f"torch._C._compiled_module({module_of(node)!r})")
 
     def run_graph(self: Any, inputs: Sequence[Any]) -> Any:
+        ext.compiled(True)
         try:
             return call(self, inputs)
         finally:
-            ext.end_generated()
+            ext.compiled(False)
 
     _choose_without_benchmarks()
     CatchErrorsWrapper.__call__ = _uncounted(ext, CatchErrorsWrapper.__call__)  # type: ignore[method-assign]
@@ -69,6 +70,25 @@ def install(ext: ModuleType) -> None:
     TritonScheduling.define_kernel = define_kernel
     Scheduler.enter_context = enter_context  # type: ignore[method-assign]
     CompiledFxGraph.__call__ = run_graph  # type: ignore[method-assign]
+
+
+def take_peaks(ext: ModuleType) -> None:
+    """Passes that move collectives weigh them against the device's peaks, which torch asks nvidia-smi for."""
+    import torch
+    from torch._inductor import utils
+
+    hardware: HardwareSpec = ext.hardware
+    dtypes = {torch.float16: "bf16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8"}
+
+    def tflops(dtype: torch.dtype) -> float:
+        if dtype == torch.float32 and hardware.tf32_peak and torch.backends.cuda.matmul.fp32_precision == "tf32":
+            return hardware.tf32_peak / 1e12
+        rates: Any = hardware.matmul
+        return float(rates.get(dtypes.get(dtype), rates["fp32"]).peak / 1e12)
+
+    utils.get_device_tflops = tflops
+    bandwidth = hardware.memory_peak_bytes_per_s or hardware.memory_bytes_per_s
+    utils.get_gpu_dram_gbps = lambda: bandwidth / 1e9  # type: ignore[assignment]
 
 
 def compute_masks(ext: ModuleType) -> None:
@@ -141,9 +161,8 @@ def facts(source: str, nodes: Iterable[Any], kernel: Any) -> dict[str, Any]:
     names of their tensors, and the sizes of a block of the mask in queries and in keys.
     """
     from torch._inductor.codegen.common import ConstexprArg, SizeArg, WorkspaceArg
-    from torch._inductor.virtualized import V
-
     from torch._inductor.select_algorithm import TritonTemplateKernel
+    from torch._inductor.virtualized import V
 
     parts = [part for node in nodes if hasattr(node, "get_nodes") for part in node.get_nodes()]
     reads, writes = _dependencies(parts)
@@ -166,6 +185,10 @@ def facts(source: str, nodes: Iterable[Any], kernel: Any) -> dict[str, Any]:
         numel = V.graph.sizevars.optimization_hint(V.graph.get_numel(argument.buffer), fallback=1) or 1
         for side, deps in (("reads", reads), ("writes", writes)):
             mine = {d for d in deps if d.name in same or real.get(d.name) in same}
+            if side == "writes" and "out_ptr" not in definition.name:  # what it writes there is another argument
+                mine = set()
+            if side == "reads" and definition.name.startswith("out_ptr"):
+                mine &= writes  # that it adds to
             found[side].append(round(min(1.0, sum(_elements(d) for d in mine) / numel), 6))
     if "SPARSE_KV_BLOCK_SIZE" in source:
         found["flex"] = names
@@ -205,9 +228,12 @@ class GeneratedKernel:
     """Where inductor's wrapper expects a compiled kernel: records each launch, and computes nothing."""
 
     def __init__(self, ext: ModuleType, name: str, source: str) -> None:
+        if not ext.is_dry():
+            raise NotImplementedError(ON_HOST)
         self._ext, self._name = ext, f"inductor::{name}"
         _, marked, comment = source.rpartition(_COMMENT)
-        self._facts: dict[str, Any] = json.loads(comment.splitlines()[0]) if marked else _user_facts(source)
+        self._facts: dict[str, Any] = json.loads(comment.splitlines()[0]) if marked else {}
+        self._user = None if marked else _UserKernel(name, source)
         self._flags = PRODUCTS if multiplies(source) and not self._facts.keys() & {"flops", "flex"} else 0
         self._block = _block_sizes(source) if "flex" in self._facts else (0, 0)
 
@@ -216,13 +242,17 @@ class GeneratedKernel:
         import torch
 
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        parts = self._facts
+        if self._user is not None:
+            with self._ext.Uncounted():
+                parts = self._user.parts(args)
         nbytes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-        reads = [round(part * size) for part, size in zip(self._facts["reads"], nbytes, strict=True)]
-        writes = [round(part * size) for part, size in zip(self._facts["writes"], nbytes, strict=True)]
-        flops, flags = self._facts.get("flops", 0), self._flags
-        if "flex" in self._facts:
-            flops, known = self._flex_flops(dict(zip(self._facts["flex"], tensors)))
-            flags |= 0 if known else 16
+        reads = [round(part * size) for part, size in zip(parts["reads"], nbytes, strict=True)]
+        writes = [round(part * size) for part, size in zip(parts["writes"], nbytes, strict=True)]
+        flops, flags = parts.get("flops", 0), self._flags
+        if "flex" in parts:
+            flops, known = self._flex_flops(dict(zip(parts["flex"], tensors)))
+            flags |= 0 if known else VALUE_UNKNOWN
         self._ext.launch(self._name, tensors, reads, writes, flops, stream, flags)
 
     def precompile(self, *_: Any, **__: Any) -> None:
@@ -232,6 +262,9 @@ class GeneratedKernel:
         """FLOPs of the blocks that the mask leaves, and whether that mask was known."""
         query, key, value = (given[f"arg_{name}"] for name in "QKV")
         batch, heads, queries, keys = *query.shape[:3], key.shape[2]
+        everything = float(batch * heads * queries * keys)
+        if self._block[0] >= queries and self._block[1] >= keys:  # no mask, for which torch makes one of one block
+            return self._products(everything, key, value), True
         pairs, known = 0.0, True
         for name in ("arg_KV_NUM_BLKS", "arg_FULL_KV_NUM_BLKS"):
             if name in given:
@@ -239,11 +272,34 @@ class GeneratedKernel:
                 known = known and blocks is not None
                 shared = batch * heads / (given[name].shape[0] * given[name].shape[1])
                 pairs += (blocks or 0) * shared * self._block[0] * self._block[1]
-        everything = float(batch * heads * queries * keys)
-        pairs = min(pairs, everything) if known else everything * _CAUSAL_PART
+        return self._products(min(pairs, everything) if known else everything * _CAUSAL_PART, key, value), known
+
+    def _products(self, pairs: float, key: Any, value: Any) -> int:
+        """FLOPs of so many pairs of a query and a key."""
         backward = "backward" in self._name
         width = (3 if backward else 1) * key.shape[3] + (2 if backward else 1) * value.shape[3]
-        return round(2 * pairs * width), known
+        return round(2 * pairs * width)
+
+
+class _UserKernel:
+    """A kernel that somebody wrote and that compiled code launches."""
+
+    def __init__(self, name: str, source: str) -> None:
+        from torch._inductor.async_compile import _load_triton_kernel_from_source
+
+        self._kernel: Any = _load_triton_kernel_from_source(name, source)
+        meta = self._kernel.triton_meta
+        self._names = [name for name, kind in meta["signature"].items() if kind != "constexpr"]
+        self._constants = {**meta["constants"], **self._kernel.configs[0].kwargs}
+
+    def parts(self, args: Sequence[Any]) -> dict[str, list[int]]:
+        """Which of its tensors it reads and writes."""
+        import torch
+
+        given = dict(zip(self._names, args))
+        tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+        read, written = accessed(self._kernel.fn, {**self._constants, **given}, tensors)
+        return {"reads": [int(name in read) for name in tensors], "writes": [int(name in written) for name in tensors]}
 
 
 def _block_sizes(source: str) -> tuple[int, int]:
@@ -252,17 +308,3 @@ def _block_sizes(source: str) -> tuple[int, int]:
         return int(found[1]) if found else 128
 
     return size("Q"), size("KV")
-
-
-def _user_facts(source: str) -> dict[str, Any]:
-    """Of a kernel that somebody wrote and that compiled code launches: it reads all tensors, and writes some."""
-    pointers = [name for name, kind in _entry(source, "signature", "{}").items() if str(kind).startswith("*")]
-    written = _entry(source, "mutated_arg_names", "[]")
-    return {"reads": [1] * len(pointers), "writes": [int(name in written) for name in pointers]}
-
-
-def _entry(source: str, name: str, brackets: str) -> Any:
-    """What a kernel's source says about itself: a dictionary or a list of literals, by its name."""
-    start, end = brackets
-    found = re.search(rf"'{name}': (\{start}[^\{end}]*\{end})", source)
-    return ast.literal_eval(found[1]) if found else ast.literal_eval(brackets)

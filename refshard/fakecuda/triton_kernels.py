@@ -9,8 +9,12 @@ import re
 from types import ModuleType
 from typing import Any
 
-PRODUCTS = 64
-"""``refshard.dryrun.recording.Flag.PRODUCTS``."""
+ON_HOST = (
+    "the fake CUDA device does not compute Triton kernels on the host; run without them (and without torch.compile, or "
+    "with backend='aot_eager'), or in a dry run"
+)
+VALUE_UNKNOWN, PRODUCTS = 16, 64
+"""As in ``refshard.dryrun.recording.Flag``."""
 
 
 def install(ext: ModuleType) -> None:
@@ -18,6 +22,8 @@ def install(ext: ModuleType) -> None:
     from triton.runtime.jit import JITFunction
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        if not ext.is_dry():
+            raise NotImplementedError(ON_HOST)
         for hook in self.pre_run_hooks:
             hook(*args, **kwargs)
         given = {name: value for name, value in kwargs.items() if name in self.arg_names}
@@ -29,7 +35,7 @@ def install(ext: ModuleType) -> None:
             grid(bound.arguments)
         tensors = {name: found for name, value in bound.arguments.items() if (found := _tensor(value)) is not None}
         with ext.Uncounted():
-            read, written = _accessed(self, bound.arguments, tensors)
+            read, written = accessed(self, bound.arguments, tensors)
         reads = [_nbytes(tensor) if name in read else 0 for name, tensor in tensors.items()]
         writes = [_nbytes(tensor) if name in written else 0 for name, tensor in tensors.items()]
         device = next((tensor.device.index for tensor in tensors.values()), ext.current_device())
@@ -60,7 +66,7 @@ def _nbytes(tensor: Any) -> int:
 _found: dict[tuple[Any, ...], tuple[frozenset[str], frozenset[str]]] = {}
 
 
-def _accessed(kernel: Any, arguments: dict[str, Any], tensors: dict[str, Any]) -> tuple[frozenset[str], frozenset[str]]:
+def accessed(kernel: Any, arguments: dict[str, Any], tensors: dict[str, Any]) -> tuple[frozenset[str], frozenset[str]]:
     """Names of the tensors that a kernel reads, and of those that it writes; all if that cannot be analysed."""
     from torch._higher_order_ops.triton_kernel_wrap import identify_accessed_tensors
 

@@ -209,8 +209,8 @@ void bind_recorder(py::module_& m) {
   m.def("module_code", [](const std::string& path) { return recorder().modules.code(path); });
   m.def("push_module", [](int32_t code) { recorder().push_module(code); });
   m.def("pop_module", [] { recorder().pop_module(); });
-  m.def("generated_module", [](std::string_view path) { recorder().generated_module(path); });
-  m.def("end_generated", [] { recorder().end_generated(); });
+  m.def("compiled", [](bool running) { recorder().compiled(running); });
+  m.def("compiled_module", [](std::string_view path) { recorder().compiled_module(path); });
   m.def("in_optimizer", [](bool running) { recorder().optimizer(running); });
   m.def("mark", [](const std::string& name) {
     recorder().add({.kind = Kind::Mark, .name = recorder().names.code(name)});

@@ -16,7 +16,8 @@ std::atomic<int32_t> next_thread{0};
 thread_local int32_t this_thread = next_thread++;
 thread_local std::vector<int32_t> modules_entered;
 thread_local bool in_optimizer = false;
-thread_local std::string generated_path;
+thread_local bool in_compiled = false;
+thread_local std::string compiled_path;
 
 }  // namespace
 
@@ -49,6 +50,7 @@ void Recorder::add(Event event, const std::vector<Access>& accesses) {
   event.module = where.module;
   event.phase = where.phase;
   event.thread = this_thread;
+  if (in_compiled && event.kind == Kind::Launch) event.flags |= kCompiled;
   if (event.kind != Kind::Segment) event.host = take_host_work();  // or it is the allocation's that follows
   accesses_.insert(accesses_.end(), accesses.begin(), accesses.end());
   event.access_end = static_cast<int64_t>(accesses_.size());
@@ -124,15 +126,18 @@ void Recorder::pop_module() {
 
 void Recorder::optimizer(bool running) { in_optimizer = running; }
 
-void Recorder::generated_module(std::string_view path) { generated_path = path; }
+void Recorder::compiled(bool running) {
+  in_compiled = running;
+  compiled_path.clear();
+}
 
-void Recorder::end_generated() { generated_path.clear(); }
+void Recorder::compiled_module(std::string_view path) { compiled_path = path; }
 
 Place Recorder::place() const {
   auto found = entered();
-  if (generated_path.empty()) return found;
+  if (compiled_path.empty()) return found;
   const auto base = modules.text(found.module);
-  found.module = modules.code(base.empty() || base == kRoot ? generated_path : base + "." + generated_path);
+  found.module = modules.code(base.empty() || base == kRoot ? compiled_path : base + "." + compiled_path);
   return found;
 }
 

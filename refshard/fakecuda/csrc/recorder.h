@@ -17,7 +17,7 @@ namespace refshard {
 enum class Kind : uint8_t { Launch, Collective, Record, Wait, Synchronise, Allocate, Free, Segment, Mark, Hold };
 enum class Phase : uint8_t { Other, Forward, Backward, Recompute, Optimizer };
 enum Flag : int32_t { kCausal = 1, kHostToDevice = 2, kDeviceToHost = 4, kHostOnly = 8, kValueUnknown = 16, kStrided = 32,
-                      kProducts = 64 };
+                      kProducts = 64, kCompiled = 128 };
 enum class Category : uint8_t { Other, Parameters, Gradients, Optimizer, Unsharded, Activations, Workspace };
 
 constexpr int64_t kNoStream = -1;
@@ -92,10 +92,10 @@ class Recorder {
   void push_module(int32_t module);
   void pop_module();
   void optimizer(bool running);
-  // Within compiled code, which calls no modules: the module that its next kernels come from, by its path below the
-  // one that was entered last, until compiled code ends.
-  void generated_module(std::string_view path);
-  void end_generated();
+  // Whether this thread runs the wrapper of a compiled graph. It calls no modules: it tells the one that its next
+  // kernels come from, by its path below the module that was entered last.
+  void compiled(bool running);
+  void compiled_module(std::string_view path);
   Place place() const;
 
   // A block that lives: what it was allocated for, and by whom.
