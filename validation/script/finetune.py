@@ -1,0 +1,162 @@
+"""Fine-tune a Llama on one GPU with transformers and PEFT as the published runs did: whole, LoRA, DoRA, QLoRA, norms.
+
+The model is made from its dimensions, not loaded. Token ids are zeros.
+"""
+
+import argparse
+import contextlib
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+KERNELS = {
+    "flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
+    "efficient": [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
+}
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("layers", "dim", "heads", "kv-heads", "hidden", "vocab", "head-dim"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--tied", action="store_true", help="The embedding is the output layer's too.")
+    parser.add_argument("--seq-len", type=int, default=4096)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--attention", choices=list(KERNELS), default="flash")
+    parser.add_argument("--masked", action="store_true", help="Samples differ in length: attention gets a mask.")
+    parser.add_argument("--checkpoint", choices=["none", "full"], default="none")
+    parser.add_argument("--reentrant", action="store_true", help="Checkpoint by torch's reentrant implementation.")
+    parser.add_argument("--loss", choices=["whole", "copied"], default="whole", help="copied: of shifted fp32 logits.")
+    parser.add_argument("--keep-logits", action="store_true", help="A step's output lives until the next one's.")
+    parser.add_argument("--autocast", action="store_true", help="To bf16, as the Trainer does with bf16=True.")
+    parser.add_argument("--optimizer", choices=["foreach", "fused"], default="foreach")
+    parser.add_argument("--parameter-dtype", type=partial(getattr, torch), default=torch.bfloat16)
+    parser.add_argument("--adapter", choices=["none", "lora", "dora", "norms"], default="none")
+    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--alpha", type=int, default=16)
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--target", action="append", default=[], help="A module that the adapter is put on.")
+    parser.add_argument("--nf4", action="store_true", help="Weights in bitsandbytes' NF4, quantised twice.")
+    return parser.parse_args()
+
+
+def make_model(options: argparse.Namespace) -> Any:
+    config = LlamaConfig(
+        hidden_size=options.dim, intermediate_size=options.hidden, num_hidden_layers=options.layers,
+        num_attention_heads=options.heads, num_key_value_heads=options.kv_heads, head_dim=options.head_dim,
+        vocab_size=options.vocab, max_position_embeddings=max(options.seq_len, 4096),
+        tie_word_embeddings=options.tied, use_cache=False, attn_implementation="sdpa",
+    )  # fmt: skip
+    make = partial(AutoModelForCausalLM.from_config, config, dtype=options.parameter_dtype)
+    if options.nf4:
+        model = quantised(make)
+    else:
+        # transformers takes the memory of all weights in one piece before it loads them.
+        with torch.device("meta"):
+            numbers = sum(parameter.numel() for parameter in make().parameters())
+        room = torch.empty(numbers, dtype=options.parameter_dtype, device="cuda")
+        del room
+        with torch.device("cuda"):
+            model = make()
+    if options.checkpoint == "full":
+        model.gradient_checkpointing_enable({"use_reentrant": options.reentrant})
+        if options.adapter != "none":
+            model.enable_input_require_grads()
+    return with_adapter(model, options) if options.adapter != "none" else model
+
+
+def quantised(make: Any) -> nn.Module:
+    """Linear layers but the last in NF4, one after the other, as they are loaded; the rest in bf16, norms in fp32."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    with torch.device("meta"):
+        model: nn.Module = make()
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, nn.Linear) or name == "lm_head":
+            continue
+        wide = torch.empty(module.weight.shape, dtype=module.weight.dtype)
+        replaced = Linear4bit(
+            module.in_features, module.out_features, bias=False, compute_dtype=torch.bfloat16,
+            compress_statistics=True, quant_type="nf4", device="meta",
+        )  # fmt: skip
+        replaced.weight = Params4bit(wide, requires_grad=False, compress_statistics=True, quant_type="nf4").to("cuda")
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, replaced)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                dtype = torch.float32 if "norm" in type(module).__name__.lower() else parameter.dtype
+                empty = torch.empty(parameter.shape, dtype=dtype, device="cuda")
+                setattr(module, name, nn.Parameter(empty, requires_grad=False))
+    inner: Any = model
+    inner.is_loaded_in_4bit = True
+    with torch.device("cuda"):
+        inner.model.rotary_emb = type(inner.model.rotary_emb)(inner.config)
+    return model
+
+
+def with_adapter(model: Any, options: argparse.Namespace) -> Any:
+    from peft import LNTuningConfig, LoraConfig, get_peft_model
+
+    if options.adapter == "norms":
+        return get_peft_model(model, LNTuningConfig(task_type="CAUSAL_LM", target_modules=options.target))
+    config = LoraConfig(
+        task_type="CAUSAL_LM", r=options.rank, lora_alpha=options.alpha, lora_dropout=options.dropout,
+        target_modules=options.target, use_dora=options.adapter == "dora",
+    )  # fmt: skip
+    return get_peft_model(model, config)
+
+
+def loss_of(model: Any, tokens: Tensor, mask: Tensor | None, options: argparse.Namespace) -> tuple[Tensor, Any]:
+    context = torch.autocast("cuda", torch.bfloat16) if options.autocast else contextlib.nullcontext()
+    with context:
+        if options.loss == "whole":
+            out = model(input_ids=tokens, attention_mask=mask, labels=tokens)
+            return out.loss, out
+        out = model(input_ids=tokens, attention_mask=mask)
+        logits = out.logits.float()
+        shifted, labels = logits[..., :-1, :].contiguous(), tokens[..., 1:].contiguous()
+        loss = nn.functional.cross_entropy(shifted.view(-1, shifted.shape[-1]), labels.view(-1))
+    if options.autocast:
+        out.logits = out.logits.float()
+    return loss, out
+
+
+def main() -> None:
+    options = read_options()
+    torch.cuda.set_device(0)
+    model = make_model(options)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    chosen = {"foreach": options.optimizer == "foreach", "fused": options.optimizer == "fused"}
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.1, **chosen)
+    model.train()
+    torch.cuda.reset_peak_memory_stats()
+    mask = None
+    if options.masked:
+        mask = torch.ones(options.batch, options.seq_len, dtype=torch.int64)
+        mask[1:, -1] = 0
+    for step in range(1, options.steps + 1):
+        tokens = torch.zeros(options.batch, options.seq_len, dtype=torch.int64).to("cuda")
+        optimizer.zero_grad()
+        with sdpa_kernel(KERNELS[options.attention], set_priority=True):
+            loss, out = loss_of(model, tokens, mask if mask is None else mask.to("cuda"), options)
+            if not options.keep_logits:
+                del out
+            loss.backward()
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        stats = torch.cuda.memory_stats()
+        peaks = (stats[f"{kind}_bytes.all.peak"] / 2**30 for kind in ("reserved", "allocated"))
+        print(
+            f"step {step}: loss {loss.item():.3f}, memory {next(peaks):.2f} GiB, {next(peaks):.2f} allocated",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
