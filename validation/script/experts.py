@@ -81,9 +81,11 @@ class Experts(nn.Module):
         self.gate, self.up = nn.Parameter(torch.empty(shape)), nn.Parameter(torch.empty(shape))
         self.down = nn.Parameter(torch.empty(shape[0], shape[2], shape[1]))
         self.group: dist.ProcessGroup | None = None
+        self.rest: DeviceMesh | None = None
 
-    def shard(self, mesh: DeviceMesh) -> None:
-        self.group = mesh.get_group()
+    def shard(self, mesh: DeviceMesh, rest: DeviceMesh) -> None:
+        """Over the ranks of ``mesh``; FSDP shards each rank's over the ``rest``."""
+        self.group, self.rest = mesh.get_group(), rest
         for name, parameter in list(self.named_parameters()):
             setattr(self, name, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])))
 

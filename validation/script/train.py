@@ -31,7 +31,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._common_utils import _is_fsdp_flattened
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
 from torch.distributed.tensor import parallel as tp
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _CachedTorchDispatchMode,
+    _sac_storage_key,
+    create_selective_checkpoint_contexts,
+)
 
 SAVED = {
     torch.ops.aten.mm.default,
@@ -160,7 +165,22 @@ def keep_some(options: argparse.Namespace) -> tuple[Any, Any]:
                 return CheckpointPolicy.PREFER_RECOMPUTE
         return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)
+    forward, backward = create_selective_checkpoint_contexts(policy)
+    if options.ep > 1:
+        backward.__class__ = Lenient
+    return forward, backward
+
+
+class Lenient(_CachedTorchDispatchMode):
+    """Recompute what forward has not run, as torch did until 2025: experts may be gathered within a block in backward
+    alone. Today's torch refuses that.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        key = _sac_storage_key(func, args)
+        if self.func_counter[key] not in (self.storage.get(key) or ()):
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def operator_of(name: str) -> Any:
@@ -213,7 +233,7 @@ def apply_fsdp2(model: Transformer, mesh: DeviceMesh, options: argparse.Namespac
         reshard = options.reshard == "all" or (options.reshard == "but-last" and not last)
         if options.ep > 1:
             for experts in experts_in(block):
-                fsdp.fully_shard(experts, mesh=mesh["rest"], mp_policy=policy, reshard_after_forward=reshard)
+                fsdp.fully_shard(experts, mesh=experts.rest, mp_policy=policy, reshard_after_forward=reshard)
                 experts.set_gradient_divide_factor(options.dp_shard)
         shard(block, reshard_after_forward=reshard)
     if options.units == "parts":
@@ -286,7 +306,7 @@ def make_model(options: argparse.Namespace) -> nn.Module:
     if options.tp > 1:
         apply_tensor_parallel(model, mesh["tensor"], options)
     for experts in experts_in(model) if options.ep > 1 else ():
-        experts.shard(mesh["expert"])
+        experts.shard(mesh["expert"], mesh["rest"])
     if options.checkpoint != "none":
         apply_checkpointing(model, options)
     if "blocks" in options.compile:
