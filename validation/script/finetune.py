@@ -63,6 +63,8 @@ def make_model(options: argparse.Namespace) -> Any:
         del room
         with torch.device("cuda"):
             model = make()
+    if options.loss == "copied":
+        model.loss_function = copied_loss
     if options.checkpoint == "full":
         model.gradient_checkpointing_enable({"use_reentrant": options.reentrant})
         if options.adapter != "none":
@@ -112,19 +114,20 @@ def with_adapter(model: Any, options: argparse.Namespace) -> Any:
     return get_peft_model(model, config)
 
 
-def loss_of(model: Any, tokens: Tensor, mask: Tensor | None, options: argparse.Namespace) -> tuple[Tensor, Any]:
+def copied_loss(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
+    """As transformers had it until 2025, within the model's forward."""
+    logits = logits.float()
+    shifted, labels = logits[..., :-1, :].contiguous(), labels[..., 1:].contiguous()
+    return nn.functional.cross_entropy(shifted.view(-1, shifted.shape[-1]), labels.view(-1))
+
+
+def output_of(model: Any, tokens: Tensor, mask: Tensor | None, options: argparse.Namespace) -> Any:
     context = torch.autocast("cuda", torch.bfloat16) if options.autocast else contextlib.nullcontext()
     with context:
-        if options.loss == "whole":
-            out = model(input_ids=tokens, attention_mask=mask, labels=tokens)
-            return out.loss, out
-        out = model(input_ids=tokens, attention_mask=mask)
-        logits = out.logits.float()
-        shifted, labels = logits[..., :-1, :].contiguous(), tokens[..., 1:].contiguous()
-        loss = nn.functional.cross_entropy(shifted.view(-1, shifted.shape[-1]), labels.view(-1))
+        out = model(input_ids=tokens, attention_mask=mask, labels=tokens)
     if options.autocast:
         out.logits = out.logits.float()
-    return loss, out
+    return out
 
 
 def main() -> None:
@@ -144,10 +147,14 @@ def main() -> None:
         tokens = torch.zeros(options.batch, options.seq_len, dtype=torch.int64).to("cuda")
         optimizer.zero_grad()
         with sdpa_kernel(KERNELS[options.attention], set_priority=True):
-            loss, out = loss_of(model, tokens, mask if mask is None else mask.to("cuda"), options)
+            out = output_of(model, tokens, mask if mask is None else mask.to("cuda"), options)
+            loss = out.loss
             if not options.keep_logits:
                 del out
             loss.backward()
+        if not options.keep_logits:
+            # The Trainer drops the graph too, which would hold the embedding's output until the next step's.
+            loss = loss.detach()
         nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         stats = torch.cuda.memory_stats()
