@@ -142,7 +142,7 @@ def why_not(one: Scripted) -> str:
 def caveats(one: Scripted) -> tuple[str, ...]:
     """What the dry run does not know of the run's memory, and what its torch did that the installed one does not."""
     run, found = one.run, []
-    if run.ep > 1:
+    if run.ep > 1 or "experts" in _model_options(one):
         found.append("memory depends on how its router spread the tokens; the dry run assumes a spread")
     elif one.script.depends_on_data:
         found.append(f"memory depends on its longest batch; the dry run has the most that it may be, {run.seq_len:,}")
@@ -226,7 +226,7 @@ def _finetuning(one: Scripted) -> dict[str, object]:
     run, script = one.run, one.script
     chosen: dict[str, object] = {
         "tied": model_of(one.source, run).tied, "seq-len": run.seq_len, "batch": run.microbatch,
-        "attention": script.attention, "masked": script.depends_on_data, "checkpoint": run.checkpointing,
+        "attention": script.attention, "masked": script.attention == "efficient", "checkpoint": run.checkpointing,
         "reentrant": script.checkpoint_reentrant, "loss": "copied" if "shifted" in script.loss else "whole",
         "keep-logits": script.logits_kept, "autocast": script.autocast, "optimizer": script.optimizer_implementation,
         "parameter-dtype": _DTYPES[script.parameter_dtype], "nf4": script.quantised == "bitsandbytes nf4",
@@ -260,6 +260,8 @@ def _model_options(one: Scripted) -> dict[str, object]:
         "layers": model.n_layers, "dim": model.dim, "heads": model.n_heads, "kv-heads": model.n_kv_heads,
         "hidden": model.ffn_dim, "vocab": model.vocab, "head-dim": model.head_dim,
     }  # fmt: skip
+    if model.experts is not None:
+        found |= {"hidden": model.experts.ffn_dim, "experts": model.experts.count, "active": model.experts.active}
     return found | ({"query-norm": True, "rotary": "halves"} if model.query_norm else {})
 
 

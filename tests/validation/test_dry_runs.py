@@ -84,6 +84,7 @@ def test_a_run_becomes_a_command_of_the_script() -> None:
         ("mistral-7b-qlora-batch4-a100x1-2025-02",
          {"hidden": "14336", "rank": "16", "target": "q_proj+k_proj+v_proj+o_proj", "nf4": "", "autocast": "",
           "reentrant": "", "loss": "copied", "dropout": "0.1"}),
+        ("mixtral-8x7b-qlora-batch8-a100x1-2025-02", {"experts": "8", "active": "2", "hidden": "14336", "nf4": ""}),
         ("llama3.2-3b-norms-l40s-2026-07", {"tied": "", "masked": "", "adapter": "norms", "attention": "efficient"}),
         ("llama3.2-3b-8bit-a100x1-2024-11",
          {"optimizer": "8bit", "in-backward": "", "offload": "", "compile": "attention+blocks+loss"}),
@@ -202,8 +203,9 @@ def test_every_run_becomes_options_that_its_script_has(name: str, monkeypatch: p
 
 
 def test_what_a_dry_run_does_not_know_of_a_runs_memory_is_told() -> None:
-    (routed,) = caveats(RUNS["deepseek-v3-16b-flex-ep8-h100x8-2025-08"])
-    assert routed.startswith("memory depends on how its router spread the tokens")
+    for name in ("deepseek-v3-16b-flex-ep8-h100x8-2025-08", "mixtral-8x7b-qlora-batch8-a100x1-2025-02"):
+        (routed,) = caveats(RUNS[name])
+        assert routed.startswith("memory depends on how its router spread the tokens")
     (longest,) = caveats(RUNS["llama3.2-3b-lora32-l40s-2026-07"])
     assert longest.endswith("the dry run has the most that it may be, 768")
 

@@ -23,6 +23,8 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("layers", "dim", "heads", "kv-heads", "hidden", "vocab", "head-dim"):
         parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--experts", type=int, default=0, help="Of each block, as in Mixtral of transformers 4.")
+    parser.add_argument("--active", type=int, default=2, help="Experts of a token.")
     parser.add_argument("--tied", action="store_true", help="The embedding is the output layer's too.")
     parser.add_argument("--seq-len", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=1)
@@ -52,7 +54,13 @@ def make_model(options: argparse.Namespace) -> Any:
         vocab_size=options.vocab, max_position_embeddings=max(options.seq_len, 4096),
         tie_word_embeddings=options.tied, use_cache=False, attn_implementation="sdpa",
     )  # fmt: skip
-    make = partial(AutoModelForCausalLM.from_config, config, dtype=options.parameter_dtype)
+
+    def make() -> Any:
+        model = AutoModelForCausalLM.from_config(config, dtype=options.parameter_dtype)
+        for layer in model.model.layers if options.experts else ():
+            layer.mlp = Mixture(options).to(options.parameter_dtype)
+        return model
+
     if options.nf4:
         model = quantised(make)
     else:
@@ -70,6 +78,40 @@ def make_model(options: argparse.Namespace) -> Any:
         if options.adapter != "none":
             model.enable_input_require_grads()
     return with_adapter(model, options) if options.adapter != "none" else model
+
+
+class Expert(nn.Module):
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(dim, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class Mixture(nn.Module):
+    """Experts one after the other, each on the tokens that the router gives it."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__()
+        self.active = options.active
+        self.router = nn.Linear(options.dim, options.experts, bias=False)
+        self.experts = nn.ModuleList(Expert(options.dim, options.hidden) for _ in range(options.experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape, x = x.shape, x.view(-1, x.shape[-1])
+        weights = torch.softmax(self.router(x), dim=1, dtype=torch.float)
+        weights, chosen = torch.topk(weights, self.active, dim=-1)
+        weights /= weights.sum(dim=-1, keepdim=True)
+        weights = weights.to(x.dtype)
+        out = torch.zeros_like(x)
+        mask = nn.functional.one_hot(chosen, num_classes=len(self.experts)).permute(2, 1, 0)
+        for place, expert in enumerate(self.experts):
+            rank, tokens = torch.where(mask[place])
+            given = expert(x[None, tokens].reshape(-1, x.shape[-1])) * weights[tokens, rank, None]
+            out.index_add_(0, tokens, given.to(x.dtype))
+        return out.reshape(shape)
 
 
 def quantised(make: Any) -> nn.Module:
