@@ -131,9 +131,12 @@ def why_not(one: Scripted) -> str:
     run, script = one.run, one.script
     if run.pp > 1 or run.cp > 1:
         return "pipeline and context parallelism are not in the script"
-    if (script.program == "train") == (run.strategy == "single") or (
-        script.program == "train" and script.units not in _UNITS
-    ):
+    wrapped = {
+        "train": run.strategy != "single" and script.units in _UNITS,
+        "finetune": run.strategy in ("single", "fsdp1"),
+        "tune": run.gpus == 1,
+    }
+    if not wrapped[script.program]:
         return f"the script does not wrap a model this way: {script.units or run.strategy}"
     computed = ("bf16", "fp8", "fp8-rowwise") if script.program == "train" else ("bf16",)
     return "" if run.precision in computed else f"the script computes in bf16, not in {run.precision}"
@@ -231,6 +234,8 @@ def _finetuning(one: Scripted) -> dict[str, object]:
         "keep-logits": script.logits_kept, "autocast": script.autocast, "optimizer": script.optimizer_implementation,
         "parameter-dtype": _DTYPES[script.parameter_dtype], "nf4": script.quantised == "bitsandbytes nf4",
     }  # fmt: skip
+    if run.gpus > 1:
+        chosen["dp-shard"] = run.dp_shard
     if script.adapter is not None:
         chosen |= {"adapter": script.adapter.method, "dropout": script.adapter.dropout} | _rank(script.adapter)
     return chosen

@@ -3,6 +3,7 @@
 import importlib
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -185,20 +186,30 @@ DOCUMENTED: dict[str, dict[Figure, float]] = {
     "llama3-8b-reshard-default-h100x8-2025-02": {
         "reserved, step 1": 0.002, "reserved": 0.002, "tokens/s/GPU": 0.12,
     },
+    "mistral-7b-full-batch4-a100x1-2025-02": {"allocated": 0.0005},
+    "mistral-7b-lora-batch8-a100x1-2025-02": {"allocated": 0.0005},
 }  # fmt: skip
 """Within which error of the published figure each stays, in the allocator's mode as written; of the first, a row in
 the other mode agrees to 0.2 %. The first takes seconds."""
 
 
+@pytest.fixture(scope="module")
+def _scripts() -> Iterator[None]:
+    """The scripts can be imported, by names that are not theirs alone."""
+    sys.path.insert(0, str(SCRIPTS))
+    yield
+    sys.path.remove(str(SCRIPTS))
+    for path in SCRIPTS.glob("*.py"):
+        sys.modules.pop(path.stem, None)
+
+
+@pytest.mark.usefixtures("_scripts")
 @pytest.mark.parametrize("name", RUNS)
 def test_every_run_becomes_options_that_its_script_has(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one = RUNS[name]
     assert why_not(one) == ""
-    script, *given = request_of(one).command
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    monkeypatch.setattr(sys, "argv", [script, *given])
-    module = importlib.import_module(one.script.program)
-    found = module.read_options()
+    monkeypatch.setattr(sys, "argv", list(request_of(one).command))
+    found = importlib.import_module(one.script.program).read_options()
     assert (found.seq_len, found.batch) == (one.run.seq_len, one.run.microbatch)
 
 

@@ -118,7 +118,7 @@ def test_halves_are_those_that_were_assigned_before_any_dry_run() -> None:
 
 def test_a_run_states_all_unless_a_setting_of_its_memory_is_assumed_or_lies_in_the_data() -> None:
     stated = [name for name, one in RUNS.items() if one.run.states_all]
-    assert len(stated) == 10
+    assert len(stated) == 14
     assert {RUNS[name].source.source.split(",")[0] for name in stated} == {
         "foundation-model-stack/fms-acceleration", "pytorch/torchtitan",
     }  # fmt: skip

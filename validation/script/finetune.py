@@ -1,15 +1,19 @@
-"""Fine-tune a Llama on one GPU with transformers and PEFT as the published runs did: whole, LoRA, DoRA, QLoRA, norms.
+"""Fine-tune a Llama with transformers and PEFT as the published runs did: whole, LoRA, DoRA, QLoRA, norms.
 
-The model is made from its dimensions, not loaded. Token ids are zeros.
+On one GPU, or sharded by FSDP1 as Accelerate does. The model is made from its dimensions, not loaded. Token ids are
+zeros.
 """
 
 import argparse
 import contextlib
+import os
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -29,6 +33,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--dp-shard", type=int, default=1)
     parser.add_argument("--attention", choices=list(KERNELS), default="flash")
     parser.add_argument("--masked", action="store_true", help="Samples differ in length: attention gets a mask.")
     parser.add_argument("--checkpoint", choices=["none", "full"], default="none")
@@ -61,7 +66,10 @@ def make_model(options: argparse.Namespace) -> Any:
             layer.mlp = Mixture(options).to(options.parameter_dtype)
         return model
 
-    if options.nf4:
+    if options.dp_shard > 1:
+        with torch.device("meta"):
+            model = make()
+    elif options.nf4:
         model = quantised(make)
     else:
         # transformers takes the memory of all weights in one piece before it loads them.
@@ -77,7 +85,32 @@ def make_model(options: argparse.Namespace) -> Any:
         model.gradient_checkpointing_enable({"use_reentrant": options.reentrant})
         if options.adapter != "none":
             model.enable_input_require_grads()
-    return with_adapter(model, options) if options.adapter != "none" else model
+    adapted = with_adapter(model, options) if options.adapter != "none" else model
+    return sharded(model, adapted) if options.dp_shard > 1 else adapted
+
+
+def sharded(model: Any, adapted: nn.Module) -> nn.Module:
+    """Each block is a unit, and so is each trained matrix of LoRA; the rest is the root's."""
+    with torch.device("cuda"):
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    block, lora = type(model.model.layers[0]), adapted is not model
+
+    def unit(module: nn.Module, recurse: bool, **_: Any) -> bool:
+        trained = lora and not list(module.children()) and any(p.requires_grad for p in module.parameters())
+        return recurse or isinstance(module, block) or trained
+
+    return FullyShardedDataParallel(
+        adapted, auto_wrap_policy=unit, use_orig_params=True, backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
+        param_init_fn=materialise, device_id=torch.cuda.current_device(),
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def materialise(module: nn.Module) -> None:
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        if parameter.is_meta:
+            made = nn.Parameter(torch.empty_like(parameter, device="cuda"), requires_grad=parameter.requires_grad)
+            setattr(module, name, made)
 
 
 class Expert(nn.Module):
@@ -174,7 +207,9 @@ def output_of(model: Any, tokens: Tensor, mask: Tensor | None, options: argparse
 
 def main() -> None:
     options = read_options()
-    torch.cuda.set_device(0)
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if options.dp_shard > 1:
+        dist.init_process_group("nccl")
     model = make_model(options)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     chosen = {"foreach": options.optimizer == "foreach", "fused": options.optimizer == "fused"}
@@ -197,7 +232,10 @@ def main() -> None:
         if not options.keep_logits:
             # The Trainer drops the graph too, which would hold the embedding's output until the next step's.
             loss = loss.detach()
-        nn.utils.clip_grad_norm_(trained, 1.0)
+        if isinstance(model, FullyShardedDataParallel):
+            model.clip_grad_norm_(1.0)
+        else:
+            nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         stats = torch.cuda.memory_stats()
         peaks = (stats[f"{kind}_bytes.all.peak"] / 2**30 for kind in ("reserved", "allocated"))
