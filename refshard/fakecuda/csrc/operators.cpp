@@ -159,11 +159,17 @@ bool has_meta_kernel(const c10::OperatorHandle& op) {
          has(c10::DispatchKey::CompositeImplicitAutograd);
 }
 
-// An operator in place, such as an optimizer's: it makes no tensor that a meta kernel would have to shape.
-bool only_writes(const c10::FunctionSchema& schema) {
+// An operator in place, such as an optimizer's, or one that is given its results in their sizes: it makes no tensor that
+// a meta kernel would have to shape.
+bool only_writes(const c10::FunctionSchema& schema, const torch::jit::Stack& stack, size_t first) {
   const auto& arguments = schema.arguments();
   const auto& returns = schema.returns();
-  return std::none_of(arguments.begin(), arguments.end(), [](const auto& one) { return one.is_out(); }) &&
+  bool sized = true;
+  for (size_t place = 0; place < arguments.size(); ++place) {
+    if (!arguments[place].is_out()) continue;
+    for_each_tensor(stack[first + place], [&](const at::Tensor& tensor) { sized = sized && tensor.numel() > 0; });
+  }
+  return sized &&
          std::any_of(arguments.begin(), arguments.end(),
                      [](const auto& one) { return one.alias_info() && one.alias_info()->isWrite(); }) &&
          std::all_of(returns.begin(), returns.end(), [](const auto& one) { return one.alias_info(); });
@@ -203,7 +209,7 @@ void run_dry(const c10::OperatorHandle& op, torch::jit::Stack& stack, size_t fir
     }
   }
   if (name == kArange && run_on_runs(op, stack, first)) return;
-  if (only_writes(op.schema()) && !has_meta_kernel(op)) {
+  if (!has_meta_kernel(op) && only_writes(op.schema(), stack, first)) {
     give_back_arguments(op.schema(), stack, first);
     return;
   }
