@@ -48,6 +48,8 @@ def activate(
     except ValueError as error:
         raise RefshardError(f"PYTORCH_ALLOC_CONF: {error}") from None
     loaded.hardware = hardware  # type: ignore[attr-defined]
+    if mode == "host":  # torch's own Triton kernels would compute nothing there
+        os.environ["TORCH_DISABLE_NATIVE_JIT"] = "1"
     sys.modules[NAME] = loaded
     sys.meta_path.insert(0, _Interception(loaded))
     return loaded
