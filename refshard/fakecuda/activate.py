@@ -1,5 +1,6 @@
 """Activate the fake device in this process, before torch is imported."""
 
+import ctypes
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -10,7 +11,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from refshard.errors import RefshardError
-from refshard.fakecuda.build import NAME, extension
+from refshard.fakecuda.build import NAME, extension, torch_library
 from refshard.specs.hardware import HardwareSpec
 
 DeviceMode = Literal["dry", "host"]
@@ -35,7 +36,7 @@ def activate(
             "the fake CUDA device must be activated before torch is imported; call refshard.fakecuda.activate() first, "
             "or start the script with `refshard dryrun -- SCRIPT`"
         )
-    loaded = _load()
+    loaded = load()
     capability = loaded.Capability()
     capability.name = hardware.device_name
     capability.major, capability.minor = hardware.capability
@@ -55,8 +56,10 @@ def is_active() -> bool:
     return NAME in sys.modules
 
 
-def _load() -> ModuleType:
+def load() -> ModuleType:
+    """Load the extension, without a device."""
     path = str(extension())
+    ctypes.CDLL(str(torch_library()))
     loader = importlib.machinery.ExtensionFileLoader(NAME, path)
     spec = importlib.util.spec_from_file_location(NAME, path, loader=loader)
     assert spec is not None
@@ -69,10 +72,11 @@ class _Interception(importlib.abc.MetaPathFinder):
     """Adds what torch's CPU build lacks to ``torch._C``, just before torch's own Python code looks for it there."""
 
     def __init__(self, loaded: ModuleType) -> None:
-        from refshard.fakecuda import c10d, torch_c
+        from refshard.fakecuda import c10d, torch_c, without_triton
 
         self._before: dict[str, Callable[[Any], None]] = {
             "torch.cuda": torch_c.install,
+            "torch._dynamo": without_triton.refuse_inductor,
             "torch.distributed.constants": c10d.install,
             "torch.distributed.distributed_c10d": c10d.meet_nobody,
             "torch.distributed.checkpoint.filesystem": c10d.save_alone,
