@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from refshard.analysis import analyse as tracing
 from refshard.dryrun.as_trace import as_trace
@@ -71,9 +72,26 @@ class Analysis:
         return self.cluster.accelerator
 
     @property
-    def fits(self) -> bool:
-        """Whether the allocator served all requests."""
-        return self.run.refused is None and self.run.answer.outcome != "oom"
+    def fits(self) -> bool | None:
+        """Whether the allocator served all requests; None if the script failed, or took no step on the GPU."""
+        if self.run.refused is not None or self.run.answer.outcome == "oom":
+            return False
+        return True if self.run.answer.outcome != "failed" and self.trained else None
+
+    @property
+    def trained(self) -> bool:
+        """Whether the last optimizer step had work on the GPU: of its modules, its backward or its optimizer."""
+        return self.step is not None and bool(_works(self.run.recording)[self.step.first : self.step.end].any())
+
+    @property
+    def nvidia_smi_bytes(self) -> int | None:
+        """What nvidia-smi shows of the process at its peak: reserved memory and what lies outside the allocator. None
+        where nothing was reserved, it does not fit or the script failed.
+        """
+        answer = self.run.answer
+        if not answer.peak.reserved or self.fits is False or answer.outcome == "failed":
+            return None
+        return answer.peak.reserved + self.run.request.unusable_bytes
 
     @property
     def headroom_bytes(self) -> int:
@@ -130,6 +148,12 @@ def analyse(run: DryRun, cluster: ClusterSpec, *, global_tokens: int | None = No
         model_flops=_model_flops(recording, prices, step), tokens=_tokens(run, global_tokens),
         synchronisations=_synchronisations(recording, step), races=find_races(recording) if races else None,
     )  # fmt: skip
+
+
+def _works(recording: Recording) -> npt.NDArray[np.bool_]:
+    """Which events are kernels of training: launched by a module, in backward or in an optimizer's step."""
+    on_gpu = (recording.kinds == Kind.LAUNCH) & (recording.flags & Flag.HOST_ONLY == 0)
+    return on_gpu & (recording.phases != Phase.OTHER)  # type: ignore[no-any-return]
 
 
 def _tokens(run: DryRun, global_tokens: int | None) -> float | None:
