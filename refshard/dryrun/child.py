@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from refshard.dryrun.failures import first_line, message, of_script, place
+from refshard.dryrun.failures import first_line, is_missing_module, message, of_script, place
 from refshard.dryrun.launchers import Launchers, is_program, run_python
 from refshard.dryrun.request import UNLIMITED_BYTES, Answer, Outcome, Request
 from refshard.errors import RefshardError
@@ -109,7 +109,7 @@ def _run(request: Request) -> tuple[Outcome, BaseException | None]:
     except BaseException as error:
         if isinstance(error.__cause__ or error.__context__, StepsDone):
             return "stepped", None
-        if not isinstance(error, Refused):
+        if not isinstance(error, Refused) and not is_missing_module(error):
             traceback.print_exception(type(error), error, of_script(error))
         return "failed", error
     return "ended", None

@@ -38,7 +38,7 @@ def message(error: BaseException, command: Sequence[str]) -> str:
             "does not support compiled code; remove torch.compile, or use backend='aot_eager', which launches the same "
             "operators unfused"
         )
-    if isinstance(error, ImportError) and functions[-1] == "_get_module_details":
+    if is_missing_module(error):
         return f"no module '{command[0]}' can be run from {Path.cwd()}; -m takes a module's name as Python imports it"
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
@@ -49,15 +49,23 @@ def message(error: BaseException, command: Sequence[str]) -> str:
         return f"{name}: the environment variable {said} is not set; set it as for a run on GPUs"
     if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in said:
         return (
-            f"{name}: this machine, not the GPU, ran out of memory: {said}. Tensors on the CPU are real in a dry run; "
-            "make the model with torch.device('meta') or on the GPU"
+            f"{name}: this machine, not the GPU, ran out of memory: {said.rpartition('memory: ')[2]}. Tensors on the "
+            "CPU are real in a dry run: make the model on the GPU or under torch.device('meta')"
         )
+    if "invalid device ordinal" in said:
+        return f"{name}: {said}; --cluster and --gpus set how many, and LOCAL_RANK says which is this rank's"
     if not _FROM_OTHERS.isdisjoint(functions):
         return (
             f"{name}: the script unpickles an object that another rank would have sent, but a dry run runs one rank "
             "only; run the rank that sends it (--rank, usually 0)"
         )
     return f"{name}: {said}"
+
+
+def is_missing_module(error: BaseException) -> bool:
+    """Whether Python found no module of the name after ``-m``: the script's code never ran."""
+    *_, last = traceback.extract_tb(error.__traceback__)
+    return isinstance(error, ImportError) and last.name == "_get_module_details"
 
 
 def _in_environment(error: BaseException) -> bool:

@@ -34,7 +34,13 @@ def missing_module() -> None:
 
 
 def host_memory() -> None:
-    raise RuntimeError("[enforce fail at alloc_cpu.cpp] . DefaultCPUAllocator: can't allocate memory: 1 bytes")
+    raise RuntimeError(
+        "[enforce fail at alloc_cpu.cpp] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"
+    )
+
+
+def wrong_gpu() -> None:
+    raise RuntimeError("CUDA error: invalid device ordinal 3; this node has 2 GPUs")
 
 
 def fails_without_a_word() -> None:
@@ -64,9 +70,13 @@ SAYS = [
     ),
     (
         host_memory,
-        "RuntimeError: this machine, not the GPU, ran out of memory: [enforce fail at alloc_cpu.cpp] . "
-        "DefaultCPUAllocator: can't allocate memory: 1 bytes. Tensors on the CPU are real in a dry run; make the model "
-        "with torch.device('meta') or on the GPU",
+        "RuntimeError: this machine, not the GPU, ran out of memory: you tried to allocate 1 bytes. Tensors on the CPU "
+        "are real in a dry run: make the model on the GPU or under torch.device('meta')",
+    ),
+    (
+        wrong_gpu,
+        "RuntimeError: CUDA error: invalid device ordinal 3; this node has 2 GPUs; --cluster and --gpus set how many, "
+        "and LOCAL_RANK says which is this rank's",
     ),
     (fails_without_a_word, "AssertionError: raise AssertionError"),
     (refused, "it needs Triton; pip install triton"),

@@ -38,6 +38,8 @@ from refshard.report.trace.findings import Finding, findings
 NO_VERDICT = 3
 """The exit status where nothing tells whether the script fits."""
 _LISTED = 8
+_FRAGMENTED = 0.08
+"""Part of the usable memory that is reserved but not allocated at the peak, from which on it is named."""
 _HOST_BOUND = 0.1
 """Part of a step that the GPU waits for the host, from which on the step counts as host-bound."""
 CATEGORIES = {
@@ -124,7 +126,8 @@ def unanswered(found: Analysis) -> tuple[str, str] | None:
     if not launches:
         return (
             "no optimizer step ran, and nothing was launched on the GPU",
-            "Give the script the arguments with which it trains; if it only defines functions, call them in it.",
+            "Give the script the arguments with which it trains. Processes that it starts itself are not followed: "
+            "start ranks with torchrun or torch.multiprocessing.spawn.",
         )
     if (recording.phases == Phase.BACKWARD).any():
         return (
@@ -451,12 +454,14 @@ def _advice(found: Analysis) -> Iterator[str]:
     answer = found.run.answer
     wasted, other = answer.peak.reserved - answer.peak.allocated, answer.other_segments
     expandable = other is not None and not other.expandable
-    if wasted > 0.08 * found.usable_bytes and not expandable:
-        gain = "" if other is None else f" ({format_bytes(other.reserved)} reserved)"
-        yield (
-            f"Fragmentation: peak reserved exceeds peak allocated by {format_bytes(wasted)}. Try: "
-            f"PYTORCH_ALLOC_CONF=expandable_segments:True{gain}"
-        )
+    if wasted > _FRAGMENTED * found.usable_bytes and not expandable:
+        setting = "PYTORCH_ALLOC_CONF=expandable_segments:True"
+        advice = f"Try: {setting}"
+        if other is not None:
+            helps = answer.peak.reserved - other.reserved > wasted / 4
+            advice = advice if helps else f"{setting} hardly helps"
+            advice += f" ({format_bytes(other.reserved)} reserved)"
+        yield f"Fragmentation: peak reserved exceeds peak allocated by {format_bytes(wasted)}. {advice}"
     if answer.retries:
         yield (
             f"The allocator emptied its cache {format_times(answer.retries)} to serve an allocation; the host waits "

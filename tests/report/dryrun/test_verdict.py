@@ -94,9 +94,9 @@ def test_nvidia_smi_shows_what_is_outside_the_allocator_too() -> None:
     assert oom["nvidia_smi_bytes"] is None
 
 
-def fragmented(*, expandable: bool) -> list[str]:
+def fragmented(*, expandable: bool, other: int = 5) -> list[str]:
     peak = Pool(allocated=GIB, active=GIB, reserved=20 * GIB, requested=GIB)
-    found = analysed(peak=peak, other_segments=OtherSegments(expandable=expandable, reserved=18 * GIB, fits=True))
+    found = analysed(peak=peak, other_segments=OtherSegments(expandable=expandable, reserved=other * GIB, fits=True))
     return [one for one in sentences(found) if one.startswith("Fragmentation")]
 
 
@@ -109,5 +109,7 @@ def test_both_settings_of_the_allocator_are_shown_with_their_peaks() -> None:
 
 def test_fragmentation_advises_what_the_other_setting_gives() -> None:
     (advice,) = fragmented(expandable=True)
-    assert advice.endswith("PYTORCH_ALLOC_CONF=expandable_segments:True (18.0 GiB reserved)")
+    assert advice.endswith("Try: PYTORCH_ALLOC_CONF=expandable_segments:True (5.00 GiB reserved)")
+    (advice,) = fragmented(expandable=True, other=19)
+    assert advice.endswith("PYTORCH_ALLOC_CONF=expandable_segments:True hardly helps (19.0 GiB reserved)")
     assert fragmented(expandable=False) == []  # it is set already
