@@ -47,8 +47,9 @@ class Analysis:
     last whole one. ``usable_bytes`` is what the allocator can reserve: the device's memory less ``overheads``.
     ``model_flops`` are those of the step's matrix products and attention, without recomputation, causal attention by
     half.
-    ``tokens`` are this rank's, of a step: of tokens that ranks share, its part; None where unknown. ``races`` is None
-    unless they were looked for.
+    ``tokens`` are this rank's, of a step: of tokens that ranks share, its part; None where unknown. ``unknown_reads``
+    are the lines of the script that read values which were not computed, in the whole run, with the number of reads.
+    ``races`` is None unless they were looked for.
     """
 
     run: DryRun
@@ -64,6 +65,7 @@ class Analysis:
     model_flops: float
     tokens: float | None
     synchronisations: tuple[Synchronisation, ...]
+    unknown_reads: Counter[str]
     races: tuple[Race, ...] | None = None
 
     @property
@@ -146,7 +148,8 @@ def analyse(run: DryRun, cluster: ClusterSpec, *, global_tokens: int | None = No
         traced=tracing.analyse(trace) if steps and len(trace.device.starts) else None, step=step, overheads=held_back,
         usable_bytes=cluster.accelerator.memory_bytes - run.request.unusable_bytes,
         model_flops=_model_flops(recording, prices, step), tokens=_tokens(run, global_tokens),
-        synchronisations=_synchronisations(recording, step), races=find_races(recording) if races else None,
+        synchronisations=_synchronisations(recording, step), unknown_reads=_unknown_reads(recording),
+        races=find_races(recording) if races else None,
     )  # fmt: skip
 
 
@@ -185,3 +188,8 @@ def _synchronisations(recording: Recording, step: Step | None) -> tuple[Synchron
         )
         for (name, site, unknown), count in Counter(keys).most_common()
     )
+
+
+def _unknown_reads(recording: Recording) -> Counter[str]:
+    rows = (recording.kinds == Kind.SYNCHRONISE) & (recording.flags & Flag.VALUE_UNKNOWN != 0)
+    return Counter(recording.site_table[site] for site in recording.sites[rows].tolist())

@@ -15,7 +15,7 @@ def refuse_inductor(ext: ModuleType) -> None:
         return
     import torch
 
-    inductor = torch._TorchCompileInductorWrapper
+    inductor: Any = torch._TorchCompileInductorWrapper
     compile_graph = inductor.__call__
 
     def refuse(self: Any, graph: Any, inputs: Any, **options: Any) -> Any:
@@ -25,4 +25,4 @@ def refuse_inductor(ext: ModuleType) -> None:
             )
         return compile_graph(self, graph, inputs, **options)
 
-    inductor.__call__ = refuse  # type: ignore[method-assign]
+    inductor.__call__ = refuse

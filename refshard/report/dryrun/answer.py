@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from refshard.analysis.figures import TraceFigures
-from refshard.dryrun.analyse import Analysis, Synchronisation
+from refshard.dryrun.analyse import Analysis
 from refshard.dryrun.memory import Held
 from refshard.dryrun.recording import Category, Flag, Kind, Phase, Recording
 from refshard.dryrun.request import Request
@@ -143,9 +143,7 @@ def unanswered(found: Analysis) -> tuple[str, str] | None:
 
 def _unanswered_verdict(found: Analysis, why: str, remedy: str) -> Verdict:
     peak = f"peak reserved {format_bytes(found.run.answer.peak.reserved)}"
-    read = list(dict.fromkeys(one.site for one in found.synchronisations if one.unknown and one.site))
-    values = [f"It read values that a dry run does not compute: {', '.join(read[:_LISTED])}."] if read else []
-    return Verdict(sentences=[f"NO VERDICT: {why}; {peak}", remedy, *values], style="doubtful")
+    return Verdict(sentences=[f"NO VERDICT: {why}; {peak}", remedy], style="doubtful")
 
 
 def _where_it_ran(found: Analysis) -> str:
@@ -422,19 +420,14 @@ def _doubted(found: Analysis) -> Iterator[str]:
 
 def _unknown_values(found: Analysis) -> Iterator[str]:
     """Where the host reads values that nothing computed."""
-    unknown = [one for one in found.synchronisations if one.unknown]
-    if found.traced is not None and unknown:
-        places = ", ".join(dict.fromkeys(_place(one) for one in unknown[:_LISTED]))
-        count = sum(one.count for one in unknown)
-        yield (
-            f"The host reads values that a dry run does not compute, {count:,} per step, and gets placeholders: losses "
-            "and metrics printed from them mean nothing, and a script that branches on them may take another path on a "
-            f"GPU. Where: {places}."
-        )
-
-
-def _place(one: Synchronisation) -> str:
-    return one.site or "in backward or inside torch"
+    if not found.unknown_reads:
+        return
+    places = ", ".join(site or "in backward or inside torch" for site in list(found.unknown_reads)[:_LISTED])
+    yield (
+        f"Values that a dry run does not compute were read {format_times(found.unknown_reads.total())} and are "
+        "placeholders: losses and metrics printed from them mean nothing, and a script that branches on them may take "
+        f"another path on a GPU. Where: {places}."
+    )
 
 
 def moment(recording: Recording, at: int) -> str:

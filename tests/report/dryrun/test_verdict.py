@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from refshard.dryrun.recording import Category, Phase
+from refshard.dryrun.recording import Category, Flag, Phase
 from refshard.dryrun.request import OtherSegments, Pool
 from refshard.report.blocks import Facts
 from refshard.report.dryrun.answer import dryrun_answer, sentences
@@ -76,6 +76,21 @@ def test_a_script_that_failed_neither_fits_nor_lacks_a_verdict() -> None:
     data: Any = answer.data
     assert (answer.status, data["fits"], data["no_verdict"]) == (1, None, None)
     assert printed.verdict(answer) == ["FAILED: ValueError: no", "at train.py:9 in main"]
+
+
+def test_every_line_that_read_a_value_that_was_not_computed_is_named() -> None:
+    """Also outside the last step, such as a loss that is printed at the first."""
+    made = Made()
+    for site in ("train.py:31 in train", "train.py:31 in train", "train.py:9 in log"):
+        made.synchronise(why="item", site=site, flags=Flag.VALUE_UNKNOWN)
+    made.synchronise(why="item", site="train.py:40 in train")
+    made.phase = Phase.BACKWARD
+    for _ in range(2):
+        made.launch("aten::mm", writes=GIB)
+        made.mark()
+    (said,) = [one for one in sentences(analysed(made)) if "does not compute" in one]
+    assert said.startswith("Values that a dry run does not compute were read 3 times and are placeholders: ")
+    assert said.endswith("Where: train.py:31 in train, train.py:9 in log.")
 
 
 def test_the_value_that_failed_a_check_is_named() -> None:
