@@ -11,7 +11,7 @@ import time
 import traceback
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -117,7 +117,7 @@ def _run(request: Request) -> tuple[Outcome, BaseException | None]:
 
 def _leave(
     folder: Path, request: Request, ext: ModuleType, observer: "Observer", peaks: "Peaks", *, outcome: Outcome,
-    wall_s: float, told: dict[str, str],
+    wall_s: float, told: dict[str, Any],
 ) -> None:  # fmt: skip
     import torch
 

@@ -124,7 +124,7 @@ def test_what_does_not_fit_is_explained_by_a_run_without_a_limit(tmp_path: Path)
 
 @pytest.mark.full
 def test_objects_of_another_rank_cannot_be_received(tmp_path: Path) -> None:
-    assert run(tmp_path, scripts.RECEIVES, "--gpus", "2").returncode == 0
+    assert "NO VERDICT" in run(tmp_path, scripts.RECEIVES, "--gpus", "2").stdout  # it takes no step, but does not fail
     done = run(tmp_path, scripts.RECEIVES, "--gpus", "2", "--rank", "1")
     assert done.returncode == 1
     assert "run the rank that sends it (--rank, usually 0)" in done.stdout
@@ -220,5 +220,5 @@ def test_an_exit_message_is_shown(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_a_compiled_module_is_not_run_uncompiled(tmp_path: Path) -> None:
     done = run(tmp_path, scripts.COMPILED)
-    assert done.returncode == 0, done.stderr
+    assert "NO VERDICT: backward ran" in done.stdout  # it takes no step
     assert "compiled graphs: 1" in done.stderr
