@@ -8,6 +8,7 @@ the line that read the value is then named.
 import dis
 import math
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType, FrameType, ModuleType, TracebackType
@@ -15,8 +16,8 @@ from typing import Any
 
 from refshard.fakecuda.torch_c import is_internal, script_frame, short
 
-_MOST_READS = 10_000
-"""Reads that are remembered; a loop may make many."""
+_MOST_READS = 1_000
+"""The last reads, which are remembered; a loop may make many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,14 +35,14 @@ class UnknownValues:
 
     def __init__(self, ext: ModuleType, steps_taken: Callable[[], int]) -> None:
         self._ext, self._steps_taken = ext, steps_taken
-        self._reads: list[_Read] = []
+        self._reads: deque[_Read] = deque(maxlen=_MOST_READS)
 
     def install(self) -> None:
         """Follow reads until this process ends."""
         self._ext.set_unknown_value_callback(self._read)
 
     def _read(self, value: float | None) -> None:
-        if len(self._reads) >= _MOST_READS or (frame := script_frame()) is None:
+        if (frame := script_frame()) is None:
             return
         place = f"{short(frame.f_code.co_filename)}:{frame.f_lineno}"
         if not self._reads:

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
@@ -57,14 +58,23 @@ def is_active() -> bool:
 
 
 def load() -> ModuleType:
-    """Load the extension, without a device."""
+    """Load the extension, without a device.
+
+    Raises:
+        RefshardError: it cannot be built, or what was built on another system cannot be loaded on this one.
+    """
     path = str(extension())
     ctypes.CDLL(str(torch_library()))
     loader = importlib.machinery.ExtensionFileLoader(NAME, path)
     spec = importlib.util.spec_from_file_location(NAME, path, loader=loader)
     assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
+    try:
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+    except ImportError as error:
+        raise RefshardError(
+            f"the fake CUDA device cannot be loaded: {error}; delete {Path(path).parent}, so that it is built again"
+        ) from None
     return module
 
 

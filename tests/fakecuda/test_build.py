@@ -50,6 +50,15 @@ def test_another_build_of_the_same_version_of_torch_has_its_own(tmp_path: Path) 
     assert "building the fake CUDA device needs a C++ compiler" in done.stderr
 
 
+def test_a_library_that_cannot_be_loaded_says_what_to_delete(tmp_path: Path) -> None:
+    folder = tmp_path / "refshard" / "fakecuda" / build_name()
+    folder.mkdir(parents=True)
+    (folder / extension().name).write_bytes(b"of another system")
+    done = run(LOADS, ROOT, XDG_CACHE_HOME=str(tmp_path))
+    assert done.returncode == 1
+    assert f"delete {folder}, so that it is built again" in done.stderr
+
+
 @pytest.mark.full
 def test_a_wheel_may_hold_the_library(tmp_path: Path) -> None:
     extension()

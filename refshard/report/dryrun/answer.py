@@ -382,12 +382,26 @@ def _limits(found: Analysis) -> Iterator[Block]:
 
 def sentences(found: Analysis) -> list[str]:
     """Where memory peaks, how certain the figures are, and what to change about memory and the host."""
-    return [*_explained(found), *_held_back(found), *_doubted(found), *_unknown_values(found), *_advice(found)]
+    return [
+        *_explained(found), *_first_step_only(found), *_held_back(found), *_doubted(found), *_unknown_values(found),
+        *_advice(found),
+    ]  # fmt: skip
 
 
 def _explained(found: Analysis) -> Iterator[str]:
     if len(found.run.recording):
         yield f"Memory peaks {moment(found.run.recording, found.memory.peak_at)}."
+
+
+def _first_step_only(found: Analysis) -> Iterator[str]:
+    """One step does not show what later ones need."""
+    answer = found.run.answer
+    if found.fits and answer.steps_taken == 1:
+        what = "--steps 3" if answer.outcome == "stepped" else "let the script train for more steps"
+        yield (
+            "Only one optimizer step ran: optimizers make their state at its end, so later steps may need more memory. "
+            f"Try: {what}."
+        )
 
 
 def _held_back(found: Analysis) -> Iterator[str]:

@@ -65,6 +65,17 @@ def test_a_step_on_the_gpu_is_enough() -> None:
     assert (answer.status, data["fits"], data["no_verdict"]) == (0, True, None)
 
 
+@pytest.mark.parametrize(
+    ("outcome", "says"), [("stepped", "Try: --steps 3."), ("ended", "Try: let the script train for more steps.")]
+)
+def test_a_single_step_says_that_later_ones_may_need_more(outcome: str, says: str) -> None:
+    made = inference(Phase.OPTIMIZER)
+    made.mark()
+    (said,) = [one for one in sentences(analysed(made, outcome=outcome, steps_taken=1)) if "one optimizer" in one]
+    assert said.endswith(f"later steps may need more memory. {says}")
+    assert not [one for one in sentences(analysed()) if "Only one" in one]
+
+
 def test_memory_that_ran_out_is_a_verdict_before_any_step() -> None:
     answer = dryrun_answer(analysed(inference(), outcome="oom", error="CUDA out of memory.", steps_taken=0, tokens=0))
     data: Any = answer.data
