@@ -44,6 +44,7 @@ def test_what_the_host_does_is_counted_alike_in_every_run(seen: Seen) -> None:
     assert found["with views"]["operators"] - forward["operators"] == 20
     assert (forward["nodes"], backward["nodes"]) == (0, 11)  # ten products and a sum
     assert (forward["dispatched"], found["under a mode"]["dispatched"]) == (0, 20)
+    assert found["read that is told"]["calls"] == found["read"]["calls"] + 1  # the check's own function
     assert 10 < forward["calls"] < 20 < found["under a mode"]["calls"]  # ten of the step's own
 
 

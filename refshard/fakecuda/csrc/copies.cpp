@@ -58,6 +58,7 @@ bool move_values(const at::Tensor& to, const at::Tensor& from) {
     }
     return !(from.is_cuda() && unknown(from));
   }
+  StandIn stand_in;
   const double placeholder = c10::isFloatingType(to.scalar_type()) ? kPlaceholder : 0;
   if (to.is_cpu() && to.nbytes() <= kFilled) {
     to.fill_(placeholder);

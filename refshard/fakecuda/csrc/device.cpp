@@ -180,7 +180,9 @@ void set_unknown_value_callback(std::function<void(std::optional<double>)> callb
 }
 
 void unknown_value_read(std::optional<double> value) {
-  if (recorder().on && unknown_value_callback) unknown_value_callback(value);
+  if (!recorder().on || !unknown_value_callback) return;
+  StandIn stand_in;
+  unknown_value_callback(value);
 }
 
 }  // namespace refshard
