@@ -26,6 +26,8 @@ from refshard.specs.cluster import load_cluster
 if TYPE_CHECKING:
     from refshard.dryrun.observe import Observer, Peaks
 
+_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+"""Where compiled code is kept: in the request's folder, since it holds code for a device that does not exist."""
 REQUEST, ANSWER, RECORDING = "request.json", "answer.json", "recording.npz"
 
 
@@ -33,6 +35,7 @@ def main(folder: Path) -> int:
     """Run the request in ``folder`` and return the process's exit status: 0 if an answer was written."""
     request = msgspec.json.decode((folder / REQUEST).read_bytes(), type=Request)
     os.environ.update(request.environment)
+    os.environ.update({name: str(folder / place) for name, place in _CACHES.items()})
     hardware = load_cluster(request.cluster).accelerator
     if not request.limited:
         hardware = msgspec.structs.replace(hardware, memory_bytes=UNLIMITED_BYTES)
@@ -121,6 +124,7 @@ def _leave(
 ) -> None:  # fmt: skip
     import torch
 
+    from refshard.dryrun.compiled import compilation
     from refshard.dryrun.observe import pool
     from refshard.dryrun.recording import Kind, collect, save
     from refshard.dryrun.settle_answer import other_segments, settle_answer
@@ -134,7 +138,7 @@ def _leave(
         allocations=allocations, peak=peaks.highest(),
         now=pool(device, "current"), retries=torch.cuda.memory_stats(device)["num_alloc_retries"],
         host_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, wall_s=wall_s,
-        torch=str(torch.__version__),
+        torch=str(torch.__version__), compiled=compilation(),
     )  # fmt: skip
     other = other_segments(answer, recording, request, ext)
     answer, recording = settle_answer(msgspec.structs.replace(answer, other_segments=other), recording, request, ext)

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 from refshard.fakecuda.torch_c import is_internal, short
-from refshard.fakecuda.without_triton import Refused
+from refshard.fakecuda.without_triton import MISSING, Refused
 
 _FROM_OTHERS = frozenset({"_tensor_to_object", "broadcast_object_list", "recv_object_list", "scatter_object_list"})
 """Functions of torch.distributed that unpickle what another rank sent."""
@@ -32,14 +32,10 @@ def message(error: BaseException, command: Sequence[str]) -> str:
         return f"the script ended with exit status {error.code if isinstance(error.code, int) else f'1: {error.code}'}"
     if isinstance(error, Refused):
         return said
-    if name == "InductorError":  # Triton is installed, but finds no GPU
-        return (
-            f"{name}: torch.compile's inductor generates Triton kernels, which need a real GPU, so a dry run "
-            "does not support compiled code; remove torch.compile, or use backend='aot_eager', which launches the same "
-            "operators unfused"
-        )
     if is_missing_module(error):
         return f"no module '{command[0]}' can be run from {Path.cwd()}; -m takes a module's name as Python imports it"
+    if isinstance(error, ModuleNotFoundError) and error.name == "triton":
+        return f"{name}: {MISSING}"
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
         return f"{name}: {said}; install it for this Python: {sys.executable} -m pip install {package}"

@@ -61,6 +61,22 @@ class OtherSegments(msgspec.Struct, frozen=True, kw_only=True):
     fits: bool
 
 
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of the script, and what happened there ``count`` times for one reason."""
+
+    line: str
+    reason: str
+    count: int
+
+
+class Compilation(msgspec.Struct, frozen=True, kw_only=True):
+    """What torch.compile made: ``graphs``, where it had to end one (``breaks``), and what it compiled again."""
+
+    graphs: int
+    breaks: tuple[Place, ...] = ()
+    recompiled: tuple[Place, ...] = ()
+
+
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """What the script's process reports; its events are in the recording next to it.
 
@@ -76,6 +92,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     ``other_segments`` is None if the allocator's calls cannot be repeated.
     ``limited`` is the answer within the GPU's memory, whether the script's process had a limit or not. If it is out of
     memory, all else describes a run without a limit.
+
+    ``compiled`` says what torch.compile did, None where nothing was compiled.
     """
 
     outcome: Outcome
@@ -99,3 +117,4 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     peak_as_run: Pool | None = None
     other_segments: OtherSegments | None = None
     limited: "Answer | None" = None
+    compiled: Compilation | None = None

@@ -4,6 +4,13 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+from refshard.resources import install_extra
+
+MISSING = (
+    "compiled code and Triton kernels need triton, which is not installed: "
+    f"{install_extra('compiled')} or pip install triton (no GPU is needed), or run eagerly with --compile off"
+)
+
 
 class Refused(BaseException):
     """The device cannot go on; no ``except Exception`` of Dynamo or the script turns it into eager code."""
@@ -20,9 +27,7 @@ def refuse_inductor(ext: ModuleType) -> None:
 
     def refuse(self: Any, graph: Any, inputs: Any, **options: Any) -> Any:
         if any(isinstance(one, torch.Tensor) and one.is_cuda for one in inputs):
-            raise Refused(
-                "torch.compile needs Triton, which is not installed; run pip install triton, or use backend='aot_eager'"
-            )
+            raise Refused(MISSING)
         return compile_graph(self, graph, inputs, **options)
 
     inductor.__call__ = refuse

@@ -44,9 +44,10 @@ def test_an_assertion_on_a_value_that_was_not_computed_names_it(tmp_path: Path) 
 def test_compiling_without_triton_is_refused_in_two_lines(tmp_path: Path) -> None:
     done = run(tmp_path, scripts.WITHOUT_TRITON, "--gpus", "1")
     assert done.returncode == 1
-    verdict = done.stdout.strip().splitlines()[-2:]
-    assert verdict[0].startswith("FAILED: torch.compile needs Triton, which is not installed; run pip install triton")
-    assert verdict[1] == f"at train.py:{line_of(scripts.WITHOUT_TRITON, 'compiled(')} in <module>"
+    *_, failed = done.stdout.partition("FAILED: ")
+    assert failed.startswith("compiled code and Triton kernels need triton, which is not installed: pip install -e")
+    assert failed.count("\n") == 3  # two of them are the sentence's
+    assert failed.splitlines()[-1] == f"at train.py:{line_of(scripts.WITHOUT_TRITON, 'compiled(')} in <module>"
     assert "Traceback" not in done.stderr
     assert "fell back to eager" not in done.stderr
 

@@ -7,6 +7,7 @@
 #include "device.h"
 #include "large_integers.h"
 #include "memory.h"
+#include "operators.h"
 #include "translation.h"
 
 namespace refshard {
@@ -54,6 +55,24 @@ int64_t span_bytes(const at::Tensor& tensor) {
   int64_t last = 0;
   for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
   return (last + 1) * tensor.itemsize();
+}
+
+// Puts a launch on its stream, in the recording and in the device's books.
+void launched(Event event, std::string_view name, std::string_view signature, const std::vector<Access>& accesses) {
+  ++made;
+  {
+    std::lock_guard guard(device().mutex);
+    device().streams.launched(event.stream);
+  }
+  if (!recorder().on) return;
+  event.name = recorder().names.code(name);
+  event.signature = recorder().signatures.code(signature);
+  recorder().add(event, accesses);
+  for (const auto& access : accesses) {
+    if (!access.write) continue;
+    recorder().written(block_at(current_device(), reinterpret_cast<const void*>(access.address)), event.name);
+  }
+  spread_categories(name, accesses);
 }
 
 }  // namespace
@@ -170,23 +189,27 @@ void Launch::overwrites_values() const {
 }
 
 void Launch::put(int64_t stream) {
-  ++made;
-  {
-    std::lock_guard guard(device().mutex);
-    device().streams.launched(stream);
+  Event event{.kind = Kind::Launch, .stream = stream, .reads = reads_, .writes = writes_, .flags = flags_};
+  launched(event, schema_.name(), signature_, accesses_);
+}
+
+void launch_kernel(std::string_view name, const std::vector<Operand>& operands, int64_t flops, int64_t stream,
+                   int32_t flags) {
+  Event event{.kind = Kind::Launch, .stream = stream, .size = flops, .flags = flags};
+  std::string signature, made;
+  std::vector<Access> accesses;
+  for (const auto& [tensor, reads, writes] : operands) {
+    describe(tensor, reads || !writes ? signature : made);
+    event.reads += reads;
+    event.writes += writes;
+    if (!tensor.is_cuda() || !tensor.numel()) continue;
+    accesses.push_back(access_of(tensor, writes > 0));
+    if (!writes) continue;
+    values_are_overwritten(tensor);
+    not_computed(tensor);
   }
-  if (!recorder().on) return;
-  Event event{.kind = Kind::Launch, .name = recorder().names.code(schema_.name()), .stream = stream};
-  event.reads = reads_;
-  event.writes = writes_;
-  event.flags = flags_;
-  event.signature = recorder().signatures.code(signature_);
-  recorder().add(event, accesses_);
-  for (const auto& access : accesses_) {
-    if (!access.write) continue;
-    recorder().written(block_at(current_device(), reinterpret_cast<const void*>(access.address)), event.name);
-  }
-  spread_categories(schema_.name(), accesses_);
+  if (!made.empty()) signature += " -> " + made;
+  launched(event, name, signature, accesses);
 }
 
 }  // namespace refshard

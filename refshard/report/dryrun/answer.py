@@ -64,11 +64,14 @@ _LIMITS = (
 )
 
 
-def dryrun_answer(found: Analysis, more: str = "") -> Answer:
+def dryrun_answer(found: Analysis, more: str = "", eager: Analysis | None = None) -> Answer:
     """The whole report; the status is 0 if the script fits, 1 if it does not, failed or has races, 3 if nothing tells
-    since it took no optimizer step on the GPU. ``more`` is a line for the terminal.
+    since it took no optimizer step on the GPU. ``more`` is a line for the terminal, ``eager`` the same script without
+    torch.compile.
     """
     data = as_object(found)
+    if eager is not None:
+        data["eager"] = as_object(eager)
     return Answer(
         data=data,
         rows=[{key: value for key, value in data.items() if not isinstance(value, (dict, list))}],
@@ -77,6 +80,7 @@ def dryrun_answer(found: Analysis, more: str = "") -> Answer:
             Facts(facts=list(_facts(found))),
             *_memory(found),
             Notes(sentences=sentences(found)),
+            *([] if eager is None else [_compared(found, eager)]),
             *_time(found),
             *_races(found),
             *_limits(found),
@@ -305,6 +309,18 @@ def _segments(found: Analysis) -> Iterator[Block]:
     yield table(rows, title="Both settings of the allocator (the script ran with the first)", where="detail")
 
 
+def _compared(found: Analysis, eager: Analysis) -> Section:
+    """The same script with torch.compile, and without."""
+    rows: list[Row] = [
+        {"torch.compile": name, "peak reserved": Quantity(one.run.answer.peak.reserved, "B"),
+         "peak allocated": Quantity(one.run.answer.peak.allocated, "B"),
+         "step time": None if one.step_s is None else Quantity(one.step_s, "s"),
+         "tokens/s/GPU": None if one.tokens_per_s is None else round(one.tokens_per_s)}
+        for name, one in (("on", found), ("off", eager))
+    ]  # fmt: skip
+    return Section(title="Compiled and eager", id="compiled", nav="Compiled", blocks=[table(rows)])
+
+
 def _where(one: Held) -> str:
     """The module and the phase of the step that allocated it."""
     phase = _PHASES.get(one.phase, one.phase.name.lower())
@@ -383,8 +399,8 @@ def _limits(found: Analysis) -> Iterator[Block]:
 def sentences(found: Analysis) -> list[str]:
     """Where memory peaks, how certain the figures are, and what to change about memory and the host."""
     return [
-        *_explained(found), *_first_step_only(found), *_held_back(found), *_doubted(found), *_unknown_values(found),
-        *_advice(found),
+        *_explained(found), *_first_step_only(found), *_compiled(found), *_held_back(found), *_doubted(found),
+        *_unknown_values(found), *_advice(found),
     ]  # fmt: skip
 
 
@@ -402,6 +418,19 @@ def _first_step_only(found: Analysis) -> Iterator[str]:
             "Only one optimizer step ran: optimizers make their state at its end, so later steps may need more memory. "
             f"Try: {what}."
         )
+
+
+def _compiled(found: Analysis) -> Iterator[str]:
+    """What torch.compile made, and each line that made it stop or start over."""
+    if (compiled := found.run.answer.compiled) is None:
+        return
+    yield f"torch.compile: {compiled.graphs:,} {'graph' if compiled.graphs == 1 else 'graphs'}, no time counted for it."
+    for what, places in (("Graph break", compiled.breaks), ("Compiled again", compiled.recompiled)):
+        for place in places[:_LISTED]:
+            times = f" ({format_times(place.count)})" if place.count > 1 else ""
+            yield f"{what}{times} at {place.line}: {place.reason}"
+        if rest := places[_LISTED:]:
+            yield f"{what}: {sum(place.count for place in rest):,} more, at other lines."
 
 
 def _held_back(found: Analysis) -> Iterator[str]:
