@@ -25,6 +25,7 @@
 #include "meta_kernels.cpp"
 #include "operators.cpp"
 #include "over_gloo.cpp"
+#include "private_pools.cpp"
 #include "process_group.cpp"
 #include "profiler.cpp"
 #include "recorder.cpp"
