@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 NO_STREAM = -1
+GRAPH_LAUNCH = "cudaGraphLaunch"
+"""The name of the launch that comes before the nodes of a replayed CUDA graph."""
 HOST_COUNTS = ("host_operators", "host_dispatched", "host_nodes", "host_calls")
 """Columns that count what the host did."""
 
@@ -65,6 +67,12 @@ class Flag(IntFlag):
     """The host waits for a value that was never computed, and gets a placeholder."""
     STRIDED = 32
     """Pointwise, and a tensor is broadcast or lies in memory unlike the others: each element's address is computed."""
+    CAPTURED = 256
+    """A CUDA graph took it in: only the host's time, with ``HOST_ONLY``."""
+    OF_GRAPH = 512
+    """A node of a CUDA graph that is replayed: the host launches the graph as a whole."""
+    PRIVATE_POOL = 1024
+    """Of ``ALLOCATE``: the block is of a private pool of the allocator (a CUDA graph's, or a ``MemPool``)."""
 
 
 class Category(IntEnum):

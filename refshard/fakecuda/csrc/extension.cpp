@@ -12,6 +12,8 @@
 #include "device.cpp"
 #include "factories.cpp"
 #include "generator.cpp"
+#include "graphs.cpp"
+#include "graphs_binding.cpp"
 #include "guard.cpp"
 #include "hooks.cpp"
 #include "host_work.cpp"

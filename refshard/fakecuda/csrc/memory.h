@@ -15,6 +15,12 @@ c10::DeviceAllocator& device_allocator();
 // Page-locked host memory: plain host memory whose addresses are known.
 c10::Allocator& pinned_allocator();
 bool is_pinned(const void* address);
+// Blocks by their address; they are in the recording.
+void* allocate_block(size_t size, c10::DeviceIndex device, StreamId stream);
+void free_block(void* address);
+// Puts into the recording what the allocator did.
+void note_allocated(const Block& block);
+void note_freed(const Block& block);
 
 // Says for whom this thread allocates, as long as it lives.
 class Allocating {
@@ -40,6 +46,8 @@ bool resident(const at::Tensor& tensor);
 // Whether a resident tensor's values come from ones that were never computed.
 bool unknown(const at::Tensor& tensor);
 void set_unknown(const at::Tensor& tensor, bool unknown);
+// The same of the block that holds this address, if any does.
+void forget_value(c10::DeviceIndex device, const void* address);
 
 // Lets a storage hold `size` bytes, keeping what is there; a size of 0 gives its memory back.
 void resize_storage(c10::StorageImpl& storage, size_t size);
