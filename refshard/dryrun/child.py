@@ -107,8 +107,15 @@ def _run(request: Request) -> tuple[Outcome, str, str]:
         if isinstance(error.__cause__ or error.__context__, StepsDone):
             return "stepped", "", ""
         traceback.print_exception(type(error), error, _of_script(error))
+        error = _before_capture_failed(error)
         return "failed", _cause(error), _site(error)
     return "ended", "", ""
+
+
+def _before_capture_failed(error: BaseException) -> BaseException:
+    """What made the capture of a CUDA graph invalid, where its end only says that something did."""
+    cause = error.__context__
+    return cause if cause is not None and "previous error during capture" in str(error) else error
 
 
 def _status(code: object) -> str:

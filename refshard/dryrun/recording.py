@@ -68,7 +68,7 @@ class Flag(IntFlag):
     STRIDED = 32
     """Pointwise, and a tensor is broadcast or lies in memory unlike the others: each element's address is computed."""
     CAPTURED = 256
-    """A CUDA graph took it in: only the host's time, with ``HOST_ONLY``."""
+    """A CUDA graph took it in: a launch that takes only the host's time (``HOST_ONLY``); an ``ALLOCATE`` for one."""
     OF_GRAPH = 512
     """A node of a CUDA graph that is replayed: the host launches the graph as a whole."""
     PRIVATE_POOL = 1024

@@ -257,6 +257,14 @@ void refuse_wait_in_capture(StreamId stream, int64_t event) {
   }
 }
 
+void capture_workspace(StreamId stream, const Block& block) {
+  if (!captures.count) return;
+  std::lock_guard lock(device().mutex);
+  if (auto* found = captures.of_stream(stream)) {
+    found->accesses.push_back({static_cast<int64_t>(block.address), static_cast<int64_t>(block.size), /*write=*/true});
+  }
+}
+
 void capture_drawing() {
   if (!captures.count) return;
   std::lock_guard lock(device().mutex);

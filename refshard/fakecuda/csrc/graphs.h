@@ -79,6 +79,8 @@ void capture_record(StreamId stream, int64_t event);
 void capture_wait(StreamId stream, int64_t event);
 // Throws CUDA's error, and makes the capture invalid, where the host would wait for a stream or an event of a capture.
 void refuse_wait_in_capture(StreamId stream, int64_t event);
+// The next node on this stream also writes this memory.
+void capture_workspace(StreamId stream, const Block& block);
 // The current stream is asked for random numbers.
 void capture_drawing();
 

@@ -39,7 +39,10 @@ void note_freed(const Block& block) {
 void note_allocated(const Block& block) {
   recorder().allocated(block.id, static_cast<int64_t>(block.address), static_cast<int64_t>(block.size),
                        static_cast<int64_t>(block.requested_size), block.stream, allocating_name, allocating_category,
-                       block.segment->owner == kOwnPool ? 0 : kPrivatePool);
+                       (block.segment->owner == kOwnPool ? 0 : kPrivatePool) | (capturing(block.stream) ? kCaptured : 0));
+  // NCCL uses its own on another stream.
+  const bool used_here = allocating_category == Category::Workspace && !allocating_name.starts_with("nccl::");
+  if (used_here) capture_workspace(block.stream, block);
 }
 
 void free_block(void* address) {

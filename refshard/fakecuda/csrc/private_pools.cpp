@@ -88,8 +88,8 @@ Restored CachingAllocator::restore(const Checkpoint& state) {
       hand_out(block, wanted.size, wanted.size, block.size > wanted.size);
     }
     for (const auto& wanted : segment) {
-      auto& block = blocks_.at(wanted.address);
       if (wanted.state == BlockState::Allocated) {
+        auto& block = blocks_.at(wanted.address);
         block.id = id_before(block);
         found.held.push_back(block);
       } else if (wanted.state != BlockState::Unmapped) {
