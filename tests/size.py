@@ -15,12 +15,12 @@ SLACK = 100
 BUDGETS = {
     "refshard/analysis": 10_400,
     "refshard/commands": 2_900,
-    "refshard/dryrun": 4_050,
+    "refshard/dryrun": 4_150,
     "refshard/emit": 750,
     "refshard/emulate": 1_400,
     "refshard/engine": 8_000,
     "refshard/events": 2_100,
-    "refshard/fakecuda": 750,
+    "refshard/fakecuda": 850,
     "refshard/measure": 8_400,
     "refshard/models": 1_300,
     "refshard/plan": 2_550,
@@ -28,7 +28,7 @@ BUDGETS = {
     "refshard/specs": 2_350,
     "refshard/strategies": 3_150,
     "refshard/*.py": 2_000,
-    "tests": 66_700,
+    "tests": 67_600,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

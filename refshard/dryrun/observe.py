@@ -104,7 +104,7 @@ class Observer:
             del self.tokens[before:]  # it runs the modules a few times first
             return graphed
 
-        torch.cuda.CUDAGraph.replay = counted  # type: ignore[method-assign]
+        torch.cuda.CUDAGraph.replay = counted  # type: ignore[method-assign, assignment]
         torch.cuda.make_graphed_callables = made
 
     @property

@@ -1,8 +1,8 @@
 """What ``torch._C`` has of CUDA graphs, of private pools, and of what inductor's cudagraph trees ask for.
 
-The trees (``torch/_inductor/cudagraph_trees.py``) run a compiled function first in their pool, then capture it, and from
-then on replay it. They make the tensors that a replay gives from addresses, and set the pool back to what these
-tensors hold before they capture another graph.
+The trees (``torch/_inductor/cudagraph_trees.py``) run a compiled function in their pool, then capture it, and from then
+on replay it. They make the tensors that a replay gives from addresses, and set the pool back to what these tensors hold
+before they capture another graph.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,8 @@ def _pool_class(ext: ModuleType) -> type:
         ) -> None:
             if allocator is not None:
                 raise NotImplementedError("the fake CUDA device does not support pools with an allocator of their own")
-            self._device, self._id = ext.current_device(), ext.new_pool(is_user_created)
+            self._device: int = ext.current_device()
+            self._id: PoolId = ext.new_pool(is_user_created)
             ext.retain_pool(self._device, self._id, not no_split, use_on_oom)
 
         def __del__(self) -> None:
