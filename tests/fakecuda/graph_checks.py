@@ -79,8 +79,12 @@ def replays() -> dict[str, Any]:
         eager = work_of(run)
     graphs: list[torch.cuda.CUDAGraph] = []
     while_captured = work_of(lambda: graphs.append(captured(run, stream=side)[0]))
-    thrice = work_of(lambda: [graphs[0].replay() for _ in range(3)], Flag.OF_GRAPH)
-    return {"eager": eager, "while captured": while_captured, "replayed": thrice}
+
+    def thrice() -> None:
+        for _ in range(3):
+            graphs[0].replay()
+
+    return {"eager": eager, "while captured": while_captured, "replayed": work_of(thrice, Flag.OF_GRAPH)}
 
 
 @check
@@ -126,6 +130,10 @@ def not_permitted() -> dict[str, str]:
     x, host, uncaptured, event = _ones(), torch.ones(4), torch.cuda.Stream(), torch.cuda.Event()
     event.record(uncaptured)
 
+    def of_another_stream() -> None:
+        uncaptured.synchronize()
+        x.mul_(2)
+
     def with_event() -> None:
         ours = torch.cuda.Event()
         ours.record()
@@ -141,7 +149,7 @@ def not_permitted() -> dict[str, str]:
         "pageable, not blocking": lambda: x[:4].copy_(host, non_blocking=True),
         "equal": lambda: torch.equal(x, x),
         "work from before": lambda: torch.cuda.current_stream().wait_event(event),
-        "other stream": lambda: (uncaptured.synchronize(), x.mul_(2)),
+        "other stream": of_another_stream,
         "pinned": lambda: x[:4].copy_(host.pin_memory(), non_blocking=True),
     }
     found = {name: error_of(lambda run=run: captured(run)) for name, run in tried.items()}  # type: ignore[misc]
