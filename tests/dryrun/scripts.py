@@ -54,9 +54,7 @@ class Model(nn.Module):
 how = sys.argv[1]
 model, ids = Model().cuda(), torch.zeros(4, 128, dtype=torch.long, device="cuda")
 if how == "callables":
-    x = torch.ones(4, 128, 256, device="cuda", requires_grad=True)
-    for place, layer in enumerate(model.layers):
-        model.layers[place] = torch.cuda.make_graphed_callables(layer, (x,))
+    model = torch.cuda.make_graphed_callables(model, (ids,))
 optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=True)
 
 def step():
@@ -80,8 +78,8 @@ if how in ("whole", "item"):
 for _ in range(100):
     graph.replay() if how == "whole" else step()
 """
-"""A model. Its kernels are launched one by one (``eager``), by layer (``callables``), or a ``whole`` step at once;
-with ``item`` the capture fails. 512 tokens a step; the first two steps are eager.
+"""A model. Its kernels are launched one by one (``eager``), forward and backward apart (``callables``), or a ``whole``
+step at once; with ``item`` the capture fails. 512 tokens a step; the first two steps are eager.
 """
 
 TOO_LARGE = """

@@ -14,7 +14,7 @@ from refshard.analysis.analyse import analyse
 from refshard.dryrun.as_trace import as_trace
 from refshard.dryrun.device import Rates
 from refshard.dryrun.held_back import NotReproducedError, settle
-from refshard.dryrun.price import COSTS, GRAPH_NODE_S, PER_KERNEL_S, Prices, host_seconds
+from refshard.dryrun.price import COSTS, GRAPH_NODE_S, PER_KERNEL_S, Prices, host_seconds, host_work
 from refshard.dryrun.races import find_races
 from refshard.dryrun.recording import GRAPH_LAUNCH, Category, Flag, Kind, Recording
 from refshard.dryrun.replay import NEVER, replay
@@ -45,6 +45,7 @@ def test_a_graph_is_one_launch_for_the_host() -> None:
     made.launch("aten::add", flags=TAKEN_IN, host_operators=1)
     expected = [COSTS.graph_s + 5 * COSTS.call_s, *3 * [GRAPH_NODE_S], COSTS.launch_s + COSTS.operator_s]
     assert host_seconds(made.recording(), PER_KERNEL_S).tolist() == pytest.approx(expected)
+    assert host_work(made.recording()).sum(axis=1).tolist() == [6, 0, 0, 0, 2]
 
 
 def test_a_replayed_step_is_as_long_as_its_kernels() -> None:
@@ -144,4 +145,4 @@ def test_a_replayed_step_does_what_an_eager_one_does(tmp_path: Path, eager: dict
 def test_a_capture_that_fails_names_the_line(tmp_path: Path) -> None:
     answer = _run(tmp_path, "item")["answer"]
     assert answer["error"] == "AcceleratorError: CUDA error: operation not permitted when stream is capturing"
-    assert answer["where"] == "train.py:33 in step"
+    assert answer["where"] == "train.py:31 in step"
