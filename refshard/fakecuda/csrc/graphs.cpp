@@ -58,8 +58,9 @@ PoolId new_pool(bool of_user) {
 }
 
 void Graph::begin(PoolId pool, const std::string& error_mode) {
-  TORCH_CHECK_NOT_IMPLEMENTED(device().dry(), "the fake CUDA device does not support CUDA graphs where the CPU computes: "
-                              "a capture computes nothing");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      device().dry(),
+      "the fake CUDA device does not support CUDA graphs where the CPU computes: a capture computes nothing");
   TORCH_CHECK(!captured_, "This CUDAGraph instance already owns a captured graph. To capture a new graph, create a new "
               "instance.");
   TORCH_CHECK(error_mode == "global" || error_mode == "thread_local" || error_mode == "relaxed",
@@ -109,8 +110,8 @@ void Graph::end() {
   if (!joined) fail(904, "cudaErrorStreamCaptureUnjoined", "capturing stream has unjoined work");
   captured_ = true;
   if (capture_->nodes.empty()) {
-    TORCH_WARN("The CUDA Graph is empty. This usually means that the graph was attempted to be captured on wrong device "
-               "or stream.");
+    TORCH_WARN("The CUDA Graph is empty. This usually means that the graph was attempted to be captured on wrong "
+               "device or stream.");
   }
   for (const auto& node : capture_->nodes) {
     if (node.stream != capture_->origin && !branches_.contains(node.stream)) {

@@ -43,7 +43,8 @@ void free_storage(size_t address) {
 
 // Sets a pool back to a checkpoint. Storages in `stale` no longer own blocks that this frees; those in `live`, which
 // replays made, own the blocks at their addresses from then on.
-void restore_pool(int index, const Checkpoint& state, const std::vector<size_t>& stale, const std::vector<size_t>& live) {
+void restore_pool(int index, const Checkpoint& state, const std::vector<size_t>& stale,
+                  const std::vector<size_t>& live) {
   std::lock_guard lock(device().mutex);
   const auto found = memory_of(index).restore(state);
   const auto has = [](const std::vector<Block>& blocks, const Block& block) {
@@ -113,7 +114,8 @@ void bind_pools(py::module_& m) {
     begin_to_pool(index, pool, [](StreamId) { return true; });
   }));
   m.def("begin_allocate_thread_to_pool", wrap_pybind_function([](int index, PoolId pool) {
-    begin_to_pool(index, pool, [own = std::this_thread::get_id()](StreamId) { return own == std::this_thread::get_id(); });
+    const auto own = std::this_thread::get_id();
+    begin_to_pool(index, pool, [own](StreamId) { return own == std::this_thread::get_id(); });
   }));
   m.def("begin_allocate_stream_to_pool", wrap_pybind_function([](int index, PoolId pool, StreamId stream) {
     begin_to_pool(index, pool, [stream](StreamId other) { return other == stream; });

@@ -37,9 +37,11 @@ void note_freed(const Block& block) {
 }
 
 void note_allocated(const Block& block) {
+  const bool is_private = block.segment->owner != kOwnPool;
+  const int32_t flags = (is_private ? kPrivatePool : 0) | (capturing(block.stream) ? kCaptured : 0);
   recorder().allocated(block.id, static_cast<int64_t>(block.address), static_cast<int64_t>(block.size),
                        static_cast<int64_t>(block.requested_size), block.stream, allocating_name, allocating_category,
-                       (block.segment->owner == kOwnPool ? 0 : kPrivatePool) | (capturing(block.stream) ? kCaptured : 0));
+                       flags);
   // NCCL uses its own on another stream.
   const bool used_here = allocating_category == Category::Workspace && !allocating_name.starts_with("nccl::");
   if (used_here) capture_workspace(block.stream, block);
@@ -51,7 +53,9 @@ void free_block(void* address) {
   const auto index = device().owner_of(address);
   if (index < 0) return;
   auto& memory = device().memory(index);
-  const auto block = *memory.find(reinterpret_cast<uintptr_t>(address));
+  const auto* found = memory.find(reinterpret_cast<uintptr_t>(address));
+  TORCH_CHECK(found, "invalid device pointer: ", address);
+  const auto block = *found;
   memory.free(block.address);
   note_freed(block);
 }

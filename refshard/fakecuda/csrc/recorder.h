@@ -16,8 +16,10 @@ namespace refshard {
 
 enum class Kind : uint8_t { Launch, Collective, Record, Wait, Synchronise, Allocate, Free, Segment, Mark, Hold };
 enum class Phase : uint8_t { Other, Forward, Backward, Recompute, Optimizer };
-enum Flag : int32_t { kCausal = 1, kHostToDevice = 2, kDeviceToHost = 4, kHostOnly = 8, kValueUnknown = 16, kStrided = 32, kCaptured = 256,
-                      kOfGraph = 512, kPrivatePool = 1024 };
+enum Flag : int32_t {
+  kCausal = 1, kHostToDevice = 2, kDeviceToHost = 4, kHostOnly = 8, kValueUnknown = 16, kStrided = 32,
+  kCaptured = 256, kOfGraph = 512, kPrivatePool = 1024,
+};
 enum class Category : uint8_t { Other, Parameters, Gradients, Optimizer, Unsharded, Activations, Workspace };
 
 constexpr int64_t kNoStream = -1;
