@@ -20,7 +20,7 @@ from refshard.dryrun.races import Race, find_races
 from refshard.dryrun.recording import Flag, Kind, Phase, Recording
 from refshard.dryrun.replay import NS, Replayed, replay
 from refshard.dryrun.run import DryRun
-from refshard.dryrun.steps import Step, steps_of
+from refshard.dryrun.steps import Step, settled, steps_of
 from refshard.events.table import TraceFile
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.hardware import HardwareSpec
@@ -140,7 +140,7 @@ def analyse(run: DryRun, cluster: ClusterSpec, *, global_tokens: int | None = No
     steps = steps_of(recording, "step") if run.answer.steps_taken else ()
     device = cluster.accelerator.device_name or cluster.accelerator.about
     name = " ".join(run.request.command)
-    trace = as_trace(recording, replayed, device=device, steps=steps[1:] or steps or None, name=name)
+    trace = as_trace(recording, replayed, device=device, steps=settled(recording, steps) or None, name=name)
     step = steps[-1] if steps else None
     held_back = overheads(run.request.world_size)
     return Analysis(

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from refshard.analysis.operators import CAUSAL
-from refshard.dryrun.recording import NO_STREAM, Flag, Kind, Phase, Recording
+from refshard.dryrun.price import graph_launches
+from refshard.dryrun.recording import GRAPH_LAUNCH, NO_STREAM, Flag, Kind, Phase, Recording
 from refshard.dryrun.replay import NEVER, Replayed
 from refshard.dryrun.steps import Step, host_windows, steps_of
 from refshard.dryrun.work import Tensor, parse
@@ -330,6 +331,7 @@ class _Builder:
             recording.names[rows], recording.signatures[rows], recording.streams[rows], recording.kinds[rows],
             recording.flags[rows],
         )  # fmt: skip
+        graphs = _first_nodes(recording, rows)
         found: list[tuple[int, ...]] = []
         for at, (row, start, end, ran, until, code, signature, stream, kind, flags) in enumerate(
             zip(*(column.tolist() for column in columns))
@@ -346,9 +348,11 @@ class _Builder:
                 operator, operands = name, self._operands_of(name, text, flags)
             # The launch is the last thing that an operator's host code does; an operator takes a nanosecond or more.
             free = max(end, start + 1)
-            launch = max(start, end - 1)
+            launch, call = max(start, end - 1), "cudaLaunchKernel"
             self._add(start, free, HOST, operator, external=number, operands=operands)
-            self._add(launch, launch + min(1, end - start), LAUNCH, "cudaLaunchKernel", correlation=number)
+            if row in graphs:
+                launch, call = int(replayed.host_starts[graphs[row]]), GRAPH_LAUNCH
+            self._add(launch, max(launch, start) + min(1, end - start), LAUNCH, call, correlation=number)
             category = MEMCPY if flags & (Flag.HOST_TO_DEVICE | Flag.DEVICE_TO_HOST) else KERNEL
             is_collective = kind == Kind.COLLECTIVE
             category = KERNEL if is_collective else category
@@ -414,6 +418,19 @@ class _Builder:
                 at, address = int(self._replayed.host_starts[row]), int(recording.reads[row]) or -1
                 found.append((at, change, address, total, int(reserved[row])))
         return MemoryEvents(**_columns(MemoryEvents, found, devices=0, threads=0))
+
+
+def _first_nodes(recording: Recording, rows: npt.NDArray[np.int64]) -> dict[int, int]:
+    """By the first of ``rows`` that is a node of a replayed CUDA graph, the row that launches the graph.
+
+    A trace has one call for all of a graph. Here it launches the first node, and each further one has a call of its
+    own, of a nanosecond, so that readers find the operator and the label of every node.
+    """
+    launches = np.flatnonzero(graph_launches(recording))
+    places = np.searchsorted(rows, launches)
+    launches, nodes = launches[places < len(rows)], rows[places[places < len(rows)]]
+    of_graph = recording.flags[nodes] & Flag.OF_GRAPH != 0
+    return dict(zip(nodes[of_graph].tolist(), launches[of_graph].tolist()))
 
 
 def _columns(table: type, rows: Sequence[Sequence[int]], **same: int) -> dict[str, npt.NDArray[Any]]:

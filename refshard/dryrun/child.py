@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from refshard.dryrun.failures import first_line, is_missing_module, message, of_script, place
+from refshard.dryrun.failures import before_capture_failed, first_line, is_missing_module, message, of_script, place
 from refshard.dryrun.launchers import Launchers, is_program, run_python
 from refshard.dryrun.request import UNLIMITED_BYTES, Answer, Outcome, Request
 from refshard.errors import RefshardError
@@ -114,7 +114,7 @@ def _run(request: Request) -> tuple[Outcome, BaseException | None]:
             return "stepped", None
         if not isinstance(error, Refused) and not is_missing_module(error):
             traceback.print_exception(type(error), error, of_script(error))
-        return "failed", error
+        return "failed", before_capture_failed(error)
     return "ended", None
 
 

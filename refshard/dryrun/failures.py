@@ -22,6 +22,12 @@ def of_script(error: BaseException) -> TracebackType | None:
     return rest if rest is not None or isinstance(error, SyntaxError) else error.__traceback__
 
 
+def before_capture_failed(error: BaseException) -> BaseException:
+    """What made the capture of a CUDA graph invalid, where its end only says that something did."""
+    cause = error.__context__
+    return cause if cause is not None and "previous error during capture" in str(error) else error
+
+
 def message(error: BaseException, command: Sequence[str]) -> str:
     """What went wrong, and what to do about it where that is known."""
     name, said = type(error).__name__, first_line(error)

@@ -352,6 +352,8 @@ def _make(ext: ModuleType, device: int, total_bytes: int, *, expandable: bool | 
 
 def _check(recording: Recording, ext: ModuleType, make: MakeAllocator) -> None:
     """Allocate again with the answers that the script's process had: the same must come of it."""
+    if (recording.flags[recording.kinds == Kind.ALLOCATE] & Flag.PRIVATE_POOL).any():
+        raise NotReproducedError("CUDA graphs or a MemPool keep blocks in pools of their own")
     try:
         found = reallocate(recording, AsHostKnew(recording, ext), make)
     except (UnknownBlockError, ValueError) as error:

@@ -88,6 +88,27 @@ class Observer:
         register_module_forward_hook(self._leave, always_call=True)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
+        self._follow_graphs()
+
+    def _follow_graphs(self) -> None:
+        """Count steps and tokens of what a CUDA graph captured when it is replayed."""
+        replay, make = torch.cuda.CUDAGraph.replay, torch.cuda.make_graphed_callables
+
+        def counted(graph: torch.cuda.CUDAGraph) -> None:
+            replay(graph)
+            if not self._depth:  # else the module that replays it has counted them
+                self.tokens += getattr(graph, "captured_tokens", ())
+            for _ in range(getattr(graph, "captured_steps", 0)):
+                self._end_step()
+
+        def made(*args: Any, **options: Any) -> Any:
+            before = len(self.tokens)
+            graphed = make(*args, **options)
+            del self.tokens[before:]  # it runs the modules a few times first
+            return graphed
+
+        torch.cuda.CUDAGraph.replay = counted  # type: ignore[method-assign, assignment]
+        torch.cuda.make_graphed_callables = made
 
     def _follow_compiled(self) -> None:
         """A module that is compiled in place is called without its hooks: torch traces them with its forward."""
@@ -111,7 +132,8 @@ class Observer:
     @property
     def parameters(self) -> int:
         """Number of trainable elements over all modules that ran as the outermost, as if none were sharded."""
-        return sum(getattr(p, "ds_numel", p.numel()) for p in self._parameters() if p.requires_grad)
+        each = {id(p): p for p in self._parameters()}.values()  # a part may have run as the outermost too
+        return sum(getattr(p, "ds_numel", p.numel()) for p in each if p.requires_grad)
 
     @property
     def sharing(self) -> int:
@@ -156,7 +178,10 @@ class Observer:
         """
         for value in inputs:
             if isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32) and value.dim() == 2:
-                self.tokens.append(value.numel())
+                if (graph := self._captured_into()) is None:
+                    self.tokens.append(value.numel())
+                else:
+                    graph.captured_tokens = [*getattr(graph, "captured_tokens", ()), value.numel()]
                 self._uncounted = False
                 return
 
@@ -185,11 +210,22 @@ class Observer:
         self._ext.in_optimizer(False)
         if self._leading is None:
             self._leading = optimizer
-        if optimizer is self._leading:
-            self.steps_taken += 1
-            self._ext.mark("step")
-            if self.steps_taken >= self._steps:
-                raise StepsDone
+        if optimizer is not self._leading:
+            return
+        if (graph := self._captured_into()) is None:
+            self._end_step()
+        else:
+            graph.captured_steps = getattr(graph, "captured_steps", 0) + 1
+
+    def _end_step(self) -> None:
+        self.steps_taken += 1
+        self._ext.mark("step")
+        if self.steps_taken >= self._steps:
+            raise StepsDone
+
+    def _captured_into(self) -> Any:
+        """The CUDA graph that is being captured; None if none is."""
+        return torch.cuda.CUDAGraph.get_currently_capturing_graph() if self._ext.is_capturing() else None
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         for root in list(self._roots.values()):

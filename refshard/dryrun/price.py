@@ -33,7 +33,7 @@ from refshard.costs import (
     move_seconds,
     product_seconds,
 )
-from refshard.dryrun.recording import HOST_COUNTS, Flag, Kind, Recording
+from refshard.dryrun.recording import GRAPH_LAUNCH, HOST_COUNTS, Flag, Kind, Recording
 from refshard.dryrun.work import TRITON, Scores, Work, element_bytes, parse, work_of
 from refshard.errors import SpecError, nearest
 from refshard.specs.cluster import ClusterSpec, CollectiveOp
@@ -84,6 +84,7 @@ class HostCosts(NamedTuple):
     - ``dispatched_s``: in addition, if a Python dispatch mode is on, such as selective checkpointing's.
     - ``node_s``: an autograd node in backward.
     - ``call_s``: a call of a Python function.
+    - ``graph_s``: the launch of a CUDA graph, however many nodes it has.
     """
 
     launch_s: float
@@ -92,13 +93,20 @@ class HostCosts(NamedTuple):
     dispatched_s: float
     node_s: float
     call_s: float
+    graph_s: float
 
 
 PER_KERNEL_S = 4.2e-5
 """``host_s`` of the machine that :data:`COSTS` are of (``profiles/recorded/h200/calibration.toml``)."""
 COSTS = HostCosts(
-    launch_s=9.6e-6, event_s=1.47e-5, operator_s=2.46e-6, dispatched_s=2.83e-6, node_s=5.87e-6, call_s=8.2e-7
-)
+    launch_s=9.6e-6, event_s=1.47e-5, operator_s=2.46e-6, dispatched_s=2.83e-6, node_s=5.87e-6, call_s=8.2e-7,
+    graph_s=2.5e-6,
+)  # fmt: skip
+"""``graph_s`` is NVIDIA's figure for CUDA 12.6, "Constant Time Launch for Straight-Line CUDA Graphs" (2024)."""
+GRAPH_NODE_S = 1e-9
+"""What each node adds to the launch of its graph, by the same source. On the device a node takes what an eager kernel
+takes (``kernel_s`` and all): that the next one starts sooner there is not counted.
+"""
 
 
 COMPILED_S, TRITON_S = 2.56e-5, 1.77e-5
@@ -114,15 +122,28 @@ def host_seconds(recording: Recording, host_s: float) -> npt.NDArray[np.float64]
     seconds: npt.NDArray[np.float64] = host_work(recording) @ np.array(COSTS)
     seconds += COMPILED_S * (recording.flags & Flag.COMPILED != 0)
     seconds += TRITON_S * ((recording.kinds == Kind.LAUNCH) & np.array(triton, np.bool_)[recording.names])
-    return seconds * (host_s / PER_KERNEL_S)
+    return np.where(recording.flags & Flag.OF_GRAPH, GRAPH_NODE_S, seconds * (host_s / PER_KERNEL_S))
 
 
 def host_work(recording: Recording) -> npt.NDArray[np.float64]:
-    """How often the host did what each field of :class:`HostCosts` prices: shape (events, fields)."""
-    kinds = recording.kinds
-    launches = np.isin(kinds, (Kind.LAUNCH, Kind.COLLECTIVE)) & (recording.flags & Flag.HOST_ONLY == 0)
-    events = np.isin(kinds, (Kind.RECORD, Kind.WAIT))
-    return np.column_stack((launches, events, *(getattr(recording, name) for name in HOST_COUNTS))).astype(np.float64)
+    """How often the host did what each field of :class:`HostCosts` prices: shape (events, fields).
+
+    A capture takes a kernel in by the same call that would launch it.
+    """
+    kinds, flags = recording.kinds, recording.flags
+    called = (flags & Flag.HOST_ONLY == 0) | (flags & Flag.CAPTURED != 0)
+    launches = np.isin(kinds, (Kind.LAUNCH, Kind.COLLECTIVE)) & called & (flags & Flag.OF_GRAPH == 0)
+    events = np.isin(kinds, (Kind.RECORD, Kind.WAIT)) & (flags & Flag.OF_GRAPH == 0)
+    graphs = graph_launches(recording)
+    counts = (getattr(recording, name) for name in HOST_COUNTS)
+    return np.column_stack((launches, events, *counts, graphs)).astype(np.float64)
+
+
+def graph_launches(recording: Recording) -> npt.NDArray[np.bool_]:
+    """Which events launch a CUDA graph (bool, by event); its nodes follow."""
+    names = np.array([name == GRAPH_LAUNCH for name in recording.name_table], np.bool_)
+    found: npt.NDArray[np.bool_] = (recording.kinds == Kind.LAUNCH) & names[recording.names]
+    return found
 
 
 NO_LINK, WITHIN, BETWEEN, SENDING, RECEIVING = -1, 0, 1, 2, 3

@@ -224,6 +224,7 @@ def _workspaces(recording: Recording) -> BoolArray:
     """Rows that allocate a workspace. NCCL's are left out: it uses them on its own stream, not on the block's."""
     found = (recording.kinds == Kind.ALLOCATE) & (recording.categories == Category.WORKSPACE)
     found &= (recording.reads > 0) & (recording.sizes > 0) & (recording.streams >= 0)
+    found &= recording.flags & Flag.CAPTURED == 0  # nodes of the graph have them
     of_nccl = np.array([name.startswith("nccl::") for name in recording.name_table], np.bool_)
     scratch: BoolArray = found & ~of_nccl[recording.names]
     return scratch

@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 NO_STREAM = -1
+GRAPH_LAUNCH = "cudaGraphLaunch"
+"""The name of the launch that comes before the nodes of a replayed CUDA graph."""
 HOST_COUNTS = ("host_operators", "host_dispatched", "host_nodes", "host_calls")
 """Columns that count what the host did."""
 
@@ -70,6 +72,12 @@ class Flag(IntFlag):
     """A Triton kernel that multiplies matrices, with FLOPs that are not known."""
     COMPILED = 128
     """Launched by the wrapper of a graph that inductor compiled."""
+    CAPTURED = 256
+    """A CUDA graph took it in: a launch that takes only the host's time (``HOST_ONLY``); an ``ALLOCATE`` for one."""
+    OF_GRAPH = 512
+    """A node of a CUDA graph that is replayed: the host launches the graph as a whole."""
+    PRIVATE_POOL = 1024
+    """Of ``ALLOCATE``: the block is of a private pool of the allocator (a CUDA graph's, or a ``MemPool``)."""
 
 
 class Category(IntEnum):

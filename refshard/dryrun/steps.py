@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from refshard.dryrun.recording import Kind, Recording
+from refshard.dryrun.recording import Flag, Kind, Recording
 from refshard.dryrun.replay import Replayed
 from refshard.events.timeline import Window
 
@@ -32,6 +32,15 @@ def steps_of(recording: Recording, says: str | None = None) -> tuple[Step, ...]:
     return tuple(
         Step(number=n, first=first, end=end) for n, (first, end) in enumerate(zip(firsts, ends)) if first < end
     )
+
+
+def settled(recording: Recording, steps: Sequence[Step]) -> Sequence[Step]:
+    """The steps after those that set up what later ones reuse: the first one, and all up to the last one that captures
+    a CUDA graph. Where nothing comes after the captures, all but the first one; of a single step, that one.
+    """
+    captures = np.flatnonzero(recording.flags & Flag.CAPTURED)
+    last = captures[-1] if len(captures) else -1
+    return [step for step in steps[1:] if step.first > last] or steps[1:] or steps
 
 
 def host_windows(steps: Sequence[Step], replayed: Replayed) -> tuple[Window, ...]:

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
+from refshard.fakecuda.graphs import OWN_POOL, PoolId, graphs
+
 CUDA_VERSION = "12.8"
 """What the fake device says torch was built for."""
 NCCL_VERSION = (2, 27, 5)
@@ -33,6 +35,7 @@ def install(ext: ModuleType) -> None:
         **_attention(ext),
         **_refused(),
         **_memory(ext),
+        **graphs(ext),
     }.items():
         setattr(torch._C, name, value)
     torch._C._has_cuda = torch._C._has_cudnn = True
@@ -300,40 +303,26 @@ def _attention(ext: ModuleType) -> dict[str, Any]:
 
 def _refused() -> dict[str, Any]:
     """What the device cannot do, each with its reason."""
-    graphs = _refuse("CUDA graphs; turn them off for a dry run")
     one_process = _refuse("copies between the GPUs of one process, as DataParallel makes; use DistributedDataParallel")
     copies = ("broadcast", "broadcast_out", "broadcast_coalesced", "scatter", "scatter_out", "gather", "gather_out")
     return {
         **{f"_{name}": one_process for name in copies},
-        "_CUDAGraph": type("_CUDAGraph", (), {"__new__": graphs}),
-        "_graph_pool_handle": graphs,
-        "_cuda_CUDAAllocator_AllocatorState": type("AllocatorState", (), {}),  # torch._dynamo.reset() imports it
-        "_cuda_isCurrentStreamCapturing": lambda: False,
         "_nccl_unique_id": _refuse("NCCL communicators outside of torch.distributed"),
     }
 
 
 def _memory(ext: ModuleType) -> dict[str, Any]:
-    import torch
-
     not_here = _refuse("pluggable allocator")
-    raw: dict[int, torch.Tensor] = {}
 
-    def allocate(size: int, stream: int) -> int:
-        device, on = torch.device("cuda", ext.current_device()), ext.current_device()
-        with torch.cuda.stream(torch.cuda.Stream(stream_id=stream, device_index=on, device_type=_CUDA)):
-            block = torch.empty(size, dtype=torch.uint8, device=device)
-        raw[block.data_ptr()] = block
-        return block.data_ptr()
+    def snapshot(pool: tuple[int, int, bool] | None = None) -> dict[str, Any]:
+        return {"segments": _snapshot(ext, pool[:2] if pool else OWN_POOL), "device_traces": []}
 
     return {
-        "_cuda_cudaCachingAllocator_raw_alloc": allocate,
-        "_cuda_cudaCachingAllocator_raw_delete": raw.__delitem__,
         "_cuda_memoryStats": ext.statistics,
         "_cuda_resetPeakMemoryStats": ext.reset_peak,
         "_cuda_resetAccumulatedMemoryStats": ext.reset_accumulated,
         "_cuda_emptyCache": ext.empty_cache,
-        "_cuda_memorySnapshot": lambda *_: {"segments": _snapshot(ext), "device_traces": []},
+        "_cuda_memorySnapshot": snapshot,
         "_cuda_getAllocatorBackend": lambda: "native",
         "_cuda_setMemoryFraction": ext.set_memory_fraction,
         "_cuda_getMemoryFraction": ext.memory_fraction,
@@ -351,8 +340,9 @@ def _memory(ext: ModuleType) -> dict[str, Any]:
     }
 
 
-def _snapshot(ext: ModuleType) -> list[dict[str, Any]]:
-    return [{**segment, "device": index} for index in range(ext.device_count()) for segment in ext.snapshot(index)]
+def _snapshot(ext: ModuleType, pool: PoolId) -> list[dict[str, Any]]:
+    devices = range(ext.device_count())
+    return [{**segment, "device": index} for index in devices for segment in ext.snapshot(index, pool)]
 
 
 def _refuse(what: str) -> Callable[..., Any]:

@@ -87,12 +87,14 @@ class Made:
         self._add(Kind.SYNCHRONISE, why, streams=stream, subjects=event, sites=site, flags=flags)
 
     def allocate(
-        self, nbytes: int, category: Category = Category.OTHER, stream: int = 0, name: str = "aten::empty"
-    ) -> int:
+        self, nbytes: int, category: Category = Category.OTHER, stream: int = 0, name: str = "aten::empty", *,
+        address: int = 0, flags: Flag | int = 0,
+    ) -> int:  # fmt: skip
         """The new block's id."""
         block = self._new_id()
         self._add(
-            Kind.ALLOCATE, name, streams=stream, subjects=block, sizes=nbytes, writes=nbytes, categories=int(category)
+            Kind.ALLOCATE, name, streams=stream, subjects=block, sizes=nbytes, reads=address, writes=nbytes,
+            categories=int(category), flags=int(flags),
         )  # fmt: skip
         self._blocks[block] = nbytes
         return block

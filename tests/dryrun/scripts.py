@@ -32,6 +32,56 @@ def shapes():
 shapes()
 """
 
+GRAPHED = """
+import sys
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(512, 256)
+        parts = [[part for _ in range(4) for part in (nn.Linear(256, 256), nn.GELU())] for _ in range(3)]
+        self.layers = nn.ModuleList(nn.Sequential(*part) for part in parts)
+        self.head = nn.Linear(256, 512)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+how = sys.argv[1]
+model, ids = Model().cuda(), torch.zeros(4, 128, dtype=torch.long, device="cuda")
+if how == "callables":
+    model = torch.cuda.make_graphed_callables(model, (ids,))
+optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=True)
+
+def step():
+    optimizer.zero_grad(set_to_none=True)
+    loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+    loss.backward()
+    if how == "item":
+        print(loss.item())
+    optimizer.step()
+
+side = torch.cuda.Stream()
+side.wait_stream(torch.cuda.current_stream())
+with torch.cuda.stream(side if how != "callables" else torch.cuda.current_stream()):
+    for _ in range(2):
+        step()
+torch.cuda.current_stream().wait_stream(side)
+if how in ("whole", "item"):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+for _ in range(100):
+    graph.replay() if how == "whole" else step()
+"""
+"""A model. Its kernels are launched one by one (``eager``), forward and backward apart (``callables``), or a ``whole``
+step at once; with ``item`` the capture fails. 512 tokens a step; the first two steps are eager.
+"""
+
 TOO_LARGE = """
 import torch
 held = [torch.empty(2**30, device="cuda") for _ in range(30)]

@@ -17,7 +17,9 @@ import refshard
 
 NAME = "refshard_allocator"
 SOURCES = Path(refshard.__file__).parent / "fakecuda" / "csrc"
-PARTS = ("allocator_settings", "caching_allocator", "caching_allocator_device", "caching_allocator_binding")
+PARTS = (
+    "allocator_settings", "caching_allocator", "caching_allocator_device", "private_pools", "caching_allocator_binding",
+)  # fmt: skip
 MODULE = "".join(f'#include "{part}.cpp"\n' for part in PARTS) + (
     f"PYBIND11_MODULE({NAME}, m) {{ refshard::bind_caching_allocator(m); }}\n"
 )
@@ -49,7 +51,7 @@ def allocator_module() -> ModuleType:
 
 def _cache_folder(includes: list[str]) -> Path:
     digest = hashlib.sha256(repr((MODULE, FLAGS, includes)).encode())
-    for path in [*sorted(SOURCES.glob("*alloc*")), SOURCES / "address_space.h"]:
+    for path in [*sorted(SOURCES.glob("*alloc*")), SOURCES / "address_space.h", SOURCES / "private_pools.cpp"]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = base / "refshard" / "tests" / digest.hexdigest()[:16]

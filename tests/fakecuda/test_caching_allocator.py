@@ -68,6 +68,7 @@ class Pair:
     def compare(self) -> None:
         statistics = self.device.allocator.statistics()
         assert statistics.pop("max_split_size") is not None
+        assert statistics.pop("reserved_bytes_by_private_pools") == {}
         assert statistics == self.model.statistics()
         assert self.device.layout() == self.model.layout()
         assert self.device.clock.done == self.model_clock.done

@@ -264,8 +264,7 @@ def refused() -> dict[str, str]:
     model = nn.DataParallel(nn.Linear(2, 2).cuda())
     x = torch.ones(8, 2, device="cuda")
     return {
-        "graph": error_of(torch.cuda.CUDAGraph), "graphed callables": error_of(
-            lambda: torch.cuda.make_graphed_callables(nn.Linear(2, 2).cuda(), (x,))),
+        "graph": error_of(lambda: torch.cuda.CUDAGraph().capture_begin()),
         "data parallel": error_of(lambda: model(x)), "capturing": str(torch.cuda.is_current_stream_capturing()),
     }  # fmt: skip
 

@@ -5,6 +5,8 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <map>
+#include <utility>
 
 namespace refshard {
 
@@ -38,6 +40,7 @@ struct Statistics {
   PoolStat allocation, segment, active, inactive_split;
   // Bytes of the same; of requests before rounding.
   PoolStat allocated_bytes, reserved_bytes, active_bytes, inactive_split_bytes, requested_bytes;
+  std::map<std::pair<uint64_t, uint64_t>, PoolStat> reserved_bytes_by_private_pools;
   Stat oversize_allocations, oversize_segments;  // blocks and segments of at least max_split_size
   int64_t num_alloc_retries = 0;                 // requests that needed the whole cache to be released
   int64_t num_ooms = 0;
@@ -49,11 +52,13 @@ struct Statistics {
 
   void reset_peaks() {
     for (auto* stat : pool_stats()) for (auto& each : *stat) each.reset_peak();
+    for (auto& [id, stat] : reserved_bytes_by_private_pools) for (auto& each : stat) each.reset_peak();
     oversize_allocations.reset_peak();
     oversize_segments.reset_peak();
   }
   void reset_accumulated() {
     for (auto* stat : pool_stats()) for (auto& each : *stat) each.reset_accumulated();
+    for (auto& [id, stat] : reserved_bytes_by_private_pools) for (auto& each : stat) each.reset_accumulated();
     oversize_allocations.reset_accumulated();
     oversize_segments.reset_accumulated();
     num_alloc_retries = num_ooms = num_oom_rejections = num_sync_all_streams = num_device_alloc = num_device_free = 0;

@@ -2,6 +2,7 @@
 #include <ATen/EmptyTensor.h>
 #include <pybind11/functional.h>
 #include <pybind11/numpy.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "attention_choice_binding.h"
@@ -20,6 +21,7 @@ namespace py = pybind11;
 namespace refshard {
 void register_attention();
 void register_recurrent();
+void bind_graphs(py::module_& m);
 
 namespace {
 
@@ -104,7 +106,7 @@ void bind_device(py::module_& m) {
   m.def("current_device", [] { return int(current_device()); });
   m.def("set_device", [](int index) { set_current_device(static_cast<c10::DeviceIndex>(index)); });
   m.def("exchange_device", [](int index) { return int(guard().exchangeDevice(cuda(index)).index()); });
-  m.def("synchronize", [](const char* why) { synchronise(why); }, py::arg("why") = "device");
+  m.def("synchronize", torch::wrap_pybind_function([](const char* why) { synchronise(why); }), py::arg("why") = "device");
   m.def("current_stream", [](int index) { return as_tuple(guard().getStream(cuda(index))); });
   m.def("default_stream", [](int index) { return as_tuple(guard().getDefaultStream(cuda(index))); });
   m.def("set_stream", [](int64_t stream, int index) {
@@ -184,14 +186,10 @@ void bind_memory(py::module_& m) {
     std::lock_guard lock(device().mutex);
     return as_dict(device().memory(static_cast<c10::DeviceIndex>(index)).statistics());
   });
-  m.def("snapshot", [](int index) {
+  m.def("snapshot", [](int index, PoolId pool) {
     std::lock_guard lock(device().mutex);
-    py::list found;
-    for (const auto& segment : device().memory(static_cast<c10::DeviceIndex>(index)).snapshot()) {
-      found.append(as_dict(segment));
-    }
-    return found;
-  });
+    return device().memory(static_cast<c10::DeviceIndex>(index)).snapshot(pool);
+  }, py::arg("index"), py::arg("pool") = kOwnPool);
   m.def("memory_info", [](int index) { return device_allocator().getMemoryInfo(static_cast<c10::DeviceIndex>(index)); });
   m.def("reset_peak", [](int index) { device_allocator().resetPeakStats(static_cast<c10::DeviceIndex>(index)); });
   m.def("reset_accumulated",
@@ -204,7 +202,7 @@ void bind_memory(py::module_& m) {
     std::lock_guard lock(device().mutex);
     return device().memory(static_cast<c10::DeviceIndex>(index)).memory_fraction();
   });
-  m.def("empty_cache", [] { device_allocator().emptyCache(); });
+  m.def("empty_cache", [](PoolId pool) { device_allocator().emptyCache(pool); }, py::arg("pool") = kOwnPool);
   m.def("resize_storage", [](size_t storage, size_t size) {
     resize_storage(*reinterpret_cast<c10::StorageImpl*>(storage), size);
   });
@@ -281,4 +279,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   refshard::bind_reallocation(m);
   refshard::bind_generated(m);
   refshard::bind_attention_choice(m);
+  refshard::bind_graphs(m);
 }

@@ -44,7 +44,8 @@ CachingAllocator::CachingAllocator(uintptr_t base, size_t span, size_t capacity,
       on_segment_(std::move(on_segment)),
       capacity_(capacity),
       device_total_(device_total ? device_total : capacity),
-      addresses_(base, span) {
+      addresses_(base, span),
+      own_(pools_.emplace(kOwnPool, kOwnPool).first->second) {
   statistics_.max_split_size = static_cast<int64_t>(settings_.max_split_size);
   set_memory_fraction(settings_.per_process_memory_fraction);
 }
@@ -63,7 +64,7 @@ double CachingAllocator::memory_fraction() const {
 
 Allocation CachingAllocator::allocate(size_t bytes, StreamId stream) {
   if (bytes == 0) return {};
-  recycle_passed();
+  if (taking_.empty()) recycle_passed();  // no event can be queried in a capture
   const auto request = request_for(bytes, stream);
   auto* block = take_cached(request);
   if (!block) block = take_from_device(request);
@@ -71,7 +72,8 @@ Allocation CachingAllocator::allocate(size_t bytes, StreamId stream) {
     ++statistics_.num_ooms;
     throw out_of_memory(request);
   }
-  return hand_out(*block, request);
+  block = &hand_out(*block, bytes, request.size, should_split(*block, request.size));
+  return {block->address, block->size, block->id};
 }
 
 CachingAllocator::Request CachingAllocator::request_for(size_t bytes, StreamId stream) {
@@ -85,7 +87,14 @@ CachingAllocator::Request CachingAllocator::request_for(size_t bytes, StreamId s
   const bool small = size <= kLargestSmall;
   const auto large_size = size < kLeastUnshared ? settings_.large_segment_size : round_up(size, kUnsharedUnit);
   const auto segment_size = small ? kSmallSegment : large_size;
-  return {bytes, size, segment_size, stream, small ? small_ : large_};
+  return {bytes, size, segment_size, stream, pools_for(stream).of(small)};
+}
+
+CachingAllocator::Pools& CachingAllocator::pools_for(StreamId stream) {
+  for (auto it = taking_.rbegin(); it != taking_.rend(); ++it) {
+    if (it->second(stream)) return pools_.at(it->first);
+  }
+  return own_;
 }
 
 size_t CachingAllocator::rounded(size_t bytes) const {
@@ -138,23 +147,25 @@ bool CachingAllocator::acceptable(const Block& block, const Request& request) co
 }
 
 bool CachingAllocator::should_split(const Block& block, size_t size) const {
+  if (!pools_.at(block.segment->owner).splits) return false;
   const auto rest = block.size - size;
   if (block.segment->small || settings_.expandable_segments) return rest >= allocator_sizes::kUnit;
   return size < settings_.max_split_size && rest > allocator_sizes::kLargestSmall;
 }
 
-Allocation CachingAllocator::hand_out(Block& block, const Request& request) {
+// Hands out a block that is in no pool, or its first `size` bytes.
+Block& CachingAllocator::hand_out(Block& block, size_t bytes, size_t size, bool split) {
   const bool was_split = is_split(block);
   Block* rest = nullptr;
-  if (should_split(block, request.size)) {
-    rest = &cut(block, request.size);
+  if (split) {
+    rest = &cut(block, size);
     put_in_pool(*rest);
   }
   block.state = BlockState::Allocated;
-  block.requested_size = request.bytes;
+  block.requested_size = bytes;
   block.id = ++last_id_;
   count_handing_out(block, rest, was_split);
-  return {block.address, block.size, block.id};
+  return block;
 }
 
 void CachingAllocator::count_handing_out(const Block& block, const Block* rest, bool was_split) {
@@ -183,15 +194,20 @@ int64_t CachingAllocator::free(uintptr_t address) {
   if (block.size >= settings_.max_split_size) statistics_.oversize_allocations.change(-1);
   if (block.used_on.empty()) {
     recycle(block);
-  } else {
+  } else if (taking_.empty()) {
     defer(block);
+  } else {
+    block.state = BlockState::Pending;
+    freed_in_captures_.push_back(&block);
   }
   return id;
 }
 
 void CachingAllocator::record_stream(uintptr_t address, StreamId stream) {
   auto& block = held_block(address, "record_stream");
-  if (stream != block.stream) block.used_on.insert(stream);  // its own stream is in order anyway
+  if (stream == block.stream) return;  // which is in order anyway
+  block.used_on.insert(stream);
+  if (!taking_.empty()) block.used_in_capture.insert(stream);
 }
 
 Block& CachingAllocator::held_block(uintptr_t address, const char* action) {
@@ -218,7 +234,20 @@ void CachingAllocator::defer(Block& block) {
   block.used_on.clear();
 }
 
+// What a stream does in a capture it has done, or does in replays, which the pool is kept for.
+void CachingAllocator::defer_from_captures() {
+  for (auto* block : std::exchange(freed_in_captures_, {})) {
+    for (const auto stream : std::exchange(block->used_in_capture, {})) block->used_on.erase(stream);
+    if (block->used_on.empty()) {
+      recycle(*block);
+    } else {
+      defer(*block);
+    }
+  }
+}
+
 void CachingAllocator::recycle_passed() {
+  defer_from_captures();
   for (auto it = deferred_.begin(); it != deferred_.end();) {
     auto& [stream, waiting] = *it;
     while (!waiting.empty() && progress_.passed(stream, waiting.front().first)) {
@@ -230,13 +259,19 @@ void CachingAllocator::recycle_passed() {
   }
 }
 
-void CachingAllocator::recycle_all_deferred() {
+// Of one private pool alone, if it is named.
+void CachingAllocator::recycle_all_deferred(PoolId only) {
   ++statistics_.num_sync_all_streams;
+  defer_from_captures();
   if (deferred_.empty()) return;
   progress_.synchronise();
   for (auto& [stream, waiting] : std::exchange(deferred_, {})) {
     for (auto& [ticket, block] : waiting) {
-      if (--block->waits_for == 0) recycle(*block);
+      if (only != kOwnPool && block->segment->owner != only) {
+        deferred_[stream].emplace_back(ticket, block);
+      } else if (--block->waits_for == 0) {
+        recycle(*block);
+      }
     }
   }
 }
@@ -313,6 +348,7 @@ void CachingAllocator::put_in_pool(Block& block) {
   auto& pool = pool_of(block);
   block.id = 0;
   block.requested_size = 0;
+  block.used_in_capture.clear();
   if (block.state == BlockState::Unmapped) {
     pool.unmapped.emplace(std::pair(block.stream, block.address), &block);
   } else {
@@ -330,14 +366,17 @@ void CachingAllocator::take_from_pool(const Block& block) {
   }
 }
 
-std::vector<SegmentInfo> CachingAllocator::snapshot() const {
+std::vector<SegmentInfo> CachingAllocator::snapshot(PoolId only) const {
   std::vector<SegmentInfo> segments;
   const Block* before = nullptr;
   for (const auto& [address, block] : blocks_) {
     const bool continues = before && before->segment == block.segment && before->state != BlockState::Unmapped;
     before = &block;
-    if (block.state == BlockState::Unmapped) continue;
-    if (!continues) segments.push_back({address, block.stream, block.segment->small, block.segment->expandable});
+    if (block.state == BlockState::Unmapped || (only != kOwnPool && block.segment->owner != only)) continue;
+    if (!continues) {
+      const auto& of = *block.segment;
+      segments.push_back({address, of.owner, block.stream, of.small, of.expandable});
+    }
     auto& segment = segments.back();
     segment.blocks.push_back({address, block.size, block.requested_size, block.state});
     segment.total_size += block.size;
@@ -361,8 +400,11 @@ std::string OutOfMemory::message(int device_index) const {
        << " is free. Including non-PyTorch memory, this process has " << format_bytes(total - free)
        << " memory in use. ";
   if (allowed) text << format_bytes(*allowed) << " allowed; ";
-  text << "Of the allocated memory " << format_bytes(allocated) << " is allocated by PyTorch, and "
-       << format_bytes(reserved - allocated)
+  text << "Of the allocated memory " << format_bytes(allocated + in_private_pools) << " is allocated by PyTorch, ";
+  if (in_private_pools) {
+    text << "with " << format_bytes(in_private_pools) << " allocated in private pools (e.g., CUDA Graphs), ";
+  }
+  text << "and " << format_bytes(reserved - allocated - in_private_pools)
        << " is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting"
           " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation for Memory"
           " Management  (https://docs.pytorch.org/docs/stable/notes/cuda.html"

@@ -74,7 +74,14 @@ void set_settings(CachingAllocator& allocator, const std::string& text) {
   allocator.set_settings(parse_allocator_settings(text, allocator.settings()));
 }
 
+std::vector<uintptr_t> addresses(const std::vector<Block>& blocks) {
+  std::vector<uintptr_t> found;
+  for (const auto& block : blocks) found.push_back(block.address);
+  return found;
+}
+
 void bind_allocator(py::module_& m) {
+  py::class_<Checkpoint>(m, "Checkpoint", py::module_local());
   py::class_<Progress, PythonProgress>(m, "Progress", py::module_local()).def(py::init<>());
   py::class_<CachingAllocator>(m, "CachingAllocator", py::module_local())
       .def(py::init(&make_allocator), py::keep_alive<1, 2>(), py::arg("progress"), py::kw_only(), py::arg("base"),
@@ -85,14 +92,25 @@ void bind_allocator(py::module_& m) {
       })
       .def("free", &CachingAllocator::free)
       .def("record_stream", &CachingAllocator::record_stream)
-      .def("empty_cache", &CachingAllocator::empty_cache)
+      .def("empty_cache", &CachingAllocator::empty_cache, py::arg("only") = kOwnPool)
+      .def("begin_allocate_to_pool", &CachingAllocator::begin_allocate_to_pool)
+      .def("end_allocate_to_pool", &CachingAllocator::end_allocate_to_pool)
+      .def("retain_pool", &CachingAllocator::retain_pool, py::arg("id"), py::arg("splits") = true,
+           py::arg("lends") = false)
+      .def("release_pool", &CachingAllocator::release_pool)
+      .def("users_of_pool", &CachingAllocator::users_of_pool)
+      .def("checkpoint", &CachingAllocator::checkpoint)
+      .def("restore", [](CachingAllocator& self, const Checkpoint& state) {
+        const auto found = self.restore(state);
+        return py::make_tuple(addresses(found.freed), addresses(found.held));
+      })
       .def("find", &found_block)
       .def("set_settings", &set_settings)
       .def_property("memory_fraction", &CachingAllocator::memory_fraction, &CachingAllocator::set_memory_fraction)
       .def("statistics", [](const CachingAllocator& self) { return as_dict(self.statistics()); })
       .def("reset_peak_statistics", &CachingAllocator::reset_peak_statistics)
       .def("reset_accumulated_statistics", &CachingAllocator::reset_accumulated_statistics)
-      .def("snapshot", &CachingAllocator::snapshot);
+      .def("snapshot", &CachingAllocator::snapshot, py::arg("only") = kOwnPool);
 }
 
 }  // namespace
@@ -108,6 +126,9 @@ py::dict as_dict(const Statistics& from) {
   found["active_bytes"] = stat_dict(from.active_bytes);
   found["inactive_split_bytes"] = stat_dict(from.inactive_split_bytes);
   found["requested_bytes"] = stat_dict(from.requested_bytes);
+  py::dict by_pool;
+  for (const auto& [id, stat] : from.reserved_bytes_by_private_pools) by_pool[py::cast(id)] = stat_dict(stat);
+  found["reserved_bytes_by_private_pools"] = by_pool;
   found["oversize_allocations"] = stat_dict(from.oversize_allocations);
   found["oversize_segments"] = stat_dict(from.oversize_segments);
   found["num_alloc_retries"] = from.num_alloc_retries;
@@ -139,7 +160,7 @@ py::dict as_dict(const SegmentInfo& from) {
   found["requested_size"] = from.requested_size;
   found["stream"] = from.stream;
   found["segment_type"] = from.small ? "small" : "large";
-  found["segment_pool_id"] = py::make_tuple(0, 0);
+  found["segment_pool_id"] = py::cast(from.pool);
   found["is_expandable"] = from.expandable;
   found["frames"] = py::list();
   found["blocks"] = blocks;

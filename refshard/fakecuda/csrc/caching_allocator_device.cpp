@@ -9,12 +9,27 @@ namespace refshard {
 Block* CachingAllocator::take_from_device(const Request& request) {
   if (collects_garbage()) collect_garbage();
   if (auto* block = grow(request)) return block;
+  if (auto* block = borrow(request)) return block;
   if (release_oversize(request)) {
     if (auto* block = grow(request)) return block;
   }
+  if (!taking_.empty()) return nullptr;  // no memory can be given back in a capture
   release_cache();
   ++statistics_.num_alloc_retries;
   return grow(request);
+}
+
+// A free block of a private pool that lends, for a request that none serves.
+Block* CachingAllocator::borrow(const Request& request) {
+  if (request.pool.owner != kOwnPool) return nullptr;
+  for (auto& [id, pools] : pools_) {
+    if (!pools.lends || !pools.users) continue;
+    if (auto* block = take_cached({request.bytes, request.size, request.segment_size, request.stream,
+                                   pools.of(request.pool.small)})) {
+      return block;
+    }
+  }
+  return nullptr;
 }
 
 Block* CachingAllocator::grow(const Request& request) {
@@ -26,7 +41,7 @@ Block* CachingAllocator::grow(const Request& request) {
   statistics_.segment.increase(request.pool.small, 1);
   if (request.segment_size >= settings_.max_split_size) statistics_.oversize_segments.change(1);
   ++statistics_.num_device_alloc;
-  count_reserved(request.pool.small, static_cast<int64_t>(request.segment_size));
+  count_reserved(*block.segment, static_cast<int64_t>(request.segment_size));
   return &block;
 }
 
@@ -72,7 +87,8 @@ Block& CachingAllocator::expandable_room(const Request& request) {
 Block& CachingAllocator::new_segment(const Request& request, size_t size, bool expandable) {
   const auto page_size = request.pool.small ? allocator_sizes::kSmallSegment : settings_.large_segment_size;
   const auto address = addresses_.take(size);
-  const Segment made{++last_segment_, address, size, request.stream, request.pool.small, expandable, page_size};
+  const auto& [small, owner, cached, unmapped, searches] = request.pool;
+  const Segment made{++last_segment_, owner, address, size, request.stream, small, expandable, page_size};
   const auto& segment = segments_.emplace(address, made).first->second;
   return add_block(segment, address, size, expandable ? BlockState::Unmapped : BlockState::Cached);
 }
@@ -88,7 +104,7 @@ Block* CachingAllocator::map(Block& block, size_t size) {
   auto& united = unite(block);
   put_in_pool(united);
   ++statistics_.num_device_alloc;
-  count_reserved(united.segment->small, static_cast<int64_t>(size));
+  count_reserved(*united.segment, static_cast<int64_t>(size));
   return &united;
 }
 
@@ -100,8 +116,11 @@ bool CachingAllocator::above_limit(size_t size) const {
   return limit_ && static_cast<size_t>(statistics_.reserved_bytes[0].current) + size > *limit_;
 }
 
-void CachingAllocator::count_reserved(bool small, int64_t delta) {
-  statistics_.reserved_bytes.change(small, delta);
+void CachingAllocator::count_reserved(const Segment& segment, int64_t delta) {
+  statistics_.reserved_bytes.change(segment.small, delta);
+  if (segment.owner != kOwnPool) {
+    statistics_.reserved_bytes_by_private_pools[segment.owner].change(segment.small, delta);
+  }
   if (on_segment_) on_segment_(delta);
 }
 
@@ -125,6 +144,12 @@ OutOfMemory CachingAllocator::out_of_memory(const Request& request) const {
   error.allocated = static_cast<size_t>(statistics_.allocated_bytes[0].current);
   error.free = (capacity_ ? capacity_ : device_total_) - error.reserved;
   error.allowed = limit_;
+  for (const auto& [id, pools] : pools_) {
+    if (id == kOwnPool) continue;
+    for (const auto* pool : {&pools.small, &pools.large}) {
+      for (const auto& [key, block] : pool->cached) error.in_private_pools += block->size;
+    }
+  }
   return error;
 }
 
@@ -136,10 +161,10 @@ void CachingAllocator::collect_garbage() {
   const auto threshold = static_cast<size_t>(settings_.garbage_collection_threshold * static_cast<double>(*limit_));
   const auto reserved = static_cast<size_t>(statistics_.reserved_bytes[0].current);
   if (reserved <= threshold) return;
-  const auto age = [this](const Block& block) { return large_.searches - block.cached_since; };
+  const auto age = [this](const Block& block) { return own_.large.searches - block.cached_since; };
   std::vector<Block*> idle;
   int64_t total_age = 0;
-  for (const auto& [key, block] : large_.cached) {
+  for (const auto& [key, block] : own_.large.cached) {
     if (is_split(*block)) continue;
     idle.push_back(block);
     total_age += age(*block);
@@ -187,15 +212,36 @@ bool CachingAllocator::release_oversize(const Request& request) {
   return released >= wanted;
 }
 
-void CachingAllocator::empty_cache() { release_cache(); }
+void CachingAllocator::empty_cache(PoolId only) {
+  if (only == kOwnPool && taking_.empty()) {
+    release_cache();
+  } else {
+    release_unused_pools(only);
+  }
+}
 
 void CachingAllocator::release_cache() {
   recycle_all_deferred();
-  release_pool(large_);
-  release_pool(small_);
+  release_cached(own_.large);
+  release_cached(own_.small);
+  release_unused_pools();
 }
 
-void CachingAllocator::release_pool(Pool& pool) {
+// Private pools without users, or the named one if it is one of them. One that has no segment left is gone.
+void CachingAllocator::release_unused_pools(PoolId only) {
+  for (auto it = pools_.begin(); it != pools_.end();) {
+    auto& [id, pools] = *it++;
+    if (pools.users || (only != kOwnPool && only != id)) continue;
+    if (only == id) recycle_all_deferred(id);
+    release_cached(pools.small);
+    release_cached(pools.large);
+    const auto owner = id;
+    const auto is_its = [&](const auto& segment) { return segment.second.owner == owner; };
+    if (std::none_of(segments_.begin(), segments_.end(), is_its)) pools_.erase(owner);
+  }
+}
+
+void CachingAllocator::release_cached(Pool& pool) {
   std::vector<Block*> blocks;
   for (const auto& [key, block] : pool.cached) blocks.push_back(block);
   for (auto* block : blocks) {
@@ -213,7 +259,7 @@ void CachingAllocator::release(Block& block) {
   ++statistics_.num_device_free;
   statistics_.segment.decrease(block.segment->small, 1);
   if (block.size >= settings_.max_split_size) statistics_.oversize_segments.change(-1);
-  count_reserved(block.segment->small, -static_cast<int64_t>(block.size));
+  count_reserved(*block.segment, -static_cast<int64_t>(block.size));
   take_from_pool(block);
   drop_segment(block);
 }
@@ -236,7 +282,7 @@ void CachingAllocator::unmap(Block& block) {
   auto& unmapped = unite(*whole_pages);
   put_in_pool(unmapped);
   ++statistics_.num_device_free;
-  count_reserved(segment.small, -static_cast<int64_t>(end - begin));
+  count_reserved(segment, -static_cast<int64_t>(end - begin));
   if (is_split(unmapped)) return;
   take_from_pool(unmapped);
   drop_segment(unmapped);

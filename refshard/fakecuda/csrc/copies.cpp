@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
+#include "graphs.h"
 #include "large_integers.h"
 #include "launch.h"
 #include "memory.h"
@@ -75,6 +76,11 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& given, bool non_blocking) 
   Allocating allocating("aten::copy_");
   const auto& on_device = self.is_cuda() ? self : from;
   const auto stream = current_stream(on_device.device().index());
+  for (const auto& host : {self, from}) {
+    TORCH_CHECK(!host.is_cpu() || !capturing(stream) || is_pinned(host.storage().data()),
+                "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned. "
+                "Please use tensor.pin_memory() or allocate the tensor with pin_memory=True.");
+  }
   put_copy(self, from, stream);
   const bool known = move_values(self, from);
   if (!known && self.is_cpu()) unknown_value_read(std::nullopt);

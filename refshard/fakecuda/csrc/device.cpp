@@ -5,6 +5,8 @@
 
 #include <array>
 
+#include "graphs.h"
+
 namespace refshard {
 namespace {
 
@@ -17,13 +19,6 @@ std::function<std::string()> site_callback;
 std::function<void(std::optional<double>)> unknown_value_callback;
 thread_local c10::DeviceIndex this_device = 0;
 thread_local std::array<StreamId, kMostDevices> this_stream{};
-
-void join(Clock& clock, const Clock& other) {
-  for (const auto& [stream, position] : other) {
-    auto& mine = clock[stream];
-    mine = std::max(mine, position);
-  }
-}
 
 uintptr_t reserve_addresses() {
   // Pages come into being when they are written to; in a dry run that is those of small tensors alone.
@@ -54,6 +49,13 @@ struct FakeDevice::Memory {
   uintptr_t base;
   CachingAllocator allocator;
 };
+
+void join(Clock& clock, const Clock& other) {
+  for (const auto& [stream, position] : other) {
+    auto& mine = clock[stream];
+    mine = std::max(mine, position);
+  }
+}
 
 StreamId Streams::from_pool(c10::DeviceIndex device, bool high_priority) {
   auto& pool = pools_[2 * device + (high_priority ? 1 : 0)];
@@ -122,9 +124,9 @@ c10::DeviceIndex FakeDevice::owner_of(const void* address) const {
   return -1;
 }
 
-void FakeDevice::empty_caches() {
+void FakeDevice::empty_caches(PoolId only) {
   for (const auto& memory : memories_) {
-    if (memory) memory->allocator.empty_cache();
+    if (memory) memory->allocator.empty_cache(only);
   }
 }
 
@@ -155,6 +157,7 @@ void set_current_stream(c10::DeviceIndex index, StreamId stream) {
 }
 
 void synchronise(const char* why, StreamId stream, int64_t event, int32_t flags) {
+  refuse_wait_in_capture(stream, event);
   {
     std::lock_guard guard(device().mutex);
     auto& streams = device().streams;

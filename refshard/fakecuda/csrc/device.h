@@ -34,6 +34,7 @@ struct DeviceOptions {
 
 // Positions in streams, by stream: what must have run before something else.
 using Clock = std::unordered_map<StreamId, int64_t>;
+void join(Clock& clock, const Clock& other);
 
 // Streams and events. Nothing tells when a kernel ends on a device that is not there, so a stream counts as having come
 // as far as the host has waited for: the host is taken to run ahead as far as it can. A replay knows better, later:
@@ -42,6 +43,7 @@ class Streams final : public Progress {
  public:
   // As cudaStreamCreate's streams in torch: 32 for each device and priority, handed out in turn.
   StreamId from_pool(c10::DeviceIndex device, bool high_priority = false);
+  StreamId another() { return next_stream_++; }  // that nothing else uses
   void launched(StreamId stream);
   int64_t record(StreamId stream, int64_t event = 0);  // returns the event, a new one for 0
   void wait(StreamId stream, int64_t event);
@@ -84,7 +86,7 @@ class FakeDevice {
                                                    std::optional<bool> expandable);
   // The device among whose addresses this one is; -1 if it is none of a device.
   c10::DeviceIndex owner_of(const void* address) const;
-  void empty_caches();
+  void empty_caches(PoolId only);
 
  private:
   struct Memory;

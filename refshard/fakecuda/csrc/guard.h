@@ -4,6 +4,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include "device.h"
+#include "graphs.h"
 #include "memory.h"
 
 namespace refshard {
@@ -50,6 +51,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     {
       std::lock_guard lock(device().mutex);
       *event = reinterpret_cast<void*>(device().streams.record(stream.id(), event_of(*event)));
+      capture_record(stream.id(), event_of(*event));
     }
     recorder().add({.kind = Kind::Record, .stream = stream.id(), .subject = event_of(*event)});
   }
@@ -57,14 +59,22 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (!event) return;
     {
       std::lock_guard lock(device().mutex);
+      capture_wait(stream.id(), event_of(event));
       device().streams.wait(stream.id(), event_of(event));
     }
     recorder().add({.kind = Kind::Wait, .stream = stream.id(), .subject = event_of(event)});
   }
   void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
   // Whoever polls would do so for ever: nothing happens on this device while the host waits.
-  bool queryEvent(void*) const override { return true; }
-  bool queryStream(const c10::Stream&) const override { return true; }
+  bool queryEvent(void* event) const override {
+    refuse_wait_in_capture(kNoStream, event_of(event));
+    return true;
+  }
+  bool queryStream(const c10::Stream& stream) const override {
+    refuse_wait_in_capture(stream.id(), 0);
+    return true;
+  }
+  bool isStreamCapturing(const c10::Stream& stream) const override { return capturing(stream.id()); }
   void synchronizeEvent(void* event) const override { synchronise("event", kNoStream, event_of(event)); }
   void synchronizeStream(const c10::Stream& stream) const override { synchronise("stream", stream.id()); }
   void synchronizeDevice(const c10::DeviceIndex) const override { synchronise("device"); }

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <unordered_set>
 
+#include "graphs.h"
 #include "large_integers.h"
 
 namespace refshard {
@@ -27,27 +28,46 @@ auto& pinned_mutex = *new std::mutex;
 auto& unknown_addresses = *new std::unordered_set<const void*>;
 auto& unknown_mutex = *new std::mutex;
 
+}  // namespace
+
+void note_freed(const Block& block) {
+  recorder().freed(block.id, static_cast<int64_t>(block.address), static_cast<int64_t>(block.size), block.stream);
+  auto* address = reinterpret_cast<void*>(block.address);
+  values_are_freed(address, block.size);
+  std::lock_guard unknown_guard(unknown_mutex);
+  unknown_addresses.erase(address);
+}
+
+void note_allocated(const Block& block) {
+  const bool is_private = block.segment->owner != kOwnPool;
+  const int32_t flags = (is_private ? kPrivatePool : 0) | (capturing(block.stream) ? kCaptured : 0);
+  recorder().allocated(block.id, static_cast<int64_t>(block.address), static_cast<int64_t>(block.size),
+                       static_cast<int64_t>(block.requested_size), block.stream, allocating_name, allocating_category,
+                       flags);
+  // NCCL uses its own on another stream.
+  const bool used_here = allocating_category == Category::Workspace && !allocating_name.starts_with("nccl::");
+  if (used_here) capture_workspace(block.stream, block);
+}
+
 void free_block(void* address) {
   if (!address) return;
   std::lock_guard guard(device().mutex);
   const auto index = device().owner_of(address);
   if (index < 0) return;
   auto& memory = device().memory(index);
-  const auto* block = memory.find(reinterpret_cast<uintptr_t>(address));
-  const auto [size, stream] = std::pair(block->size, block->stream);
-  const auto id = memory.free(reinterpret_cast<uintptr_t>(address));
-  recorder().freed(id, reinterpret_cast<int64_t>(address), static_cast<int64_t>(size), stream);
-  values_are_freed(address, size);
-  std::lock_guard unknown_guard(unknown_mutex);
-  unknown_addresses.erase(address);
+  const auto* found = memory.find(reinterpret_cast<uintptr_t>(address));
+  TORCH_CHECK(found, "invalid device pointer: ", address);
+  const auto block = *found;
+  memory.free(block.address);
+  note_freed(block);
 }
 
 void* allocate_block(size_t size, c10::DeviceIndex index, StreamId stream) {
   std::lock_guard guard(device().mutex);
   try {
-    const auto made = device().memory(index).allocate(size, stream);
-    recorder().allocated(made.id, static_cast<int64_t>(made.address), static_cast<int64_t>(made.size),
-                         static_cast<int64_t>(size), stream, allocating_name, allocating_category);
+    auto& memory = device().memory(index);
+    const auto made = memory.allocate(size, stream);
+    note_allocated(*memory.find(made.address));
     auto* address = reinterpret_cast<void*>(made.address);
     // What was there before must not look like a value; in host compute it shows as NaN.
     if (!device().dry()) std::memset(address, 0xff, made.size);
@@ -57,6 +77,8 @@ void* allocate_block(size_t size, c10::DeviceIndex index, StreamId stream) {
     TORCH_CHECK_WITH(OutOfMemoryError, false, error.message(index));
   }
 }
+
+namespace {
 
 c10::CachingDeviceAllocator::DeviceStats torch_statistics(const Statistics& from) {
   c10::CachingDeviceAllocator::DeviceStats to;
@@ -77,6 +99,9 @@ c10::CachingDeviceAllocator::DeviceStats torch_statistics(const Statistics& from
   copy(to.active_bytes, from.active_bytes);
   copy(to.inactive_split_bytes, from.inactive_split_bytes);
   copy(to.requested_bytes, from.requested_bytes);
+  for (const auto& [id, pools] : from.reserved_bytes_by_private_pools) {
+    copy(to.reserved_bytes_by_private_pools[id], pools);
+  }
   to.num_alloc_retries = from.num_alloc_retries;
   to.num_ooms = from.num_ooms;
   to.num_oom_rejections = from.num_oom_rejections;
@@ -98,10 +123,10 @@ struct DeviceMemory final : c10::DeviceAllocator {
     if (!device().dry()) std::memcpy(to, from, size);
   }
   bool initialized() override { return true; }
-  void emptyCache(c10::MempoolId_t) override {
-    synchronise("empty_cache");
+  void emptyCache(c10::MempoolId_t pool) override {
+    if (!capturing()) synchronise("empty_cache");
     std::lock_guard guard(device().mutex);
-    device().empty_caches();
+    device().empty_caches(pool);
   }
   void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
     record_stream(data.device().index(), data.get(), stream.id());
@@ -219,6 +244,17 @@ void set_unknown(const at::Tensor& tensor, bool unknown) {
   } else {
     unknown_addresses.erase(tensor.storage().data());
   }
+}
+
+void forget_value(c10::DeviceIndex index, const void* address) {
+  const void* start = nullptr;
+  {
+    std::lock_guard guard(device().mutex);
+    const auto* block = device().memory(index).find(reinterpret_cast<uintptr_t>(address));
+    if (block) start = reinterpret_cast<const void*>(block->address);
+  }
+  std::lock_guard guard(unknown_mutex);
+  if (start) unknown_addresses.insert(start);
 }
 
 void resize_storage(c10::StorageImpl& storage, size_t size) {

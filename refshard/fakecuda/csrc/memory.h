@@ -15,6 +15,12 @@ c10::DeviceAllocator& device_allocator();
 // Page-locked host memory: plain host memory whose addresses are known.
 c10::Allocator& pinned_allocator();
 bool is_pinned(const void* address);
+// Blocks by their address; they are in the recording.
+void* allocate_block(size_t size, c10::DeviceIndex device, StreamId stream);
+void free_block(void* address);
+// Puts into the recording what the allocator did.
+void note_allocated(const Block& block);
+void note_freed(const Block& block);
 
 // Says for whom this thread allocates, as long as it lives.
 class Allocating {
@@ -43,6 +49,8 @@ size_t kept_values_limit();
 // Whether a resident tensor's values come from ones that were never computed.
 bool unknown(const at::Tensor& tensor);
 void set_unknown(const at::Tensor& tensor, bool unknown);
+// The same of the block that holds this address, if any does.
+void forget_value(c10::DeviceIndex device, const void* address);
 // What a float reads as that nobody has computed. No check has it as its boundary: it is a share, its logarithm, its
 // inverse and what it lacks to 1 are finite and not 0, and bf16 and fp8 hold it exactly.
 constexpr double kPlaceholder = 0.8125;

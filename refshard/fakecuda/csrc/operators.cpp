@@ -5,9 +5,12 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
+#include <atomic>
 #include <unordered_set>
+#include <utility>
 
 #include "generator.h"
+#include "graphs.h"
 #include "host_work.h"
 #include "known_shapes.h"
 #include "large_integers.h"
@@ -240,18 +243,22 @@ void run_dry(const c10::OperatorHandle& op, torch::jit::Stack& stack, size_t fir
 // The caching allocator serves kernels' workspaces too.
 c10::DataPtr allocate_workspace(size_t size) { return device_allocator().allocate(size); }
 
+auto& kept_workspaces = *new std::vector<c10::DataPtr>;
+std::mutex workspaces_mutex;
+std::atomic<int64_t> workspaces_dropped = 0;  // how often
+
 // cuBLAS keeps one for each host thread, which has a handle of its own, and stream.
 void keep_workspace(std::string_view name, StreamId stream) {
   if (!device().dry()) return;
   const auto size = persistent_workspace(name, device().options.capability);
   if (!size) return;
   thread_local std::unordered_set<int64_t> mine;
+  thread_local int64_t since = 0;
+  if (std::exchange(since, workspaces_dropped.load()) != workspaces_dropped) mine.clear();
   if (!mine.insert(stream * 64 + current_device()).second) return;
-  static auto* kept = new std::vector<c10::DataPtr>;
-  static std::mutex mutex;
   auto data = allocate_workspace(size);
-  std::lock_guard guard(mutex);
-  kept->push_back(std::move(data));
+  std::lock_guard guard(workspaces_mutex);
+  kept_workspaces.push_back(std::move(data));
 }
 
 std::vector<Workspace> workspaces_of(const c10::OperatorHandle& op, const Launch& launch,
@@ -265,6 +272,13 @@ std::vector<Workspace> workspaces_of(const c10::OperatorHandle& op, const Launch
 
 void not_computed(const at::Tensor& tensor) { put_placeholder(tensor, "", 0, std::nullopt); }
 
+void drop_cublas_workspaces() {
+  std::vector<c10::DataPtr> dropped;
+  std::lock_guard guard(workspaces_mutex);
+  dropped.swap(kept_workspaces);
+  ++workspaces_dropped;
+}
+
 void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   StandIn stand_in;
   const auto& name = op.schema().name();
@@ -272,7 +286,10 @@ void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   DeviceScope scope(device_of_arguments(*stack, first));
   Allocating allocating(name);
   std::optional<Drawing> drawing;
-  if (op.hasTag(at::Tag::nondeterministic_seeded)) drawing.emplace(*stack, first);
+  if (op.hasTag(at::Tag::nondeterministic_seeded)) {
+    capture_drawing();
+    drawing.emplace(*stack, first);
+  }
   Launch launch(op);
   launch.arguments(*stack, first);
   launch.overwrites_values();

@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <atomic>
 
+#include "graphs.h"
+
 namespace refshard {
 namespace {
 
@@ -45,24 +47,34 @@ std::vector<std::string> Table::texts() const {
 
 void Recorder::add(Event event, const std::vector<Access>& accesses) {
   if (!on) return;
-  const auto where = place();
-  std::lock_guard guard(mutex_);
-  event.module = where.module;
-  event.phase = where.phase;
+  if (!(event.flags & kOfGraph)) {  // or it has its place from the capture
+    const auto where = place();
+    event.module = where.module;
+    event.phase = where.phase;
+  }
   event.thread = this_thread;
-  if (in_compiled && event.kind == Kind::Launch) event.flags |= kCompiled;
-  if (event.kind != Kind::Segment) event.host = take_host_work();  // or it is the allocation's that follows
+  if (in_compiled && event.kind == Kind::Launch && !(event.flags & kOfGraph)) event.flags |= kCompiled;
+  if (capture(event, accesses)) {
+    if (event.kind == Kind::Record || event.kind == Kind::Wait) return;
+    event.kind = Kind::Launch;
+    event.flags |= kHostOnly | kCaptured;
+    return add(event);
+  }
+  std::lock_guard guard(mutex_);
+  // A segment's is that of the allocation which follows, and nodes of a graph have none.
+  if (event.kind != Kind::Segment && !(event.flags & kOfGraph)) event.host = take_host_work();
   accesses_.insert(accesses_.end(), accesses.begin(), accesses.end());
   event.access_end = static_cast<int64_t>(accesses_.size());
   events_.push_back(event);
 }
 
 void Recorder::allocated(int64_t block, int64_t address, int64_t size, int64_t requested, int64_t stream,
-                         std::string_view by, Category category) {
+                         std::string_view by, Category category, int32_t flags) {
   const auto where = place();
   const auto name = names.code(by);
   Event event{.kind = Kind::Allocate, .name = name, .stream = stream, .subject = block, .size = size};
   event.category = category;
+  event.flags = flags;
   event.reads = address;
   event.writes = requested;
   add(event);

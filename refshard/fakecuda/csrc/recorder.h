@@ -16,8 +16,10 @@ namespace refshard {
 
 enum class Kind : uint8_t { Launch, Collective, Record, Wait, Synchronise, Allocate, Free, Segment, Mark, Hold };
 enum class Phase : uint8_t { Other, Forward, Backward, Recompute, Optimizer };
-enum Flag : int32_t { kCausal = 1, kHostToDevice = 2, kDeviceToHost = 4, kHostOnly = 8, kValueUnknown = 16, kStrided = 32,
-                      kProducts = 64, kCompiled = 128 };
+enum Flag : int32_t {
+  kCausal = 1, kHostToDevice = 2, kDeviceToHost = 4, kHostOnly = 8, kValueUnknown = 16, kStrided = 32,
+  kProducts = 64, kCompiled = 128, kCaptured = 256, kOfGraph = 512, kPrivatePool = 1024,
+};
 enum class Category : uint8_t { Other, Parameters, Gradients, Optimizer, Unsharded, Activations, Workspace };
 
 constexpr int64_t kNoStream = -1;
@@ -75,7 +77,7 @@ class Recorder {
   void add(Event event, const std::vector<Access>& accesses = {});
   // Their rows have the address in the column of reads. `requested` bytes, as asked, are in that of writes.
   void allocated(int64_t block, int64_t address, int64_t size, int64_t requested, int64_t stream, std::string_view by,
-                 Category category);
+                 Category category, int32_t flags = 0);
   void freed(int64_t block, int64_t address, int64_t size, int64_t stream);
   void segment(int64_t delta);
   // record_stream(): once freed, the block is held back until the stream has passed what it was asked by then.

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import least_squares
 
-from refshard.dryrun.price import HostCosts, host_work, price
+from refshard.dryrun.price import COSTS, HostCosts, host_work, price
 from refshard.dryrun.recording import Flag, Kind, Phase, Recording
 from refshard.dryrun.request import Request
 from refshard.dryrun.run import dry_run
@@ -124,7 +124,7 @@ def _in_a_loop() -> HostCosts:
         launch_s=us["add, no autograd"] - operator, operator_s=operator, call_s=call,
         event_s=switch + (us["event recorded"] + us["event waited for by a stream"]) / 2,
         dispatched_s=us["add under a dispatch mode"] - us["add, no autograd"] - 2 * call,
-        node_s=backward - 2 * operator,
+        node_s=backward - 2 * operator, graph_s=COSTS.graph_s,
     )  # fmt: skip
 
 
