@@ -200,6 +200,14 @@ def autotuned() -> Any:
         torch._inductor.config.max_autotune_gemm = False
 
 
+@check
+def reduce_overhead() -> Any:
+    fast, x, w = torch.compile(lambda x, w: torch.relu(x @ w), mode="reduce-overhead"), rows(), rows(COLUMNS, COLUMNS)
+    for _ in range(3):  # compiles, warms up, captures
+        fast(x, w)
+    return launches(lambda: fast(x, w))
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def add_kernel(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from refshard.dryrun.recording import Flag, Phase
+from refshard.dryrun.recording import GRAPH_LAUNCH, Flag, Phase
 from refshard.dryrun.work import work_of
 from tests.fakecuda.fresh import Seen, see
 
@@ -62,6 +62,12 @@ def test_products_stay_operators(seen: Seen) -> None:
 
 def test_max_autotune_takes_cublas_where_it_can(seen: Seen) -> None:
     assert [one["name"].partition("::")[0] for one in seen("autotuned")] == ["aten", "inductor"]
+
+
+def test_reduce_overhead_replays_a_graph(seen: Seen) -> None:
+    found = seen("reduce_overhead")
+    assert [one["name"].rpartition("::")[2].partition("_poi")[0] for one in found] == [GRAPH_LAUNCH, "mm", "triton"]
+    assert [bool(one["flags"] & Flag.OF_GRAPH) for one in found] == [False, True, True]
 
 
 def test_kernels_run_on_the_current_stream(seen: Seen) -> None:
