@@ -19,6 +19,7 @@ from refshard.dryrun.launchers import Launchers, is_program, run_python
 from refshard.dryrun.request import UNLIMITED_BYTES, Answer, Outcome, Request
 from refshard.errors import RefshardError
 from refshard.fakecuda import activate
+from refshard.fakecuda.bitsandbytes import managed_bytes
 from refshard.specs.cluster import load_cluster
 
 if TYPE_CHECKING:
@@ -177,8 +178,8 @@ def _leave(
         parameters=observer.parameters, sharing=observer.sharing, world_size=request.world_size,
         allocations=allocations, peak=peaks.highest(),
         now=pool(device, "current"), retries=torch.cuda.memory_stats(device)["num_alloc_retries"],
-        host_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, wall_s=wall_s,
-        torch=str(torch.__version__),
+        host_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        managed_bytes=managed_bytes(), wall_s=wall_s, torch=str(torch.__version__),
     )  # fmt: skip
     answer, recording = settle_answer(answer, recording, request, ext)
     save(recording, folder / RECORDING)

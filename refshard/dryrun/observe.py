@@ -175,11 +175,9 @@ class Observer:
             yield from nn.Module.buffers(root)  # where Megatron's own wrapper has a list of that name
 
     def _label(self, value: Any, category: Category) -> None:
-        local = _local(value)
-        if isinstance(local, torch.Tensor) and local.device.type == "cuda" and _has_storage(local):
-            address = local.untyped_storage().data_ptr()
-            if address:
-                self._ext.categorise(local.device.index, address, int(category))
+        for part in _parts(value):
+            if part.device.type == "cuda" and _has_storage(part) and (address := part.untyped_storage().data_ptr()):
+                self._ext.categorise(part.device.index, address, int(category))
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -197,8 +195,22 @@ def _local(value: Any) -> Any:
     return getattr(value, "_local_tensor", value)
 
 
+def _parts(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors that hold a value's memory on this rank: itself, or what a quantised tensor is packed into."""
+    value = _local(value)
+    if isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):
+        for name in value.__tensor_flatten__()[0]:
+            yield from _parts(getattr(value, name))
+    elif isinstance(value, torch.Tensor):
+        yield value
+        state = vars(value).get("quant_state")  # bitsandbytes keeps scales and codes of 4-bit weights there
+        while state is not None:
+            yield from (tensor for tensor in vars(state).values() if isinstance(tensor, torch.Tensor))
+            state = state.state2
+
+
 def _has_storage(tensor: torch.Tensor) -> bool:
-    """Some subclasses of tensors have no storage of their own, but parts that have."""
+    """Some subclasses of tensors have no storage, and none of their own parts is known."""
     try:
         return tensor.untyped_storage().nbytes() > 0
     except (NotImplementedError, RuntimeError):

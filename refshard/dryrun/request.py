@@ -58,7 +58,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     that the outermost module was given in training, summed over all steps; 0 where it was given none; ``sharing`` ranks
     were given the same (tensor, context and pipeline parallelism). ``parameters`` counts the model's elements,
     unsharded. If it ran out of memory, ``allocations`` were served before. ``peak`` and ``now`` are the device's.
-    ``retries`` counts how often the allocator gave its cache back to serve a request.
+    ``retries`` counts how often the allocator gave its cache back to serve a request. ``managed_bytes`` are those of
+    paged optimizer state, which no allocator of torch's sees.
 
     Where memory is ``held_until`` the GPU is done, ``peak``, ``now``, ``retries`` and the recording are those of a GPU,
     and ``peak_as_run`` is what the script's process saw. ``doubt`` says why it is held until the host has waited.
@@ -79,6 +80,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     now: Pool
     retries: int = 0
     host_peak_bytes: int = 0
+    managed_bytes: int = 0
     wall_s: float = 0.0
     torch: str = ""
     held_until: HeldUntil = ""

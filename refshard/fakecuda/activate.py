@@ -69,7 +69,7 @@ class _Interception(importlib.abc.MetaPathFinder):
     """Adds what torch's CPU build lacks to ``torch._C``, just before torch's own Python code looks for it there."""
 
     def __init__(self, loaded: ModuleType) -> None:
-        from refshard.fakecuda import c10d, torch_c
+        from refshard.fakecuda import bitsandbytes, c10d, torch_c
 
         self._before: dict[str, Callable[[Any], None]] = {
             "torch.cuda": torch_c.install,
@@ -77,6 +77,7 @@ class _Interception(importlib.abc.MetaPathFinder):
             "torch.distributed.distributed_c10d": c10d.meet_nobody,
             "torch.distributed.checkpoint.filesystem": c10d.save_alone,
             "torch.distributed.pipelining.schedules": c10d.infer_nothing,
+            "bitsandbytes.cextension": bitsandbytes.install,
         }
         self._loaded = loaded
 

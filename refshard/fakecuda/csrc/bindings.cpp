@@ -8,6 +8,7 @@
 #include "device.h"
 #include "generator.h"
 #include "guard.h"
+#include "launch.h"
 #include "memory.h"
 #include "process_group.h"
 
@@ -176,6 +177,13 @@ void bind_recorder(py::module_& m) {
   m.def("in_optimizer", [](bool running) { recorder().optimizer(running); });
   m.def("mark", [](const std::string& name) {
     recorder().add({.kind = Kind::Mark, .name = recorder().names.code(name)});
+  });
+  // `touched`: (address, bytes, whether it is read, whether it is written).
+  m.def("launch", [](const std::string& name, const std::string& signature, int64_t stream,
+                     const std::vector<std::tuple<int64_t, int64_t, bool, bool>>& touched) {
+    std::vector<Touched> found;
+    for (const auto& [address, size, reads, writes] : touched) found.push_back({address, size, reads, writes});
+    launch_past_torch(name, signature, stream, found);
   });
   m.def("categorise", [](int index, size_t address, int category) {
     const auto block = block_at(static_cast<c10::DeviceIndex>(index), reinterpret_cast<void*>(address));

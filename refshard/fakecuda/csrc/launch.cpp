@@ -56,6 +56,22 @@ int64_t span_bytes(const at::Tensor& tensor) {
   return (last + 1) * tensor.itemsize();
 }
 
+// In the device's books and, if one is made, in the recording: returns whether one is.
+bool put_on_stream(const Event& event, const std::vector<Access>& accesses) {
+  ++made;
+  {
+    std::lock_guard guard(device().mutex);
+    device().streams.launched(event.stream);
+  }
+  if (!recorder().on) return false;
+  recorder().add(event, accesses);
+  for (const auto& access : accesses) {
+    if (!access.write) continue;
+    recorder().written(block_at(current_device(), reinterpret_cast<const void*>(access.address)), event.name);
+  }
+  return true;
+}
+
 }  // namespace
 
 int64_t launches_made() { return made; }
@@ -170,23 +186,28 @@ void Launch::overwrites_values() const {
 }
 
 void Launch::put(int64_t stream) {
-  ++made;
-  {
-    std::lock_guard guard(device().mutex);
-    device().streams.launched(stream);
-  }
-  if (!recorder().on) return;
   Event event{.kind = Kind::Launch, .name = recorder().names.code(schema_.name()), .stream = stream};
   event.reads = reads_;
   event.writes = writes_;
   event.flags = flags_;
   event.signature = recorder().signatures.code(signature_);
-  recorder().add(event, accesses_);
-  for (const auto& access : accesses_) {
-    if (!access.write) continue;
-    recorder().written(block_at(current_device(), reinterpret_cast<const void*>(access.address)), event.name);
+  if (put_on_stream(event, accesses_)) spread_categories(schema_.name(), accesses_);
+}
+
+void launch_past_torch(const std::string& name, const std::string& signature, int64_t stream,
+                       const std::vector<Touched>& touched) {
+  Event event{.kind = Kind::Launch, .name = recorder().names.code(name), .stream = stream};
+  event.signature = recorder().signatures.code(signature);
+  std::vector<Access> accesses;
+  for (const auto& one : touched) {
+    if (one.reads) event.reads += one.size;
+    if (one.writes) event.writes += one.size;
+    accesses.push_back({one.address, one.size, one.writes});
+    if (!one.writes) continue;
+    values_are_overwritten(reinterpret_cast<const void*>(one.address), static_cast<size_t>(one.size));
+    set_unknown_at(current_device(), reinterpret_cast<const void*>(one.address));
   }
-  spread_categories(schema_.name(), accesses_);
+  put_on_stream(event, accesses);
 }
 
 }  // namespace refshard

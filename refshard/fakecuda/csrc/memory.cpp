@@ -215,6 +215,14 @@ void set_unknown(const at::Tensor& tensor, bool unknown) {
   }
 }
 
+void set_unknown_at(c10::DeviceIndex index, const void* address) {
+  std::lock_guard guard(device().mutex);
+  const auto* block = device().memory(index).find(reinterpret_cast<uintptr_t>(address));
+  if (!block) return;
+  std::lock_guard unknown_guard(unknown_mutex);
+  unknown_addresses.insert(reinterpret_cast<const void*>(block->address));
+}
+
 void resize_storage(c10::StorageImpl& storage, size_t size) {
   const auto index = storage.device().index();
   DeviceScope scope(index);

@@ -40,6 +40,8 @@ bool resident(const at::Tensor& tensor);
 // Whether a resident tensor's values come from ones that were never computed.
 bool unknown(const at::Tensor& tensor);
 void set_unknown(const at::Tensor& tensor, bool unknown);
+// The same for all that lies in the block which holds this address.
+void set_unknown_at(c10::DeviceIndex device, const void* address);
 
 // Lets a storage hold `size` bytes, keeping what is there; a size of 0 gives its memory back.
 void resize_storage(c10::StorageImpl& storage, size_t size);

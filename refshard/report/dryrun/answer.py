@@ -303,12 +303,28 @@ def _limits(found: Analysis) -> Iterator[Block]:
 
 def sentences(found: Analysis) -> list[str]:
     """Where memory peaks, how certain the figures are, and what to change about memory and the host."""
-    return [*_explained(found), *_held_back(found), *_doubted(found), *_unknown_values(found), *_advice(found)]
+    return [
+        *_explained(found),
+        *_loading(found),
+        *_paged(found),
+        *_held_back(found),
+        *_doubted(found),
+        *_unknown_values(found),
+        *_advice(found),
+    ]
 
 
 def _explained(found: Analysis) -> Iterator[str]:
     if len(found.run.recording):
         yield f"Memory peaks {moment(found.run.recording, found.memory.peak_at)}."
+
+
+def _paged(found: Analysis) -> Iterator[str]:
+    if size := found.run.answer.managed_bytes:
+        yield (
+            f"Paged optimizer state: {format_bytes(size)} of managed memory, which no figure here includes. The driver "
+            "moves it to the host when the GPU is full; updates are priced as if it were on the GPU."
+        )
 
 
 def _held_back(found: Analysis) -> Iterator[str]:
