@@ -100,3 +100,25 @@ model = torch.compile(nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(51
 model(torch.randn(64, 512, device="cuda")).sum().backward()
 print("compiled graphs:", len(graphs))
 """
+
+QUANTISED = """
+import bitsandbytes as bnb
+import torch
+from torch import nn
+
+layers = []
+for out, given in ((4096, 1024), (1024, 4096)):
+    layer = bnb.nn.Linear4bit(given, out, bias=False, compute_dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(out, given, dtype=torch.bfloat16, device="cuda")
+    layer.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4").to("cuda")
+    del weight
+    layers.append(layer)
+head = nn.Linear(1024, 1024, bias=False, device="cuda", dtype=torch.bfloat16)
+model = nn.Sequential(*layers, head)
+optimizer = bnb.optim.PagedAdamW32bit(head.parameters())
+for step in range(3):
+    model(torch.ones(2, 256, 1024, device="cuda", dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+"""Two layers quantised one after the other, and a third one that is trained, with its state in managed memory."""

@@ -319,6 +319,16 @@ def _explained(found: Analysis) -> Iterator[str]:
         yield f"Memory peaks {moment(found.run.recording, found.memory.peak_at)}."
 
 
+def _loading(found: Analysis) -> Iterator[str]:
+    """The peak before the first forward pass, if it is at least half the peak after it."""
+    memory = found.memory
+    loading, training = memory.loading_peak_bytes, memory.training_peak_bytes
+    if not training or loading < training / 2:
+        return
+    needs = f"Loading needs {format_bytes(loading)} allocated, training {format_bytes(training)}."
+    yield needs if loading <= training else f"{needs} Try: load and quantise layer by layer."
+
+
 def _paged(found: Analysis) -> Iterator[str]:
     if size := found.run.answer.managed_bytes:
         yield (
@@ -442,6 +452,8 @@ def as_object(found: Analysis) -> dict[str, Any]:
         "overheads": [{"name": o.name, "bytes": o.bytes, "source": o.source} for o in found.overheads],
         "peak_by_category": {category.name.lower(): size for category, size in found.memory.by_category().items()},
         "peak_by_module": found.memory.by_module(),
+        "loading_peak_allocated_bytes": found.memory.loading_peak_bytes,
+        "training_peak_allocated_bytes": found.memory.training_peak_bytes,
         "step_s": found.step_s,
         "tokens_per_s_gpu": found.tokens_per_s,
         "mfu": found.mfu,

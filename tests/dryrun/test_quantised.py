@@ -1,0 +1,39 @@
+"""Models that are quantised as they are loaded, and what loading takes beside training."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.dryrun import scripts
+from tests.dryrun.test_command import run
+from tests.fakecuda.needs import needs_device
+
+pytest.importorskip("bitsandbytes", reason="4-bit weights and 8-bit optimizers need the extra 'peers'")
+pytestmark = [needs_device, pytest.mark.processes]
+
+ELEMENTS = 4096 * 1024
+SCALES = ELEMENTS // 64
+HEAD = 1024 * 1024
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    done = run(tmp_path_factory.mktemp("quantised"), scripts.QUANTISED, "--gpus", "1", "--json")
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def test_loading_holds_one_layer_unquantised_at_a_time(found: dict[str, Any]) -> None:
+    table, small = 1024, 512  # what an allocation of a few bytes takes
+    first = ELEMENTS // 2 + SCALES + SCALES // 64 + table + 2 * small
+    # The second: its weight, packed, and its scales in fp32, less their mean, and in a byte.
+    second = 2 * ELEMENTS + ELEMENTS // 2 + (4 + 4 + 1) * SCALES + SCALES // 64 + table + 2 * small
+    assert found["loading_peak_allocated_bytes"] == table + first + second
+    assert found["training_peak_allocated_bytes"] == found["peak_allocated_bytes"]
+
+
+def test_paged_state_is_counted_apart_from_the_gpu_memory(found: dict[str, Any]) -> None:
+    assert found["answer"]["managed_bytes"] == 2 * 4 * HEAD
+    assert found["answer"]["steps_taken"] == 3
