@@ -5,9 +5,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import bitsandbytes as bnb
+import bitsandbytes
 import torch
-from bitsandbytes import functional
 from torch import nn
 
 from refshard.dryrun.recording import Flag, Kind, collect
@@ -15,6 +14,8 @@ from refshard.fakecuda.bitsandbytes import managed_bytes
 from refshard.fakecuda.build import NAME
 from tests.fakecuda.child import check
 
+bnb: Any = bitsandbytes  # it exports nothing by name
+functional = bnb.functional
 OUT, IN = 4096, 1024
 ext = sys.modules[NAME]
 ops = torch.ops.bitsandbytes
@@ -41,11 +42,12 @@ def launches(run: Callable[[], Any]) -> list[list[Any]]:
     ]
 
 
-def layer(*, double: bool) -> bnb.nn.Linear4bit:
+def layer(*, double: bool) -> nn.Linear:
     made = bnb.nn.Linear4bit(
         IN, OUT, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4", compress_statistics=double
     )
-    return made.to(torch.bfloat16).to("cuda")
+    quantised: nn.Linear = made.to(torch.bfloat16).to("cuda")
+    return quantised
 
 
 @check
@@ -172,5 +174,7 @@ def training() -> dict[str, Any]:
         up = nn.Linear(8, OUT, bias=False, device="cuda", dtype=torch.bfloat16)
         x = torch.ones(2048, IN, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         (base(x) + up(down(x))).sum().backward()
+        assert x.grad is not None
+        assert down.weight.grad is not None
         found[name] = [list(x.grad.shape), list(down.weight.grad.shape)]
     return found

@@ -52,7 +52,8 @@ def optimizer_state() -> dict[str, int]:
     from torchao import optim
     from transformers.optimization import Adafactor
 
-    torch.compile = lambda function, **_: function  # torchao compiles its updates, which is no matter of memory
+    # torchao compiles its updates, which is no matter of state.
+    torch.compile = lambda function, **_: function  # type: ignore[assignment]
     made: dict[str, Any] = {
         "AdamW8bit": lambda p: optim.AdamW8bit([p]),
         "AdamW4bit": lambda p: optim.AdamW4bit([p]),
