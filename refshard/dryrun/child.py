@@ -51,7 +51,8 @@ def main(folder: Path) -> int:
     from refshard.dryrun.observe import Observer, Peaks
 
     symbolic.meta_nonzero_assume_all_nonzero = True
-    observer, peaks = Observer(ext, request.steps), Peaks(request.rank % request.local_ranks)
+    peaks = Peaks(request.rank % request.local_ranks)
+    observer = Observer(ext, request.steps, peaks if request.until_stable else None)
     observer.install()
     peaks.install()
     launched = not request.module and is_program(request.command[0])
@@ -140,12 +141,24 @@ def _cause(error: BaseException) -> str:
             f"{name}: the script imports triton, which torch's CPU build does not install; run pip install triton if "
             "it is only imported, as a dry run cannot launch Triton kernels"
         )
-    if any(frame.name in _FROM_OTHERS for frame in traceback.extract_tb(error.__traceback__)):
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, OSError) and any(_loads_weights(frame) for frame in frames):
+        return (
+            f"{name}: {_first_line(error).rstrip('.')}. A dry run needs no weights: make the model from its "
+            "configuration, AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(FOLDER)) with config.json in "
+            "FOLDER, or load a sparse checkpoint (docs/how-to/dry-run.md)"
+        )
+    if any(frame.name in _FROM_OTHERS for frame in frames):
         return (
             f"{name}: the script unpickles an object that another rank would have sent, but a dry run runs one rank "
             "only; run the rank that sends it (--rank, usually 0)"
         )
     return f"{name}: {_first_line(error)}"
+
+
+def _loads_weights(frame: traceback.FrameSummary) -> bool:
+    """Whether a function of transformers that loads a model was called, and not one that loads a tokenizer."""
+    return frame.name == "from_pretrained" and Path(frame.filename).name in ("auto_factory.py", "modeling_utils.py")
 
 
 def _first_line(error: BaseException) -> str:
@@ -175,6 +188,7 @@ def _leave(
     allocations = int((recording.kinds == Kind.ALLOCATE).sum()) if outcome == "oom" else 0
     answer = Answer(
         outcome=outcome, error=error, where=where, steps_taken=observer.steps_taken, tokens=sum(observer.tokens),
+        batches=tuple(observer.batches),  # type: ignore[arg-type]
         parameters=observer.parameters, sharing=observer.sharing, world_size=request.world_size,
         allocations=allocations, peak=peaks.highest(),
         now=pool(device, "current"), retries=torch.cuda.memory_stats(device)["num_alloc_retries"],

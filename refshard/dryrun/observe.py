@@ -51,6 +51,8 @@ def pool(device: int, which: str) -> Pool:
 ROOT = "(root)"
 """The path of the outermost module."""
 
+ALIKE_STEPS, VARIED_STEPS = 2, 8
+"""Steps without a higher peak after which it counts as stable: of batches of one shape, and of different shapes."""
 _SHARING_AXES = frozenset({"tp", "cp", "sp", "pp", "tensor", "context", "pipeline", "tensor_parallel"})
 
 
@@ -60,15 +62,18 @@ class StepsDone(BaseException):
 
 class Observer:
     """Tells the device's extension ``ext`` in which module and phase the host is, and ends the script after ``steps``
-    optimizer steps.
+    optimizer steps, or where ``peaks`` are given once these are stable, if that is earlier.
 
     A step is one of the optimizer that stepped first: a script with several takes them in turn. What steps within
-    another optimizer's step is a part of that. ``stepped`` is how many elements of this rank's have a gradient in the
-    last step.
+    another optimizer's step is a part of that. If an optimizer steps in backward, as others of single parameters will,
+    the step ends with backward. ``stepped`` is how many elements of this rank's have a gradient in the last step.
+    Peaks are stable after :data:`ALIKE_STEPS` steps without a rise, and after :data:`VARIED_STEPS` if ``batches``, the
+    shapes of token ids that the model was given, differ.
     """
 
-    def __init__(self, ext: ModuleType, steps: int) -> None:
-        self._ext, self._steps = ext, steps
+    def __init__(self, ext: ModuleType, steps: int, peaks: Peaks | None = None) -> None:
+        self._ext, self._steps, self._peaks = ext, steps, peaks
+        self._highest = self._highest_since = 0
         self._depth = 0
         self._uncounted = False
         self._codes: dict[int, int] = {}
@@ -78,6 +83,7 @@ class Observer:
         self.stepped = 0
         self.steps_taken = 0
         self.tokens: list[int] = []
+        self.batches: dict[tuple[int, ...], None] = {}
 
     def install(self) -> None:
         """Hook into torch until this process ends."""
@@ -135,6 +141,7 @@ class Observer:
         for value in inputs:
             if isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32) and value.dim() == 2:
                 self.tokens.append(value.numel())
+                self.batches[tuple(value.shape)] = None
                 self._uncounted = False
                 return
 
@@ -147,7 +154,8 @@ class Observer:
             return
         self._outermost = optimizer
         self._ext.in_optimizer(True)
-        self._label_parameters()
+        if self._leading in (None, optimizer):
+            self._label_parameters()
         self.stepped = sum(_local(p).numel() for p in _optimized(optimizer) if p.grad is not None)
         for parameter in _optimized(optimizer):
             self._label(parameter, Category.PARAMETERS)
@@ -163,11 +171,21 @@ class Observer:
         self._ext.in_optimizer(False)
         if self._leading is None:
             self._leading = optimizer
-        if optimizer is self._leading:
-            self.steps_taken += 1
-            self._ext.mark("step")
-            if self.steps_taken >= self._steps:
-                raise StepsDone
+        if optimizer is self._leading and torch._C._current_graph_task_id() >= 0:
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_step)
+        elif optimizer is self._leading:
+            self._end_step()
+
+    def _end_step(self) -> None:
+        self.steps_taken += 1
+        self._ext.mark("step")
+        if self.steps_taken >= self._steps or (self._peaks is not None and self._stable(self._peaks.highest())):
+            raise StepsDone
+
+    def _stable(self, peak: Pool) -> bool:
+        if (sum_of_peaks := peak.allocated + peak.reserved) > self._highest:
+            self._highest, self._highest_since = sum_of_peaks, self.steps_taken
+        return self.steps_taken - self._highest_since >= (VARIED_STEPS if len(self.batches) > 1 else ALIKE_STEPS)
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         for root in list(self._roots.values()):

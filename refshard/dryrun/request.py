@@ -21,7 +21,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     ``command`` is the script's command line: ``[script.py, *arguments]``, or with ``module`` ``[package.module,
     *arguments]``. ``local_ranks`` GPUs are on each node. ``unusable_bytes`` of a GPU's memory are not the allocator's.
-    Unless ``limited``, a GPU's memory has no end. ``environment`` is added to the script's environment variables before
+    With ``until_stable`` it stops earlier than after ``steps``, once its peak is stable. Unless ``limited``, a GPU's
+    memory has no end. ``environment`` is added to the script's environment variables before
     the device is made.
     """
 
@@ -32,6 +33,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     local_ranks: int
     rank: int = 0
     steps: int = 3
+    until_stable: bool = False
     unusable_bytes: int = 0
     limited: bool = True
     environment: dict[str, str] = {}
@@ -55,7 +57,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """What the script's process reports; its events are in the recording next to it.
 
     ``error`` is the first line of what it raised, ``where`` the line of the script that raised it. ``tokens`` are those
-    that the outermost module was given in training, summed over all steps; 0 where it was given none; ``sharing`` ranks
+    that the outermost module was given in training, summed over all steps; 0 where it was given none; ``batches`` are
+    their different shapes, (sequences, tokens). ``sharing`` ranks
     were given the same (tensor, context and pipeline parallelism). ``parameters`` counts the model's elements,
     unsharded. If it ran out of memory, ``allocations`` were served before. ``peak`` and ``now`` are the device's.
     ``retries`` counts how often the allocator gave its cache back to serve a request. ``managed_bytes`` are those of
@@ -72,6 +75,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     where: str = ""
     steps_taken: int = 0
     tokens: int = 0
+    batches: tuple[tuple[int, int], ...] = ()
     parameters: int = 0
     sharing: int = 1
     world_size: int = 1
