@@ -23,10 +23,10 @@ def answer(folder: Path, script: str, *options: str) -> tuple[dict[str, Any], st
 
 
 def test_a_step_of_optimizers_in_backward_ends_with_backward(tmp_path: Path) -> None:
-    found, printed = answer(tmp_path, scripts.IN_BACKWARD)
+    found, printed = answer(tmp_path, scripts.IN_BACKWARD, "--steps", "1")
     assert found["answer"]["outcome"] == "stepped"
-    assert found["answer"]["steps_taken"] == 3
-    assert re.findall(r"^step (\d+)", printed, re.MULTILINE) == ["0", "1", "2"]
+    assert found["answer"]["steps_taken"] == 1
+    assert re.findall(r"^step (\d+)", printed, re.MULTILINE) == ["0"]
     # One gradient at a time; a step counter of 512 bytes a parameter.
     assert found["peak_by_category"]["gradients"] == 4 * MIB
     assert found["peak_by_category"]["optimizer"] == 4 * (2 * 4 * MIB + 512)
