@@ -438,6 +438,9 @@ def dryrun(
     races: Annotated[
         bool, typer.Option("--races", help="Report unordered accesses to the same memory from two streams.")
     ] = False,
+    compile_: Annotated[
+        str, typer.Option("--compile", help="What torch.compile does: on, off (run eagerly), or both, to compare.")
+    ] = "on",
 ) -> Answer:
     """Run one rank of an unmodified training script on fake GPUs, and report whether it fits and how fast it is.
 
@@ -464,7 +467,7 @@ def dryrun(
         raise SpecError(f"dryrun: {', '.join(sorted(extra))} needs --model; a script has options of its own")
     options = made.Options(
         words=words, cluster=cluster, gpus=gpus, rank=rank, steps=None if steps == "auto" else int(steps),
-        tokens_per_step=tokens_per_step, races=races,
+        tokens_per_step=tokens_per_step, races=races, compile=compile_,
     )  # fmt: skip
     with _interruptible("nothing is written"):
         return made.dryrun(options, trace=trace, html=html)

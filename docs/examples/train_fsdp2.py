@@ -73,6 +73,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--checkpoint", action="store_true", help="Recompute each block's activations in backward.")
+    parser.add_argument("--compile", action="store_true", help="Compile each block with torch.compile.")
     options = parser.parse_args()
 
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -83,6 +84,8 @@ def main() -> None:
     model.checkpointed = options.checkpoint
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.layers:
+        if options.compile:
+            layer.compile()
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     model.to_empty(device="cuda")

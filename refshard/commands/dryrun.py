@@ -20,12 +20,11 @@ from refshard.specs.cluster import ClusterSpec, load_cluster
 
 MOST_STEPS = 50
 """After which it stops even if its peak still rises."""
+_EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of the command line. ``steps`` is None for auto; ``tokens_per_step`` are those of all
-    ranks.
-    """
+    """The options of the command line; ``steps`` is None for auto, ``tokens_per_step`` are those of all ranks."""
 
     words: tuple[str, ...]
     cluster: str
@@ -34,11 +33,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     steps: int | None = 3
     tokens_per_step: int | None = None
     races: bool = False
+    compile: str = "on"
 
 
 def dryrun(options: Options, *, trace: Path | None = None, html: Path | None = None) -> Answer:
     """Run the script that the words name; the status is 0 if it fits, 1 if it does not, failed or, where races were
     asked for, has some.
+
+    With ``compile`` "both" it runs a second time, without torch.compile, to compare.
 
     ``trace`` is a file to write the replayed steps to, as a Kineto trace; ``html`` one for a page of everything.
 
@@ -49,6 +51,8 @@ def dryrun(options: Options, *, trace: Path | None = None, html: Path | None = N
     for option, path in (("trace", trace), ("html", html)):
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise SpecError(f"{option}: {path} cannot be written; name a file in a folder that exists")
+    if options.compile not in ("on", "off", "both"):
+        raise SpecError(f"dryrun: compile must be on, off or both, got '{options.compile}'")
     command, whole = read_command(options.words), load_cluster(options.cluster)
     cluster = whole.of_world_size(_gpus(options, command, whole))
     try:
@@ -58,7 +62,11 @@ def dryrun(options: Options, *, trace: Path | None = None, html: Path | None = N
     found = analyse(dry_run(request), cluster, global_tokens=options.tokens_per_step, races=options.races)
     if trace is not None:
         replace_file(trace, [as_kineto(found.trace)])
-    answer = dryrun_answer(found, f"page: {html}" if html is not None else "")
+    eager = None
+    if options.compile == "both" and found.run.answer.compiled is not None:
+        request = msgspec.structs.replace(request, environment=_EAGER)
+        eager = analyse(dry_run(request), cluster, global_tokens=options.tokens_per_step)
+    answer = dryrun_answer(found, f"page: {html}" if html is not None else "", eager)
     if html is not None:
         write_page(answer, html, "dryrun")
     return answer
@@ -82,6 +90,7 @@ def _request(options: Options, command: TrainingCommand, cluster: ClusterSpec) -
         local_ranks=cluster.ranks_per_node, rank=options.rank,
         steps=MOST_STEPS if options.steps is None else options.steps, until_stable=options.steps is None,
         unusable_bytes=sum(one.bytes for one in overheads(world_size)),
+        environment=_EAGER if options.compile == "off" else {},
     )  # fmt: skip
 
 

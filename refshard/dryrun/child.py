@@ -20,6 +20,7 @@ from refshard.dryrun.request import UNLIMITED_BYTES, Answer, Outcome, Request
 from refshard.errors import RefshardError
 from refshard.fakecuda import activate
 from refshard.fakecuda.bitsandbytes import managed_bytes
+from refshard.resources import install_extra
 from refshard.specs.cluster import load_cluster
 
 if TYPE_CHECKING:
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 _FROM_OTHERS = frozenset({"_tensor_to_object", "broadcast_object_list", "recv_object_list", "scatter_object_list"})
 """Functions of torch.distributed that unpickle what another rank sent."""
+
+_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+"""Where compiled code is kept: in the request's folder, since it holds code for a device that does not exist."""
 
 REQUEST, ANSWER, RECORDING = "request.json", "answer.json", "recording.npz"
 
@@ -36,6 +40,7 @@ def main(folder: Path) -> int:
     request = msgspec.json.decode((folder / REQUEST).read_bytes(), type=Request)
     began = time.monotonic()
     os.environ.update(request.environment)
+    os.environ.update({name: str(folder / place) for name, place in _CACHES.items()})
     hardware = load_cluster(request.cluster).accelerator
     if not request.limited:
         hardware = msgspec.structs.replace(hardware, memory_bytes=UNLIMITED_BYTES)
@@ -130,16 +135,10 @@ def _of_script(error: BaseException) -> TracebackType | None:
 
 def _cause(error: BaseException) -> str:
     name = type(error).__name__
-    if name in ("TritonMissing", "InductorError"):  # InductorError: Triton is installed, but finds no GPU
+    if name == "TritonMissing" or (isinstance(error, ModuleNotFoundError) and error.name == "triton"):
         return (
-            f"{name}: torch.compile's inductor generates Triton kernels, which need a real GPU, so a dry run "
-            "does not support compiled code; remove torch.compile, or use backend='aot_eager', which launches the same "
-            "operators unfused"
-        )
-    if isinstance(error, ModuleNotFoundError) and error.name == "triton":
-        return (
-            f"{name}: the script imports triton, which torch's CPU build does not install; run pip install triton if "
-            "it is only imported, as a dry run cannot launch Triton kernels"
+            f"{name}: compiled code and Triton kernels need triton, which is not installed: "
+            f"{install_extra('compiled')} (no GPU is needed), or run eagerly with --compile off"
         )
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, OSError) and any(_loads_weights(frame) for frame in frames):
@@ -179,6 +178,7 @@ def _leave(
 ) -> None:  # fmt: skip
     import torch
 
+    from refshard.dryrun.compiled import compilation
     from refshard.dryrun.observe import pool
     from refshard.dryrun.recording import Kind, collect, save
     from refshard.dryrun.settle_answer import settle_answer
@@ -193,7 +193,7 @@ def _leave(
         allocations=allocations, peak=peaks.highest(),
         now=pool(device, "current"), retries=torch.cuda.memory_stats(device)["num_alloc_retries"],
         host_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        managed_bytes=managed_bytes(), wall_s=wall_s, torch=str(torch.__version__),
+        managed_bytes=managed_bytes(), wall_s=wall_s, torch=str(torch.__version__), compiled=compilation(),
     )  # fmt: skip
     answer, recording = settle_answer(answer, recording, request, ext)
     save(recording, folder / RECORDING)

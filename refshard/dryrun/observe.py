@@ -4,6 +4,7 @@ All of it comes from hooks that torch offers for every module and every optimize
 """
 
 import math
+import warnings
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -87,10 +88,31 @@ class Observer:
 
     def install(self) -> None:
         """Hook into torch until this process ends."""
+        warnings.filterwarnings("ignore", "Using `torch.compile\\(module\\)` when there are global hooks")  # these
+        self._follow_compiled()
         register_module_forward_pre_hook(self._enter)
         register_module_forward_hook(self._leave, always_call=True)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
+
+    def _follow_compiled(self) -> None:
+        """A module that is compiled in place is called without its hooks: torch traces them with its forward."""
+        compile_in_place = nn.Module.compile
+
+        def compile_and_follow(module: nn.Module, *args: Any, **options: Any) -> None:
+            compile_in_place(module, *args, **options)
+            compiled = module._compiled_call_impl
+
+            def call(*args: Any, **named: Any) -> Any:
+                self._enter(module, args)
+                try:
+                    return compiled(*args, **named)
+                finally:
+                    self._leave()
+
+            module._compiled_call_impl = call
+
+        nn.Module.compile = compile_and_follow  # type: ignore[method-assign]
 
     @property
     def parameters(self) -> int:
@@ -131,7 +153,7 @@ class Observer:
         """Number a model's modules by their paths within it, when its outermost module first runs."""
         self._roots[id(root)] = root
         for path, module in root.named_modules():
-            self._codes.setdefault(id(module), self._ext.module_code(path or ROOT))
+            self._codes.setdefault(id(module), self._ext.module_code(_uncompiled(path) or ROOT))
         self._label_parameters()
 
     def _count_tokens(self, inputs: tuple[Any, ...]) -> None:
@@ -196,6 +218,11 @@ class Observer:
         for part in _parts(value):
             if part.device.type == "cuda" and _has_storage(part) and (address := part.untyped_storage().data_ptr()):
                 self._ext.categorise(part.device.index, address, int(category))
+
+
+def _uncompiled(path: str) -> str:
+    """A module's path without the wrappers that ``torch.compile(module)`` puts around modules."""
+    return ".".join(part for part in path.split(".") if part != "_orig_mod")
 
 
 def _has_parameters(module: nn.Module) -> bool:

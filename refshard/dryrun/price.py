@@ -34,7 +34,7 @@ from refshard.costs import (
     product_seconds,
 )
 from refshard.dryrun.recording import HOST_COUNTS, Flag, Kind, Recording
-from refshard.dryrun.work import Scores, Work, element_bytes, parse, work_of
+from refshard.dryrun.work import TRITON, Scores, Work, element_bytes, parse, work_of
 from refshard.errors import SpecError, nearest
 from refshard.specs.cluster import ClusterSpec, CollectiveOp
 from refshard.specs.hardware import Dtype, HardwareSpec
@@ -101,10 +101,20 @@ COSTS = HostCosts(
 )
 
 
+COMPILED_S, TRITON_S = 2.56e-5, 1.77e-5
+"""Seconds of the host in addition, on the same machine: for a launch from the wrapper that inductor generates, which
+allocates and checks in Python, and for a launch of a Triton kernel. They are the times of the wrapper's and of the
+launches' own code in one trace (``8b-w8-sel-compile`` in ``profiles/recorded/h200/kernels.jsonl.gz``, of the fit half).
+"""
+
+
 def host_seconds(recording: Recording, host_s: float) -> npt.NDArray[np.float64]:
     """Seconds by event, if the host needs ``host_s`` for a kernel of a small decoder layer."""
-    seconds: npt.NDArray[np.float64] = host_work(recording) @ np.array(COSTS) * (host_s / PER_KERNEL_S)
-    return seconds
+    triton = [name.startswith(TRITON) for name in recording.name_table]
+    seconds: npt.NDArray[np.float64] = host_work(recording) @ np.array(COSTS)
+    seconds += COMPILED_S * (recording.flags & Flag.COMPILED != 0)
+    seconds += TRITON_S * ((recording.kinds == Kind.LAUNCH) & np.array(triton, np.bool_)[recording.names])
+    return seconds * (host_s / PER_KERNEL_S)
 
 
 def host_work(recording: Recording) -> npt.NDArray[np.float64]:
@@ -196,6 +206,7 @@ class _Pricing:
         self._columns = list(
             zip(*(c.tolist() for c in (
                 recording.names, recording.signatures, recording.flags, recording.reads, recording.writes,
+                recording.sizes,
             )))
         )  # fmt: skip
         self._calls = list(zip(recording.names.tolist(), recording.subjects.tolist(), recording.sizes.tolist()))
@@ -225,13 +236,15 @@ class _Pricing:
         found = (Doubt(name=n, reason=r, count=counts[n, r], seconds=float(seconds[n, r])) for n, r in counts)
         return tuple(sorted(found, key=lambda doubt: -doubt.seconds))
 
-    def _launch(self, name: int, signature: int, flags: int, reads: int, writes: int) -> tuple[float, float, str]:
+    def _launch(
+        self, name: int, signature: int, flags: int, reads: int, writes: int, flops: int
+    ) -> tuple[float, float, str]:
         if flags & Flag.HOST_ONLY:
             return 0.0, 0.0, ""
         if flags & (Flag.HOST_TO_DEVICE | Flag.DEVICE_TO_HOST):
             return self._host_copy(max(reads, writes)), 0.0, ""
         operator, text = self._recording.name_table[name], self._recording.signature_table[signature]
-        work = work_of(operator, text, flags)
+        work = work_of(operator, text, flags, flops)
         nbytes = float(reads + writes)
         match work.kind:
             case "product":

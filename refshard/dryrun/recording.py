@@ -62,9 +62,14 @@ class Flag(IntFlag):
     HOST_ONLY = 8
     """Takes the host's time but launches no kernel (``record_stream``)."""
     VALUE_UNKNOWN = 16
-    """The host waits for a value that was never computed, and gets a placeholder."""
+    """The host waits for a value that was never computed, and gets a placeholder. Of a launch: its FLOPs depend on such
+    values."""
     STRIDED = 32
     """Pointwise, and a tensor is broadcast or lies in memory unlike the others: each element's address is computed."""
+    PRODUCTS = 64
+    """A Triton kernel that multiplies matrices, with FLOPs that are not known."""
+    COMPILED = 128
+    """Launched by the wrapper of a graph that inductor compiled."""
 
 
 class Category(IntEnum):
@@ -94,14 +99,15 @@ class Recording:
     Columns, one entry per event:
 
     - ``kinds`` (uint8): a :class:`Kind`.
-    - ``names`` (int32, into ``name_table``): the operator (``aten::mm``), the collective (``all_gather``), why the host
-      waits (``item``), or what a mark says.
+    - ``names`` (int32, into ``name_table``): the operator (``aten::mm``), the kernel that inductor generated or the
+      script has in Triton (``inductor::triton_poi_fused_add_0``, ``triton::rms_norm``), the collective
+      (``all_gather``), why the host waits (``item``), or what a mark says.
     - ``streams`` (int64): the stream's id, 0 being the default stream, :data:`NO_STREAM` if not on a stream.
     - ``subjects`` (int64): an event's id (``RECORD``, ``WAIT``, ``SYNCHRONISE``), a group's id (``COLLECTIVE``), a
       block's id (``ALLOCATE``, ``FREE``, ``HOLD``; never used again), a peer for ``send`` and ``recv`` in the upper 32
       bits.
     - ``sizes`` (int64): bytes of the block (as rounded by the allocator) or of the segment; of a collective, of the
-      unsharded tensor.
+      unsharded tensor. Of a generated kernel, its FLOPs if it multiplies matrices.
     - ``reads``, ``writes`` (int64): bytes that the operator reads and writes; of ``ALLOCATE`` and ``FREE``, ``reads``
       is the block's address, and of ``ALLOCATE``, ``writes`` are the bytes as requested.
     - ``signatures`` (int32, into ``signature_table``): tensors in the order of the operator's arguments, then results,

@@ -53,6 +53,22 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
     requested: int
 
 
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of the script, and what happened there ``count`` times for one reason."""
+
+    line: str
+    reason: str
+    count: int
+
+
+class Compilation(msgspec.Struct, frozen=True, kw_only=True):
+    """What torch.compile made: ``graphs``, where it had to end one (``breaks``), and what it compiled again."""
+
+    graphs: int
+    breaks: tuple[Place, ...] = ()
+    recompiled: tuple[Place, ...] = ()
+
+
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """What the script's process reports; its events are in the recording next to it.
 
@@ -68,6 +84,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     and ``peak_as_run`` is what the script's process saw. ``doubt`` says why it is held until the host has waited.
     ``limited`` is the answer within the GPU's memory, whether the script's process had a limit or not. If it is out of
     memory, all else describes a run without a limit.
+
+    ``compiled`` says what torch.compile did, None where nothing was compiled.
     """
 
     outcome: Outcome
@@ -91,3 +109,4 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     doubt: str = ""
     peak_as_run: Pool | None = None
     limited: "Answer | None" = None
+    compiled: Compilation | None = None

@@ -71,8 +71,12 @@ def _tensors(text: str) -> tuple[Tensor, ...]:
     )
 
 
+TRITON = ("inductor::", "triton::")
+"""What the names of Triton kernels begin with: generated ones, and those of the script."""
 WorkKind = Literal["product", "attention", "optimizer", "move"]
 _NO_FORMULA = "priced by its bytes: no FLOP formula; register one (torch.utils.flop_counter.register_flop_formula)"
+_OWN_PRODUCTS = "priced by its bytes: a Triton kernel that multiplies matrices, and its FLOPs are not known"
+_MASK_UNKNOWN = "its block mask was not computed; half of the scores are taken to be"
 _EVEN_LENGTHS = "sequences of one packed batch are taken to be equally long"
 
 _FIRST_OPERAND = {
@@ -122,10 +126,15 @@ class Work:
     doubt: str = ""
 
 
-def work_of(name: str, signature: str, flags: int = 0) -> Work:
-    """The work of the operator ``name`` (``aten::mm``) with the signature and flags of its event."""
+def work_of(name: str, signature: str, flags: int = 0, flops: float = 0.0) -> Work:
+    """The work of the operator ``name`` (``aten::mm``) with the signature and flags of its event.
+
+    ``flops`` are those that the recording has of a generated kernel.
+    """
     library, _, op = name.rpartition("::")
     found = parse(signature)
+    if name.startswith(TRITON):
+        return _generated(op, found, flags, flops)
     if re.match(r"_fused_(adamw?|sgd|adagrad)_?$", op):
         return Work(kind="optimizer", dtype=found.inputs[0].dtype if found.inputs else "")
     work = _attention(op, found, causal=bool(flags & Flag.CAUSAL))
@@ -137,6 +146,23 @@ def work_of(name: str, signature: str, flags: int = 0) -> Work:
         return Work(kind="product", flops=flops, dtype=found.inputs[0].dtype if found.inputs else "")
     uncertain = library not in _PLAIN_LIBRARIES or (_HEAVY.search(op) is not None and not _LIGHT.match(op))
     return Work(kind="move", doubt=_NO_FORMULA if uncertain else "")
+
+
+def _generated(op: str, found: Signature, flags: int, flops: float) -> Work:
+    """A Triton kernel: pointwise operators and reductions, fused, or a template of inductor's."""
+    if not flops:
+        return Work(kind="move", doubt=_OWN_PRODUCTS if flags & Flag.PRODUCTS else "")
+    if "flex_attention" not in op:
+        return Work(kind="product", flops=flops, dtype=found.inputs[0].dtype)
+    query, key, value = found.inputs[:3]
+    backward, lengths = "backward" in op, (query.shape[2], key.shape[2])
+    pairs = flops / _score_flops(1, key.shape[3], value.shape[3], backward=backward)
+    scores = Scores(
+        pairs=pairs, length=max(lengths), head_dim=(key.shape[3] + value.shape[3]) // 2, backward=backward,
+        kernel="triton",
+    )  # fmt: skip
+    doubt = _MASK_UNKNOWN if flags & Flag.VALUE_UNKNOWN else ""
+    return Work(kind="attention", flops=flops, dtype=query.dtype, scores=scores, doubt=doubt)
 
 
 def _product(op: str, found: Signature) -> Work | None:

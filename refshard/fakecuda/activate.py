@@ -1,11 +1,13 @@
 """Activate the fake device in this process, before torch is imported."""
 
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
@@ -45,6 +47,7 @@ def activate(
         loaded.create(mode == "dry", devices, hardware.memory_bytes, unusable_bytes, capability, configuration)
     except ValueError as error:
         raise RefshardError(f"PYTORCH_ALLOC_CONF: {error}") from None
+    loaded.hardware = hardware  # type: ignore[attr-defined]
     sys.modules[NAME] = loaded
     sys.meta_path.insert(0, _Interception(loaded))
     return loaded
@@ -66,10 +69,12 @@ def _load() -> ModuleType:
 
 
 class _Interception(importlib.abc.MetaPathFinder):
-    """Adds what torch's CPU build lacks to ``torch._C``, just before torch's own Python code looks for it there."""
+    """Changes modules as they are imported: adds what torch's CPU build lacks to ``torch._C`` just before torch's own
+    Python code looks for it there, and puts this package's functions where other modules would call CUDA.
+    """
 
     def __init__(self, loaded: ModuleType) -> None:
-        from refshard.fakecuda import bitsandbytes, c10d, torch_c
+        from refshard.fakecuda import bitsandbytes, c10d, inductor, torch_c, triton_kernels
 
         self._before: dict[str, Callable[[Any], None]] = {
             "torch.cuda": torch_c.install,
@@ -78,10 +83,44 @@ class _Interception(importlib.abc.MetaPathFinder):
             "torch.distributed.checkpoint.filesystem": c10d.save_alone,
             "torch.distributed.pipelining.schedules": c10d.infer_nothing,
             "bitsandbytes.cextension": bitsandbytes.install,
+            "torch._inductor.compile_fx": inductor.install,
+        }
+        self._after: dict[str, Callable[[Any], None]] = {
+            "torch._inductor.utils": inductor.take_peaks,
+            "torch.nn.attention.flex_attention": inductor.compute_masks,
+            "triton.runtime.jit": triton_kernels.install,
         }
         self._loaded = loaded
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
-        """Always return None, so that the next finder finds the module."""
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """None, so that the next finder finds the module, except where this one has something to change in it."""
         if (install := self._before.pop(name, None)) is not None:
             install(self._loaded)
+        if name == "triton.backends.nvidia.driver":
+            return importlib.util.spec_from_file_location(name, Path(__file__).with_name("triton_driver.py"))
+        if (install := self._after.pop(name, None)) is None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _ThenInstall(spec.loader, functools.partial(install, self._loaded))
+        return spec
+
+
+class _ThenInstall(importlib.abc.Loader):
+    """Loads a module as ``loader`` does, and then calls ``install``."""
+
+    def __init__(self, loader: Any, install: Callable[[], None]) -> None:
+        self._loader, self._install = loader, install
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        created: ModuleType | None = self._loader.create_module(spec)
+        return created
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        self._install()
+
+    def __getattr__(self, name: str) -> Any:  # get_source, get_filename and the like
+        return getattr(self._loader, name)

@@ -103,7 +103,7 @@ class _Library:
         parts = [part for part in call.parts if part.address]
         signature = " ".join(str(part) for part in parts if part.reads)
         made = " ".join(str(part) for part in parts if not part.reads)
-        self._ext.launch(
+        self._ext.launch_at(
             f"bitsandbytes::{call.name}", f"{signature} -> {made}" if made else signature, call.stream,
             [(part.address, part.nbytes, part.reads, part.writes) for part in parts],
         )  # fmt: skip

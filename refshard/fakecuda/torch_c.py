@@ -77,6 +77,8 @@ def site() -> str:
 
 def is_internal(path: str) -> bool:
     """Whether a source file is torch's, Python's or this project's."""
+    if path.startswith(os.environ.get("TORCHINDUCTOR_CACHE_DIR", _PACKAGE)):
+        return True
     if path.startswith(_STANDARD_LIBRARY):
         return not path.startswith(_installed()) or path.startswith(_torch())
     return path.startswith((_PACKAGE, _torch(), "<frozen"))

@@ -81,10 +81,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 def not_dry_run(case: Case) -> str:
     """Why a case that GPUs could run cannot be dry-run; empty if it can."""
     job = case.job
-    if ROWS[job.strategy].compiles:
-        return "compiled cases are not dry-run: torch.compile's kernels need a real GPU"
-    if job.optimizer == "adamw-8bit":
-        return "adamw-8bit is not dry-run: torchao compiles its step, which needs a real GPU"
+    if (ROWS[job.strategy].compiles or job.optimizer == "adamw-8bit") and find_spec("triton") is None:
+        return f"compiled code is dry-run only where triton is installed: {install_extra('compiled')}"
     if job.offload:
         return "offload is not dry-run: the optimizer steps on the host, which a dry run does not time"
     if job.comm_memory == "group":

@@ -1,4 +1,5 @@
 // The extension's face to Python. Functions that scripts call through torch.cuda get their names in torch_c.py.
+#include <ATen/EmptyTensor.h>
 #include <pybind11/functional.h>
 #include <pybind11/numpy.h>
 #include <torch/csrc/utils/pybind.h>
@@ -8,9 +9,11 @@
 #include "device.h"
 #include "generator.h"
 #include "guard.h"
+#include "large_integers.h"
 #include "launch.h"
 #include "memory.h"
 #include "process_group.h"
+#include "translation.h"
 
 namespace py = pybind11;
 
@@ -19,6 +22,10 @@ void register_attention();
 void register_recurrent();
 
 namespace {
+
+struct Uncounted {
+  std::optional<StandIn> stand_in;
+};
 
 template <typename Value, typename Read>
 py::array_t<Value> column(const std::vector<Event>& events, Read read) {
@@ -113,6 +120,29 @@ void bind_device(py::module_& m) {
   });
 }
 
+// What generated code calls instead of the dispatcher.
+void bind_generated(py::module_& m) {
+  m.def("launch", [](std::string_view name, const std::vector<at::Tensor>& tensors, const std::vector<int64_t>& reads,
+                     const std::vector<int64_t>& writes, int64_t flops, int64_t stream, int32_t flags) {
+    std::vector<Operand> operands;
+    for (size_t i = 0; i < tensors.size(); ++i) operands.push_back({tensors[i], reads.at(i), writes.at(i)});
+    launch_kernel(name, operands, flops, stream, flags);
+  });
+  m.def("keep_values", &keep_values);
+  // The sum of a tensor of integers, None if its values were not computed.
+  m.def("known_sum", [](const at::Tensor& tensor) -> std::optional<int64_t> {
+    StandIn stand_in;
+    if (const auto values = values_of(tensor)) return values->sum();
+    if (tensor.is_cuda() && (!resident(tensor) || unknown(tensor))) return std::nullopt;
+    return on_host(tensor).sum().item<int64_t>();
+  });
+  m.def("empty_strided", [](const std::vector<int64_t>& size, const std::vector<int64_t>& stride,
+                            at::ScalarType dtype) -> at::Tensor {
+    return at::detail::empty_strided_generic(size, stride, &device_allocator(),
+                                             c10::DispatchKeySet(c10::DispatchKey::CUDA), dtype);
+  });
+}
+
 // To allocate once more what a recording allocated: streams as they were, and allocators like the device's.
 void bind_reallocation(py::module_& m) {
   py::class_<Streams, Progress>(m, "Streams")
@@ -168,19 +198,26 @@ void bind_memory(py::module_& m) {
 void bind_recorder(py::module_& m) {
   m.def("record", [](bool on) { recorder().on = on; });
   m.def("count_host_work", &count_host_work);
+  // While entered, this thread counts no work of the host: it compiles, which is no part of a step.
+  py::class_<Uncounted>(m, "Uncounted")
+      .def(py::init<>())
+      .def("__enter__", [](Uncounted& self) { self.stand_in.emplace(); })
+      .def("__exit__", [](Uncounted& self, const py::args&) { self.stand_in.reset(); });
   m.def("clear_recording", [] { recorder().clear(); });
   m.def("recording", &recording);
   m.def("live_blocks", &live_blocks);
   m.def("module_code", [](const std::string& path) { return recorder().modules.code(path); });
   m.def("push_module", [](int32_t code) { recorder().push_module(code); });
   m.def("pop_module", [] { recorder().pop_module(); });
+  m.def("compiled", [](bool running) { recorder().compiled(running); });
+  m.def("compiled_module", [](std::string_view path) { recorder().compiled_module(path); });
   m.def("in_optimizer", [](bool running) { recorder().optimizer(running); });
   m.def("mark", [](const std::string& name) {
     recorder().add({.kind = Kind::Mark, .name = recorder().names.code(name)});
   });
   // `touched`: (address, bytes, whether it is read, whether it is written).
-  m.def("launch", [](const std::string& name, const std::string& signature, int64_t stream,
-                     const std::vector<std::tuple<int64_t, int64_t, bool, bool>>& touched) {
+  m.def("launch_at", [](std::string_view name, std::string_view signature, int64_t stream,
+                        const std::vector<std::tuple<int64_t, int64_t, bool, bool>>& touched) {
     std::vector<Touched> found;
     for (const auto& [address, size, reads, writes] : touched) found.push_back({address, size, reads, writes});
     launch_past_torch(name, signature, stream, found);
@@ -234,5 +271,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   refshard::bind_process_group(m);
   refshard::bind_caching_allocator(m);
   refshard::bind_reallocation(m);
+  refshard::bind_generated(m);
   refshard::bind_attention_choice(m);
 }

@@ -7,6 +7,7 @@
 #include "device.h"
 #include "large_integers.h"
 #include "memory.h"
+#include "operators.h"
 #include "translation.h"
 
 namespace refshard {
@@ -56,20 +57,22 @@ int64_t span_bytes(const at::Tensor& tensor) {
   return (last + 1) * tensor.itemsize();
 }
 
-// In the device's books and, if one is made, in the recording: returns whether one is.
-bool put_on_stream(const Event& event, const std::vector<Access>& accesses) {
+// Puts a launch on its stream, in the recording and in the device's books.
+void launched(Event event, std::string_view name, std::string_view signature, const std::vector<Access>& accesses) {
   ++made;
   {
     std::lock_guard guard(device().mutex);
     device().streams.launched(event.stream);
   }
-  if (!recorder().on) return false;
+  if (!recorder().on) return;
+  event.name = recorder().names.code(name);
+  event.signature = recorder().signatures.code(signature);
   recorder().add(event, accesses);
   for (const auto& access : accesses) {
     if (!access.write) continue;
     recorder().written(block_at(current_device(), reinterpret_cast<const void*>(access.address)), event.name);
   }
-  return true;
+  spread_categories(name, accesses);
 }
 
 }  // namespace
@@ -186,18 +189,13 @@ void Launch::overwrites_values() const {
 }
 
 void Launch::put(int64_t stream) {
-  Event event{.kind = Kind::Launch, .name = recorder().names.code(schema_.name()), .stream = stream};
-  event.reads = reads_;
-  event.writes = writes_;
-  event.flags = flags_;
-  event.signature = recorder().signatures.code(signature_);
-  if (put_on_stream(event, accesses_)) spread_categories(schema_.name(), accesses_);
+  Event event{.kind = Kind::Launch, .stream = stream, .reads = reads_, .writes = writes_, .flags = flags_};
+  launched(event, schema_.name(), signature_, accesses_);
 }
 
-void launch_past_torch(const std::string& name, const std::string& signature, int64_t stream,
+void launch_past_torch(std::string_view name, std::string_view signature, int64_t stream,
                        const std::vector<Touched>& touched) {
-  Event event{.kind = Kind::Launch, .name = recorder().names.code(name), .stream = stream};
-  event.signature = recorder().signatures.code(signature);
+  Event event{.kind = Kind::Launch, .stream = stream};
   std::vector<Access> accesses;
   for (const auto& one : touched) {
     if (one.reads) event.reads += one.size;
@@ -207,7 +205,26 @@ void launch_past_torch(const std::string& name, const std::string& signature, in
     values_are_overwritten(reinterpret_cast<const void*>(one.address), static_cast<size_t>(one.size));
     set_unknown_at(current_device(), reinterpret_cast<const void*>(one.address));
   }
-  put_on_stream(event, accesses);
+  launched(event, name, signature, accesses);
+}
+
+void launch_kernel(std::string_view name, const std::vector<Operand>& operands, int64_t flops, int64_t stream,
+                   int32_t flags) {
+  Event event{.kind = Kind::Launch, .stream = stream, .size = flops, .flags = flags};
+  std::string signature, made;
+  std::vector<Access> accesses;
+  for (const auto& [tensor, reads, writes] : operands) {
+    describe(tensor, reads || !writes ? signature : made);
+    event.reads += reads;
+    event.writes += writes;
+    if (!tensor.is_cuda() || !tensor.numel()) continue;
+    accesses.push_back(access_of(tensor, writes > 0));
+    if (!writes) continue;
+    values_are_overwritten(tensor);
+    not_computed(tensor);
+  }
+  if (!made.empty()) signature += " -> " + made;
+  launched(event, name, signature, accesses);
 }
 
 }  // namespace refshard

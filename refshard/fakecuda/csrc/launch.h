@@ -25,6 +25,15 @@ bool lie_alike(at::TensorList tensors);
 // Lets the copies of gathered parameters count as unsharded, and what is packed for a reduction as gradients.
 void spread_categories(std::string_view name, const std::vector<Access>& accesses);
 
+// A kernel that the dispatcher does not call, as Triton's: what it reads and writes of each tensor, in bytes.
+struct Operand {
+  at::Tensor tensor;
+  int64_t reads, writes;
+};
+// `flops` may be 0: then what it takes follows from its bytes. Values that it writes count as not computed.
+void launch_kernel(std::string_view name, const std::vector<Operand>& operands, int64_t flops, int64_t stream,
+                   int32_t flags);
+
 // Launches of operators so far.
 int64_t launches_made();
 
@@ -34,7 +43,7 @@ struct Touched {
   bool reads, writes;
 };
 // A kernel that a library launches by itself, past torch's dispatcher. It computes nothing: what it writes is unknown.
-void launch_past_torch(const std::string& name, const std::string& signature, int64_t stream,
+void launch_past_torch(std::string_view name, std::string_view signature, int64_t stream,
                        const std::vector<Touched>& touched);
 
 class Launch {

@@ -16,6 +16,8 @@ namespace {
 constexpr size_t kResidentFloats = 2048;
 constexpr size_t kResidentIntegers = size_t{4} << 20;
 
+thread_local size_t resident_integers = kResidentIntegers;
+
 thread_local std::string_view allocating_name;
 thread_local Category allocating_category = Category::Other;
 
@@ -198,8 +200,12 @@ bool resident(const at::Tensor& tensor) {
   if (!device().dry()) return true;
   const auto size = tensor.storage().nbytes();
   return size <= kResidentFloats ||
-         (size <= kResidentIntegers && c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true));
+         (size <= resident_integers && c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true));
 }
+
+size_t keep_values(size_t most) { return std::exchange(resident_integers, most); }
+
+size_t kept_values_limit() { return resident_integers; }
 
 bool unknown(const at::Tensor& tensor) {
   std::lock_guard guard(unknown_mutex);

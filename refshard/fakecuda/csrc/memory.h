@@ -37,6 +37,9 @@ void record_stream(c10::DeviceIndex device, const void* address, StreamId stream
 // Whether the tensor's bytes exist. In host compute all do. In a dry run those of small tensors do: frameworks read
 // counts, shapes and flags back, and compute with integers what they then do.
 bool resident(const at::Tensor& tensor);
+// The most bytes of integers that have their values in memory, for this thread from now on. Returns what it was.
+size_t keep_values(size_t most);
+size_t kept_values_limit();
 // Whether a resident tensor's values come from ones that were never computed.
 bool unknown(const at::Tensor& tensor);
 void set_unknown(const at::Tensor& tensor, bool unknown);

@@ -1,4 +1,6 @@
 // The kernel of every operator on the device type CUDA: run in its place the CPU's kernel or the meta one, and record it.
+#include "operators.h"
+
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
@@ -97,7 +99,7 @@ bool gives_little(const c10::OperatorHandle& op, const Known& known, const torch
   for (const auto& value : trial) {
     for_each_tensor(value, [&](const at::Tensor& tensor) { bytes += tensor.nbytes(); });
   }
-  return bytes <= size_t{4} << 20;
+  return bytes <= kept_values_limit();
 }
 
 // How many places there are to choose from, for an operator that returns places in its first argument; else 0.
@@ -243,6 +245,8 @@ std::vector<Workspace> workspaces_of(const c10::OperatorHandle& op, const Launch
 }
 
 }  // namespace
+
+void not_computed(const at::Tensor& tensor) { put_placeholder(tensor, "", 0, std::nullopt); }
 
 void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   StandIn stand_in;

@@ -10,10 +10,14 @@
 namespace refshard {
 namespace {
 
+constexpr std::string_view kRoot = "(root)";  // the outermost module, as refshard/dryrun/observe.py calls it
+
 std::atomic<int32_t> next_thread{0};
 thread_local int32_t this_thread = next_thread++;
 thread_local std::vector<int32_t> modules_entered;
 thread_local bool in_optimizer = false;
+thread_local bool in_compiled = false;
+thread_local std::string compiled_path;
 
 }  // namespace
 
@@ -29,6 +33,11 @@ int32_t Table::code(std::string_view text) {
   return found->second;
 }
 
+std::string Table::text(int32_t code) const {
+  std::lock_guard guard(mutex_);
+  return texts_[code];
+}
+
 std::vector<std::string> Table::texts() const {
   std::lock_guard guard(mutex_);
   return texts_;
@@ -41,6 +50,7 @@ void Recorder::add(Event event, const std::vector<Access>& accesses) {
   event.module = where.module;
   event.phase = where.phase;
   event.thread = this_thread;
+  if (in_compiled && event.kind == Kind::Launch) event.flags |= kCompiled;
   if (event.kind != Kind::Segment) event.host = take_host_work();  // or it is the allocation's that follows
   accesses_.insert(accesses_.end(), accesses.begin(), accesses.end());
   event.access_end = static_cast<int64_t>(accesses_.size());
@@ -116,7 +126,22 @@ void Recorder::pop_module() {
 
 void Recorder::optimizer(bool running) { in_optimizer = running; }
 
+void Recorder::compiled(bool running) {
+  in_compiled = running;
+  compiled_path.clear();
+}
+
+void Recorder::compiled_module(std::string_view path) { compiled_path = path; }
+
 Place Recorder::place() const {
+  auto found = entered();
+  if (compiled_path.empty()) return found;
+  const auto base = modules.text(found.module);
+  found.module = modules.code(base.empty() || base == kRoot ? compiled_path : base + "." + compiled_path);
+  return found;
+}
+
+Place Recorder::entered() const {
   const auto inner = modules_entered.empty() ? 0 : modules_entered.back();
   if (in_optimizer) return {inner, Phase::Optimizer};
   const auto node = torch::autograd::get_current_node();

@@ -16,7 +16,8 @@ namespace refshard {
 
 enum class Kind : uint8_t { Launch, Collective, Record, Wait, Synchronise, Allocate, Free, Segment, Mark, Hold };
 enum class Phase : uint8_t { Other, Forward, Backward, Recompute, Optimizer };
-enum Flag : int32_t { kCausal = 1, kHostToDevice = 2, kDeviceToHost = 4, kHostOnly = 8, kValueUnknown = 16, kStrided = 32 };
+enum Flag : int32_t { kCausal = 1, kHostToDevice = 2, kDeviceToHost = 4, kHostOnly = 8, kValueUnknown = 16, kStrided = 32,
+                      kProducts = 64, kCompiled = 128 };
 enum class Category : uint8_t { Other, Parameters, Gradients, Optimizer, Unsharded, Activations, Workspace };
 
 constexpr int64_t kNoStream = -1;
@@ -26,6 +27,7 @@ class Table {
  public:
   Table() { code(""); }
   int32_t code(std::string_view text);
+  std::string text(int32_t code) const;
   std::vector<std::string> texts() const;
 
  private:
@@ -67,7 +69,7 @@ class Recorder {
  public:
   // Whether events are kept. Allocations are kept track of regardless, so that what was there before is known.
   bool on = false;
-  Table names, signatures, modules, sites;
+  mutable Table names, signatures, modules, sites;
 
   // Appends an event of the calling thread, with the memory that it touches.
   void add(Event event, const std::vector<Access>& accesses = {});
@@ -90,6 +92,10 @@ class Recorder {
   void push_module(int32_t module);
   void pop_module();
   void optimizer(bool running);
+  // Whether this thread runs the wrapper of a compiled graph. It calls no modules: it tells the one that its next
+  // kernels come from, by its path below the module that was entered last.
+  void compiled(bool running);
+  void compiled_module(std::string_view path);
   Place place() const;
 
   // A block that lives: what it was allocated for, and by whom.
@@ -105,6 +111,7 @@ class Recorder {
   const std::unordered_map<int64_t, Live>& live() const { return live_; }
 
  private:
+  Place entered() const;
   int32_t module_of_backward(uint64_t thread, uint64_t sequence) const;
 
   mutable std::mutex mutex_;

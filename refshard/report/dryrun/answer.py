@@ -60,11 +60,13 @@ _LIMITS = (
 )
 
 
-def dryrun_answer(found: Analysis, more: str = "") -> Answer:
+def dryrun_answer(found: Analysis, more: str = "", eager: Analysis | None = None) -> Answer:
     """The whole report; the status is 0 if the script fits, 1 if it does not, failed or has races. ``more`` is a line
-    for the terminal.
+    for the terminal, ``eager`` the same script without torch.compile.
     """
     data = as_object(found)
+    if eager is not None:
+        data["eager"] = as_object(eager)
     return Answer(
         data=data,
         rows=[{key: value for key, value in data.items() if not isinstance(value, (dict, list))}],
@@ -73,6 +75,7 @@ def dryrun_answer(found: Analysis, more: str = "") -> Answer:
             Facts(facts=list(_facts(found))),
             *_memory(found),
             Notes(sentences=sentences(found)),
+            *([] if eager is None else [_compared(found, eager)]),
             *_time(found),
             *_races(found),
             *_limits(found),
@@ -226,6 +229,18 @@ def _memory(found: Analysis) -> Iterator[Block]:
     )  # fmt: skip
 
 
+def _compared(found: Analysis, eager: Analysis) -> Section:
+    """The same script with torch.compile, and without."""
+    rows: list[Row] = [
+        {"torch.compile": name, "peak reserved": Quantity(one.run.answer.peak.reserved, "B"),
+         "peak allocated": Quantity(one.run.answer.peak.allocated, "B"),
+         "step time": None if one.step_s is None else Quantity(one.step_s, "s"),
+         "tokens/s/GPU": None if one.tokens_per_s is None else round(one.tokens_per_s)}
+        for name, one in (("on", found), ("off", eager))
+    ]  # fmt: skip
+    return Section(title="Compiled and eager", id="compiled", nav="Compiled", blocks=[table(rows)])
+
+
 def _where(one: Held) -> str:
     """The module and the phase of the step that allocated it."""
     phase = _PHASES.get(one.phase, one.phase.name.lower())
@@ -308,6 +323,7 @@ def sentences(found: Analysis) -> list[str]:
         *_loading(found),
         *_paged(found),
         *_batches(found),
+        *_compiled(found),
         *_held_back(found),
         *_doubted(found),
         *_unknown_values(found),
@@ -359,6 +375,19 @@ def _batches(found: Analysis) -> Iterator[str]:
             f"All batches are of {longest}. Batches of mixed lengths fragment memory more (measured elsewhere: LoRA "
             "22.1 GiB became 22.2, full fine-tuning 35.5 became 36.3)."
         )
+
+
+def _compiled(found: Analysis) -> Iterator[str]:
+    """What torch.compile made, and each line that made it stop or start over."""
+    if (compiled := found.run.answer.compiled) is None:
+        return
+    yield f"torch.compile: {compiled.graphs:,} {'graph' if compiled.graphs == 1 else 'graphs'}, no time counted for it."
+    for what, places in (("Graph break", compiled.breaks), ("Compiled again", compiled.recompiled)):
+        for place in places[:_LISTED]:
+            times = f" ({format_times(place.count)})" if place.count > 1 else ""
+            yield f"{what}{times} at {place.line}: {place.reason}"
+        if rest := places[_LISTED:]:
+            yield f"{what}: {sum(place.count for place in rest):,} more, at other lines."
 
 
 def _held_back(found: Analysis) -> Iterator[str]:

@@ -288,10 +288,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Train, and write what was seen."""
     o = options_of(arguments)
     real = "WORLD_SIZE" not in os.environ  # a dry run sets it
-    if o.compile and not real:
-        from tests.gpu.quick import fake_triton
-
-        fake_triton.activate()
     torch.manual_seed(0)
     if real and o.snapshot:
         torch.cuda.memory._record_memory_history(max_entries=200_000)

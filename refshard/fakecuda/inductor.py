@@ -1,0 +1,310 @@
+"""Inductor on the fake device: torch compiles as for the GPU, and the kernels that it generates become launches.
+
+Dynamo, AOTAutograd, the partitioner, inductor's scheduler, fusion and memory planning are torch's own, and so is the
+wrapper that calls the kernels. Only the kernels' bodies are not compiled. What a kernel reads and writes is known to
+inductor where it generates it; :func:`facts` puts that into the kernel's source as a comment, so that it survives
+inductor's caches, and :class:`GeneratedKernel` reads it back.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
+from typing import Any
+
+from refshard.fakecuda.triton_kernels import ON_HOST, PRODUCTS, VALUE_UNKNOWN, accessed, multiplies
+from refshard.specs.hardware import HardwareSpec
+
+_COMMENT = "# refshard: "
+_LARGEST_MASK = 1 << 30
+"""Bytes: that of 32,768 queries and keys, without a batch."""
+_CAUSAL_PART = 0.5
+"""Part of the scores that a block mask leaves, where its values were not computed."""
+
+
+def install(ext: ModuleType) -> None:
+    """Put the fake device where inductor would compile kernels, allocate and name what it runs."""
+    import torch
+    from torch._dynamo.convert_frame import CatchErrorsWrapper
+    from torch._functorch._aot_autograd.runtime_wrappers import _AutogradBackwardCompiler
+    from torch._inductor import config
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codegen.triton import TritonScheduling
+    from torch._inductor.output_code import CompiledFxGraph
+    from torch._inductor.scheduler import Scheduler
+
+    config.compile_threads = 1
+    guards: Any = torch._C._dynamo.guards
+    guards._empty_strided_cuda = ext.empty_strided
+    torch._C._compiled_module = ext.compiled_module  # type: ignore[attr-defined]
+
+    triton, define = AsyncCompile.triton, TritonScheduling.define_kernel
+    enter, call = Scheduler.enter_context, CompiledFxGraph.__call__
+
+    def load(self: Any, kernel_name: str, source_code: str, device_str: str = "cuda") -> Any:
+        if device_str != "cuda":
+            return triton(self, kernel_name, source_code, device_str)
+        return GeneratedKernel(ext, kernel_name, source_code)
+
+    def define_kernel(self: Any, source: str, nodes: Any, kernel: Any) -> str:
+        return define(self, f"{source}\n{_COMMENT}{json.dumps(facts(source, nodes, kernel))}\n", nodes, kernel)
+
+    def enter_context(self: Any, node: Any) -> None:
+        enter(self, node)
+        from torch._inductor.virtualized import V
+
+        V.graph.wrapper_code.writeline(f"torch._C._compiled_module({module_of(node)!r})")
+
+    def run_graph(self: Any, inputs: Sequence[Any]) -> Any:
+        ext.compiled(True)
+        try:
+            return call(self, inputs)
+        finally:
+            ext.compiled(False)
+
+    _choose_without_benchmarks()
+    CatchErrorsWrapper.__call__ = _uncounted(ext, CatchErrorsWrapper.__call__)  # type: ignore[method-assign]
+    _AutogradBackwardCompiler.get_or_compile = _uncounted(ext, _AutogradBackwardCompiler.get_or_compile)  # type: ignore[method-assign]
+    AsyncCompile.triton = load  # type: ignore[method-assign]
+    TritonScheduling.define_kernel = define_kernel
+    Scheduler.enter_context = enter_context  # type: ignore[method-assign]
+    CompiledFxGraph.__call__ = run_graph  # type: ignore[method-assign]
+
+
+def take_peaks(ext: ModuleType) -> None:
+    """Passes that move collectives weigh them against the device's peaks, which torch asks nvidia-smi for."""
+    import torch
+    from torch._inductor import utils
+
+    hardware: HardwareSpec = ext.hardware
+    dtypes = {torch.float16: "bf16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8"}
+
+    def tflops(dtype: torch.dtype) -> float:
+        if dtype == torch.float32 and hardware.tf32_peak and torch.backends.cuda.matmul.fp32_precision == "tf32":
+            return hardware.tf32_peak / 1e12
+        rates: Any = hardware.matmul
+        return float(rates.get(dtypes.get(dtype), rates["fp32"]).peak / 1e12)
+
+    utils.get_device_tflops = tflops
+    bandwidth = hardware.memory_peak_bytes_per_s or hardware.memory_bytes_per_s
+    utils.get_gpu_dram_gbps = lambda: bandwidth / 1e9  # type: ignore[assignment]
+
+
+def compute_masks(ext: ModuleType) -> None:
+    """Compute the masks of FlexAttention, which are large, where their values are known: its kernels' FLOPs depend on
+    the blocks that a mask leaves.
+    """
+    import torch
+    from torch.nn.attention import flex_attention
+
+    create = flex_attention.create_block_mask
+
+    @functools.wraps(create)
+    def create_block_mask(*args: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return create(*args, **options)
+        before = ext.keep_values(_LARGEST_MASK)
+        try:
+            return create(*args, **options)
+        finally:
+            ext.keep_values(before)
+
+    flex_attention.create_block_mask = create_block_mask
+
+
+def _uncounted(ext: ModuleType, compiles: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function; what the host does in it is not counted, since compiling is no part of a step."""
+
+    @functools.wraps(compiles)
+    def call(*args: Any, **options: Any) -> Any:
+        with ext.Uncounted():
+            return compiles(*args, **options)
+
+    return call
+
+
+def _choose_without_benchmarks() -> None:
+    """``max-autotune`` benchmarks what could run an operator; nothing runs here, so cuBLAS's and cuDNN's is taken where
+    there is one, and otherwise the first of inductor's templates.
+    """
+    from torch._inductor.runtime.benchmarking import benchmarker
+    from torch._inductor.select_algorithm import AlgorithmSelectorCache, ExternKernelCaller
+
+    def rank(choice: Any, *_: Any, **__: Any) -> float:
+        return 1.0 if isinstance(choice, ExternKernelCaller) else 2.0
+
+    AlgorithmSelectorCache.make_precompile_fn = lambda *_, **__: lambda: None  # type: ignore[method-assign]
+    AlgorithmSelectorCache.benchmark_choice = staticmethod(rank)  # type: ignore[assignment]
+    AlgorithmSelectorCache.benchmark_collective_choice = staticmethod(rank)  # type: ignore[assignment]
+    type(benchmarker).benchmark = type(benchmarker).benchmark_gpu = lambda *_, **__: 1.0  # type: ignore[method-assign]
+
+
+def module_of(node: Any) -> str:
+    """The path, below the compiled module, of the one that the last of a scheduler's node's operators was called in."""
+    origins = {e for n in node.get_nodes() if n.node is not None for e in n.node.get_origins()}
+    if not origins:
+        return ""
+    order = {n: i for i, n in enumerate(next(iter(origins)).graph.nodes)}
+    for origin in sorted(origins, key=lambda e: order.get(e, -1), reverse=True):
+        stack = origin.meta.get("nn_module_stack") or origin.meta.get("fwd_nn_module_stack")
+        if stack:
+            path, _ = list(stack.values())[-1]
+            return ".".join(re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", path).split(".")[2:])
+    return ""
+
+
+def facts(source: str, nodes: Iterable[Any], kernel: Any) -> dict[str, Any]:
+    """What a kernel does to each tensor that it is given, in their order: the parts that it reads and writes.
+
+    ``flops`` are those of the products in it, 0 if it has none. Kernels of FlexAttention have ``flex`` instead: the
+    names of their tensors, and the sizes of a block of the mask in queries and in keys.
+    """
+    from torch._inductor.codegen.common import ConstexprArg, SizeArg, WorkspaceArg
+    from torch._inductor.select_algorithm import TritonTemplateKernel
+    from torch._inductor.virtualized import V
+
+    parts = [part for node in nodes if hasattr(node, "get_nodes") for part in node.get_nodes()]
+    reads, writes = _dependencies(parts)
+    filled = {given.get_name() for part in parts for given in getattr(part.node, "mutated_inputs", None) or ()}
+    real = V.graph.scheduler.mutation_real_name
+    found: dict[str, Any] = {"reads": [], "writes": []}
+    names = []
+    definitions, _, arguments, _ = kernel.args.python_argdefs()
+    for definition, argument in zip(definitions, arguments):
+        if isinstance(argument, (SizeArg, ConstexprArg)):
+            continue
+        if not isinstance(argument, WorkspaceArg) and V.graph.is_unspec_arg(argument.buffer):
+            continue  # a tensor of one element on the CPU, which the wrapper gives as a number
+        names.append(definition.name)
+        if isinstance(argument, WorkspaceArg) or argument.buffer in filled:  # results that a template is given
+            found["reads"].append(0)
+            found["writes"].append(1)
+            continue
+        same = _names_of(kernel, argument)
+        numel = V.graph.sizevars.optimization_hint(V.graph.get_numel(argument.buffer), fallback=1) or 1
+        for side, deps in (("reads", reads), ("writes", writes)):
+            mine = {d for d in deps if d.name in same or real.get(d.name) in same}
+            if side == "writes" and "out_ptr" not in definition.name:  # what it writes there is another argument
+                mine = set()
+            if side == "reads" and definition.name.startswith("out_ptr"):
+                mine &= writes  # that it adds to
+            found[side].append(round(min(1.0, sum(_elements(d) for d in mine) / numel), 6))
+    if "SPARSE_KV_BLOCK_SIZE" in source:
+        found["flex"] = names
+    elif isinstance(kernel, TritonTemplateKernel):
+        found["flops"] = sum(part.estimate_flops() or 0 for part in parts)
+    return found
+
+
+def _names_of(kernel: Any, argument: Any) -> set[str]:
+    """Names of all buffers that share an argument's memory within a kernel."""
+    for place in kernel.args.inplace_buffers.values():
+        if getattr(place, "inner_name", None) == argument.name:
+            return {argument.buffer, *place.other_names}
+    return {argument.buffer}
+
+
+def _dependencies(parts: Sequence[Any]) -> tuple[set[Any], set[Any]]:
+    """What a kernel reads of the tensors that it is given, and what it writes."""
+    from torch._inductor.dependencies import WeakDep
+
+    writes = {dep for part in parts for dep in part.read_writes.writes if not isinstance(dep, WeakDep)}
+    made = {dep.name for dep in writes}
+    reads = {dep for part in parts for dep in part.read_writes.reads if not isinstance(dep, WeakDep)}
+    reads = {dep for dep in reads if dep.name not in made}
+    return reads | {dep for dep in writes if getattr(dep, "mode", None) == "atomic_add"}, writes
+
+
+def _elements(dep: Any) -> int:
+    from torch._inductor.utils import sympy_product
+    from torch._inductor.virtualized import V
+
+    indirect = getattr(dep, "is_indirect", lambda: False)()
+    return int(V.graph.sizevars.optimization_hint(sympy_product(dep.size) if indirect else dep.get_numel(), fallback=1))
+
+
+class GeneratedKernel:
+    """Where inductor's wrapper expects a compiled kernel: records each launch, and computes nothing."""
+
+    def __init__(self, ext: ModuleType, name: str, source: str) -> None:
+        if not ext.is_dry():
+            raise NotImplementedError(ON_HOST)
+        self._ext, self._name = ext, f"inductor::{name}"
+        _, marked, comment = source.rpartition(_COMMENT)
+        self._facts: dict[str, Any] = json.loads(comment.splitlines()[0]) if marked else {}
+        self._user = None if marked else _UserKernel(name, source)
+        self._flags = PRODUCTS if multiplies(source) and not self._facts.keys() & {"flops", "flex"} else 0
+        self._block = _block_sizes(source) if "flex" in self._facts else (0, 0)
+
+    def run(self, *args: Any, stream: int, **_: Any) -> None:
+        """Launch it."""
+        import torch
+
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        parts = self._facts
+        if self._user is not None:
+            with self._ext.Uncounted():
+                parts = self._user.parts(args)
+        nbytes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+        reads = [round(part * size) for part, size in zip(parts["reads"], nbytes, strict=True)]
+        writes = [round(part * size) for part, size in zip(parts["writes"], nbytes, strict=True)]
+        flops, flags = parts.get("flops", 0), self._flags
+        if "flex" in parts:
+            flops, known = self._flex_flops(dict(zip(parts["flex"], tensors)))
+            flags |= 0 if known else VALUE_UNKNOWN
+        self._ext.launch(self._name, tensors, reads, writes, flops, stream, flags)
+
+    def precompile(self, *_: Any, **__: Any) -> None:
+        """Nothing is compiled."""
+
+    def _flex_flops(self, given: dict[str, Any]) -> tuple[int, bool]:
+        """FLOPs of the blocks that the mask leaves, and whether that mask was known."""
+        query, key, value = (given[f"arg_{name}"] for name in "QKV")
+        batch, heads, queries, keys = *query.shape[:3], key.shape[2]
+        everything = float(batch * heads * queries * keys)
+        if self._block[0] >= queries and self._block[1] >= keys:  # no mask, for which torch makes one of one block
+            return self._products(everything, key, value), True
+        pairs, known = 0.0, True
+        for name in ("arg_KV_NUM_BLKS", "arg_FULL_KV_NUM_BLKS"):
+            if name in given:
+                blocks = self._ext.known_sum(given[name])
+                known = known and blocks is not None
+                shared = batch * heads / (given[name].shape[0] * given[name].shape[1])
+                pairs += (blocks or 0) * shared * self._block[0] * self._block[1]
+        return self._products(min(pairs, everything) if known else everything * _CAUSAL_PART, key, value), known
+
+    def _products(self, pairs: float, key: Any, value: Any) -> int:
+        """FLOPs of so many pairs of a query and a key."""
+        backward = "backward" in self._name
+        width = (3 if backward else 1) * key.shape[3] + (2 if backward else 1) * value.shape[3]
+        return round(2 * pairs * width)
+
+
+class _UserKernel:
+    """A kernel that somebody wrote and that compiled code launches."""
+
+    def __init__(self, name: str, source: str) -> None:
+        from torch._inductor.async_compile import _load_triton_kernel_from_source
+
+        self._kernel: Any = _load_triton_kernel_from_source(name, source)
+        meta = self._kernel.triton_meta
+        self._names = [name for name, kind in meta["signature"].items() if kind != "constexpr"]
+        self._constants = {**meta["constants"], **self._kernel.configs[0].kwargs}
+
+    def parts(self, args: Sequence[Any]) -> dict[str, list[int]]:
+        """Which of its tensors it reads and writes."""
+        import torch
+
+        given = dict(zip(self._names, args))
+        tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+        read, written = accessed(self._kernel.fn, {**self._constants, **given}, tensors)
+        return {"reads": [int(name in read) for name in tensors], "writes": [int(name in written) for name in tensors]}
+
+
+def _block_sizes(source: str) -> tuple[int, int]:
+    def size(name: str) -> int:
+        found = re.search(rf"SPARSE_{name}_BLOCK_SIZE\s*:\s*tl\.constexpr\s*=\s*(\d+)", source)
+        return int(found[1]) if found else 128
+
+    return size("Q"), size("KV")
