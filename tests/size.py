@@ -21,14 +21,14 @@ BUDGETS = {
     "refshard/engine": 8_000,
     "refshard/events": 2_100,
     "refshard/fakecuda": 1_500,
-    "refshard/measure": 8_400,
+    "refshard/measure": 8_450,
     "refshard/models": 1_300,
     "refshard/plan": 2_550,
     "refshard/report": 8_350,
     "refshard/specs": 2_350,
     "refshard/strategies": 3_150,
     "refshard/*.py": 2_050,
-    "tests": 67_800,
+    "tests": 67_900,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

@@ -27,6 +27,8 @@ def drawn_layers() -> dict[str, int]:
 LAYERS = drawn_layers()
 LAYERS |= {"__init__": LAYERS["cli"], "__main__": LAYERS["cli"] + 1}
 OPTIONAL = {
+    "triton_driver.py": {"triton"},
+    "triton_kernels.py": {"triton"},
     "accelerate_fsdp2.py": {"accelerate"},
     "compile.py": {"torchgen"},
     "adapters.py": {"peft"},

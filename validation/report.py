@@ -300,6 +300,12 @@ def dry_run_answer(found: Sequence[Prediction], recorded: Sequence[RecordedCase]
         for label, memory in (("memory", True), ("tokens/s/GPU", False))
         for half in HALVES
     }  # fmt: skip
+    for label, all_stated in (("memory, all settings stated", True), ("memory, some assumed", False)):
+        errors[label] = [
+            figure.error
+            for one in found if one.published.run.states_all is all_stated
+            for figure in one.compared if figure.is_memory
+        ]  # fmt: skip
     for machine in dict.fromkeys(one.machine for one in recorded):
         cases = [one for one in recorded if one.machine == machine]
         errors[f"measured on {machine}, reserved memory"] = [one.error for one in cases if one.figure == "reserved"]
@@ -307,7 +313,9 @@ def dry_run_answer(found: Sequence[Prediction], recorded: Sequence[RecordedCase]
             errors[f"measured on {machine}, step time, {half}"] = [
                 one.error for one in cases if one.figure == "step time" and one.half == half
             ]
-    verdict = [f"{label}: {summary(some)}" for label, some in errors.items() if some]
+    stated = sum(one.published.run.states_all for one in found)
+    verdict = [f"{stated} of {len(found)} published runs state all settings that decide memory"] if found else []
+    verdict += [f"{label}: {summary(some)}" for label, some in errors.items() if some]
     heads = ("run", "figure", "published", "dry run", "error", "other allocator mode")
     recorded_heads = ("measured on a GPU", "figure", "measured", "dry run", "error")
     return Answer(

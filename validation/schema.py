@@ -33,6 +33,8 @@ _FIGURES = (
     "seconds", "tokens_per_s", "tokens_per_s_gpu", "tflops_per_gpu", "mfu", "reserved_gib", "reserved_first_step_gib",
     "allocated_gib", "active_gib",
 )  # fmt: skip
+_NOT_OF_MEMORY = {"hardware", "cluster", "entry", "date"}
+"""Fields that do not decide memory, so that a source need not state them."""
 _AGREEMENT = 0.02
 """Relative difference up to which printed figures agree: sources round, and average steps differently."""
 
@@ -57,10 +59,29 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     learned_positions: bool = False
 
 
+class Adapter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is trained instead of the model: LoRA matrices of ``rank`` in the linear layers ``targets`` ("dora": with
+    magnitudes), or the norms among the targets ("norms").
+    """
+
+    method: Literal["lora", "dora", "norms"]
+    targets: tuple[str, ...]
+    rank: int | None = None
+    alpha: int | None = None
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in ("rank", "alpha"):
+            if (self.method == "norms") != ((value := getattr(self, field)) is None):
+                raise ValueError(f"{field} must be given for LoRA and DoRA alone, got {value} for {self.method}")
+
+
 class Script(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The code that ran, and its settings that decide memory: options of ``script/train.py``.
+    """The code that ran, and its settings that decide memory: options of the script that stands for it.
 
     - ``repository`` at ``commit``, started by ``entry``; ``torch`` is the version as far as it is known.
+    - ``program`` names the script of ``script/``: "train" does what torchtitan did, "finetune" what a loop around
+      transformers and PEFT does, "tune" what torchtune did.
     - ``reshard_after_forward`` applies to the blocks ("but last": all but the last); ``units`` says what else is
       wrapped.
     - Parameters, gradients and optimizer state are stored in ``parameter_dtype``. ``logits_fp32`` is where logits are
@@ -70,11 +91,17 @@ class Script(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     - ``allocator_setting`` is the variable as the launcher sets it; ``expandable_segments`` is its effect, None if the
       source does not tell. ``record_streams``: collectives hold memory by ``record_stream``.
     - ``depends_on_data``: memory or time depends on the tokens.
+    - ``also_saved`` are operators that selective checkpointing keeps besides those of ``script/train.py``;
+      ``checkpoint_reentrant``: by torch's reentrant checkpoint.
+    - ``float8`` are torchao's options: weights gathered in float8, and cast again in backward.
+    - ``autocast``: the forward runs in torch's autocast to bf16. ``clipped``: gradients are clipped.
+    - ``optimizer_implementation`` is that of torch's AdamW.
     """
 
     repository: str
     commit: str
     entry: str
+    program: Literal["train", "finetune", "tune"] = "train"
     torch: str = ""
     reshard_after_forward: Literal["all", "but last", "none", ""] = ""
     units: str = ""
@@ -82,7 +109,10 @@ class Script(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     parameter_dtype: Literal["fp32", "bf16"] = "fp32"
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     optimizer_implementation: Literal["foreach", "fused"]
-    loss: Literal["cross entropy", "chunked cross entropy"] = "cross entropy"
+    optimizer: Literal["AdamW", "torchao AdamW8bit"] = "AdamW"
+    optimizer_in_backward: bool = False
+    clipped: bool = True
+    loss: Literal["cross entropy", "chunked cross entropy", "cross entropy of a shifted copy"] = "cross entropy"
     logits_fp32: Literal["in the model", "in the loss"]
     logits_kept: bool
     attention: Literal["flash", "efficient", "cudnn", "flex"]
@@ -91,6 +121,14 @@ class Script(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     allocator_setting: str = ""
     record_streams: bool = False
     depends_on_data: bool = False
+    compile_backend: Literal["inductor", "aot_eager"] = "inductor"
+    also_saved: tuple[str, ...] = ()
+    checkpoint_reentrant: bool = False
+    activations_offloaded: bool = False
+    float8: tuple[Literal["gathered", "weight recomputed"], ...] = ()
+    autocast: bool = False
+    adapter: Adapter | None = None
+    quantised: Literal["", "bitsandbytes nf4", "torchao nf4"] = ""
 
     def __post_init__(self) -> None:
         for field in ("repository", "commit", "entry"):
@@ -108,8 +146,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
       within ``dp_shard``.
     - ``microbatch`` is in sequences per data-parallel rank, ``global_batch`` in sequences.
     - ``checkpointing`` is "none", "full", "selective" (by operator), "every-2" (each second layer), a number of layers,
-      or as the source describes it. ``compiled`` may name the parts that torch.compile compiles. ``precision`` is
-      "fp8-rowwise" only if a source has runs with scales by row beside others.
+      or as the source describes it. ``compiled`` may name the parts that torch.compile compiles, each for itself.
+      ``precision`` is "fp8-rowwise" only if a source has runs with scales by row beside others.
     - ``seconds`` is the step time, ``tokens_per_s`` the rate of all GPUs, ``mfu`` a fraction by the source's
       convention, memory a peak of torch's allocator on one rank (``reserved_first_step_gib`` apart if it is given).
       ``predicted_*`` are the source's own predictions.
@@ -142,7 +180,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     strategy: str = ""
     precision: Literal["bf16", "fp8", "fp8-rowwise", "nvfp4"] | None = None
     checkpointing: str | None = None
-    compiled: bool | tuple[Literal["attention", "loss", "blocks"], ...] | None = None
+    compiled: bool | tuple[Literal["attention", "loss", "blocks", "model"], ...] | None = None
     seconds: float | None = None
     tokens_per_s: float | None = None
     tokens_per_s_gpu: float | None = None
@@ -190,6 +228,12 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         if figure == "throughput":
             return self.tokens_per_s_gpu
         return self.seconds if figure == "step time" else self.reserved_gib or self.allocated_gib
+
+    @property
+    def states_all(self) -> bool:
+        """Whether the source states all that decides memory, in words or by a command at a commit."""
+        told = self.script is None or not (self.script.depends_on_data or self.script.expandable_segments is None)
+        return told and not set(self.assumed) - _NOT_OF_MEMORY
 
     def _check_figures(self) -> None:
         """Printed figures of one step must agree with each other."""

@@ -101,7 +101,7 @@ class Observer:
 
         def compile_and_follow(module: nn.Module, *args: Any, **options: Any) -> None:
             compile_in_place(module, *args, **options)
-            compiled = module._compiled_call_impl
+            compiled: Any = module._compiled_call_impl
 
             def call(*args: Any, **named: Any) -> Any:
                 self._enter(module, args)
@@ -112,7 +112,7 @@ class Observer:
 
             module._compiled_call_impl = call
 
-        nn.Module.compile = compile_and_follow  # type: ignore[method-assign]
+        nn.Module.compile = compile_and_follow  # type: ignore[assignment,method-assign]
 
     @property
     def parameters(self) -> int:

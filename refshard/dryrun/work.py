@@ -141,9 +141,9 @@ def work_of(name: str, signature: str, flags: int = 0, flops: float = 0.0) -> Wo
     work = work or _convolution(op, found) or _recurrent(op, found) or _product(op, found)
     if work is not None:
         return work
-    flops = _registered_flops(library, op, found)
-    if flops is not None:
-        return Work(kind="product", flops=flops, dtype=found.inputs[0].dtype if found.inputs else "")
+    registered = _registered_flops(library, op, found)
+    if registered is not None:
+        return Work(kind="product", flops=registered, dtype=found.inputs[0].dtype if found.inputs else "")
     uncertain = library not in _PLAIN_LIBRARIES or (_HEAVY.search(op) is not None and not _LIGHT.match(op))
     return Work(kind="move", doubt=_NO_FORMULA if uncertain else "")
 

@@ -40,6 +40,7 @@ def emit(setting: Setting) -> Emitted:
     replicated = one.strategy in UNSHARDED
     run = msgspec.structs.replace(
         one, model=one.model if preset else MODEL, implementation=Implementation(),
+        strategy=COMPILED.get(one.strategy, one.strategy) if one.implementation.compiled else one.strategy,
         sequence_parallel=one.tp > 1 and one.strategy in SPLIT_BY_SEQUENCE,
     )  # fmt: skip
     fields = {key: value for key, value in msgspec.to_builtins(run).items() if key in KEYS}
@@ -81,7 +82,6 @@ def _check(setting: Setting) -> None:
     refuse_job("refshard", setting, llama=TRAINED)
     staged = above_one(setting, "pp", "cp", remedy=f"plan with --strategy {','.join(STAGED)}")
     split = above_one(setting, "tp", remedy="plan with --strategy fsdp2")
-    compiles = one.implementation.compiled or one.strategy.endswith("-compiled") or one.strategy == "simplefsdp"
     refuse(
         "refshard",
         *(staged if one.strategy not in STAGED else []),
@@ -94,8 +94,7 @@ def _check(setting: Setting) -> None:
         (one.precision == "fp8", "precision must be 'bf16' or 'fp32', got 'fp8'; emit for torchtitan or megatron"),
         (one.offload, "offload must be false, got true: it is not dry-run; leave out --offload"),
         (
-            compiles,
-            "compiled must be false, got true: compiled cases are not dry-run; measure the strategy "
-            f"'{COMPILED.get(one.strategy, 'fsdp2-compiled')}' on GPUs instead",
+            one.implementation.compiled and one.strategy not in {*COMPILED, *COMPILED.values()},
+            f"compiled must be false for {one.strategy}, got true; plan with --strategy {','.join(COMPILED)}",
         ),
     )

@@ -39,15 +39,17 @@ def install(ext: ModuleType) -> None:
     guards._empty_strided_cuda = ext.empty_strided
     torch._C._compiled_module = ext.compiled_module  # type: ignore[attr-defined]
 
-    triton, define = AsyncCompile.triton, TritonScheduling.define_kernel
-    enter, call = Scheduler.enter_context, CompiledFxGraph.__call__
+    triton: Any = AsyncCompile.triton
+    define: Any = TritonScheduling.define_kernel
+    enter: Any = Scheduler.enter_context
+    call: Any = CompiledFxGraph.__call__
 
     def load(self: Any, kernel_name: str, source_code: str, device_str: str = "cuda") -> Any:
         if device_str != "cuda":
             return triton(self, kernel_name, source_code, device_str)
         return GeneratedKernel(ext, kernel_name, source_code)
 
-    def define_kernel(self: Any, source: str, nodes: Any, kernel: Any) -> str:
+    def define_kernel(self: Any, source: str, nodes: Any, kernel: Any) -> Any:
         return define(self, f"{source}\n{_COMMENT}{json.dumps(facts(source, nodes, kernel))}\n", nodes, kernel)
 
     def enter_context(self: Any, node: Any) -> None:
@@ -64,12 +66,17 @@ def install(ext: ModuleType) -> None:
             ext.compiled(False)
 
     _choose_without_benchmarks()
-    CatchErrorsWrapper.__call__ = _uncounted(ext, CatchErrorsWrapper.__call__)  # type: ignore[method-assign]
-    _AutogradBackwardCompiler.get_or_compile = _uncounted(ext, _AutogradBackwardCompiler.get_or_compile)  # type: ignore[method-assign]
-    AsyncCompile.triton = load  # type: ignore[method-assign]
-    TritonScheduling.define_kernel = define_kernel
-    Scheduler.enter_context = enter_context  # type: ignore[method-assign]
-    CompiledFxGraph.__call__ = run_graph  # type: ignore[method-assign]
+    _replace(AsyncCompile, triton=load)
+    _replace(TritonScheduling, define_kernel=define_kernel)
+    _replace(Scheduler, enter_context=enter_context)
+    _replace(CompiledFxGraph, __call__=run_graph)
+    for compiler, name in ((CatchErrorsWrapper, "__call__"), (_AutogradBackwardCompiler, "get_or_compile")):
+        _replace(compiler, **{name: _uncounted(ext, getattr(compiler, name))})
+
+
+def _replace(owner: Any, **functions: Any) -> None:
+    for name, function in functions.items():
+        setattr(owner, name, function)
 
 
 def take_peaks(ext: ModuleType) -> None:
@@ -86,9 +93,8 @@ def take_peaks(ext: ModuleType) -> None:
         rates: Any = hardware.matmul
         return float(rates.get(dtypes.get(dtype), rates["fp32"]).peak / 1e12)
 
-    utils.get_device_tflops = tflops
     bandwidth = hardware.memory_peak_bytes_per_s or hardware.memory_bytes_per_s
-    utils.get_gpu_dram_gbps = lambda: bandwidth / 1e9  # type: ignore[assignment]
+    _replace(utils, get_device_tflops=tflops, get_gpu_dram_gbps=lambda: bandwidth / 1e9)
 
 
 def compute_masks(ext: ModuleType) -> None:
@@ -134,10 +140,11 @@ def _choose_without_benchmarks() -> None:
     def rank(choice: Any, *_: Any, **__: Any) -> float:
         return 1.0 if isinstance(choice, ExternKernelCaller) else 2.0
 
-    AlgorithmSelectorCache.make_precompile_fn = lambda *_, **__: lambda: None  # type: ignore[method-assign]
-    AlgorithmSelectorCache.benchmark_choice = staticmethod(rank)  # type: ignore[assignment]
-    AlgorithmSelectorCache.benchmark_collective_choice = staticmethod(rank)  # type: ignore[assignment]
-    type(benchmarker).benchmark = type(benchmarker).benchmark_gpu = lambda *_, **__: 1.0  # type: ignore[method-assign]
+    _replace(
+        AlgorithmSelectorCache, make_precompile_fn=lambda *_, **__: lambda: None, benchmark_choice=staticmethod(rank),
+        benchmark_collective_choice=staticmethod(rank),
+    )  # fmt: skip
+    _replace(type(benchmarker), benchmark=lambda *_, **__: 1.0, benchmark_gpu=lambda *_, **__: 1.0)
 
 
 def module_of(node: Any) -> str:
@@ -261,7 +268,7 @@ class GeneratedKernel:
     def _flex_flops(self, given: dict[str, Any]) -> tuple[int, bool]:
         """FLOPs of the blocks that the mask leaves, and whether that mask was known."""
         query, key, value = (given[f"arg_{name}"] for name in "QKV")
-        batch, heads, queries, keys = *query.shape[:3], key.shape[2]
+        (batch, heads, queries, _), keys = query.shape, key.shape[2]
         everything = float(batch * heads * queries * keys)
         if self._block[0] >= queries and self._block[1] >= keys:  # no mask, for which torch makes one of one block
             return self._products(everything, key, value), True
@@ -277,7 +284,7 @@ class GeneratedKernel:
     def _products(self, pairs: float, key: Any, value: Any) -> int:
         """FLOPs of so many pairs of a query and a key."""
         backward = "backward" in self._name
-        width = (3 if backward else 1) * key.shape[3] + (2 if backward else 1) * value.shape[3]
+        width: int = (3 if backward else 1) * key.shape[3] + (2 if backward else 1) * value.shape[3]
         return round(2 * pairs * width)
 
 
@@ -285,9 +292,10 @@ class _UserKernel:
     """A kernel that somebody wrote and that compiled code launches."""
 
     def __init__(self, name: str, source: str) -> None:
-        from torch._inductor.async_compile import _load_triton_kernel_from_source
+        from torch._inductor import async_compile
 
-        self._kernel: Any = _load_triton_kernel_from_source(name, source)
+        module: Any = async_compile
+        self._kernel = module._load_triton_kernel_from_source(name, source)
         meta = self._kernel.triton_meta
         self._names = [name for name, kind in meta["signature"].items() if kind != "constexpr"]
         self._constants = {**meta["constants"], **self._kernel.configs[0].kwargs}

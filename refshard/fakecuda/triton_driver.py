@@ -49,7 +49,7 @@ class CudaDriver(GPUDriver):  # type: ignore[misc]
 class _Utils:
     def get_device_properties(self, device: int) -> dict[str, int]:
         """What Triton asks a device."""
-        found = torch.cuda.get_device_properties(device)
+        found: Any = torch.cuda.get_device_properties(device)
         return {
             "max_shared_mem": found.shared_memory_per_block_optin,
             "multiprocessor_count": found.multi_processor_count,

@@ -38,7 +38,6 @@ def test_the_command_describes_the_case_and_is_read_back() -> None:
         ({"strategy": "fsdp3"}, "strategy: no strategy 'fsdp3'; did you mean"),
         ({"model": OWN, "strategy": "pipeline"}, "strategy: refshard does not support pipeline with"),
         ({"model": "no_such.models:build"}, "needs the module 'no_such'"),
-        ({"strategy": "simplefsdp"}, "strategy: compiled cases are not dry-run"),
         ({"precision": "fp16"}, "precision"),
         ({"microbatch": 0}, "dryrun: global_batch must be >= 1, got 0"),
     ],

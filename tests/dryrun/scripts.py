@@ -88,17 +88,25 @@ COMPILED = """
 import torch
 from torch import nn
 
-graphs = []
+torch.cuda.set_device(0)
 
 
-def backend(graph, inputs):
-    graphs.append(graph)
-    return graph.forward
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(512, 4096, bias=False), nn.Linear(4096, 512, bias=False)
+
+    def forward(self, x):
+        return self.down(nn.functional.gelu(self.up(x)))
 
 
-model = torch.compile(nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512)).cuda(), backend=backend)
-model(torch.randn(64, 512, device="cuda")).sum().backward()
-print("compiled graphs:", len(graphs))
+model = MLP().cuda()
+model.compile()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for rows in (8192, 4096, 4096):
+    model(torch.randn(rows, 512, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
 """
 
 QUANTISED = """

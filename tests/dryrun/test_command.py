@@ -1,6 +1,7 @@
 """``refshard dryrun`` as a user runs it: each test is one run of a script on the fake device."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -10,12 +11,16 @@ from typing import Any
 
 import pytest
 
+from refshard.dryrun.request import Request
+from refshard.dryrun.run import dry_run
 from tests.dryrun import scripts
 from tests.fakecuda.needs import needs_device
+from tests.gpu.quick.cases import SCRIPT, read_cases
 from tests.measure.commandline import status_of
 
 pytestmark = [needs_device, pytest.mark.processes]
 MIB = 2**20
+RECORDS = Path("profiles/recorded/h200")
 
 
 def run(folder: Path, script: str, *options: str) -> subprocess.CompletedProcess[str]:
@@ -211,8 +216,37 @@ def test_an_exit_message_is_shown(tmp_path: Path) -> None:
     assert "FAILED: the script ended with exit status 1: no such config" in done.stdout
 
 
-@pytest.mark.full
-def test_a_compiled_module_is_not_run_uncompiled(tmp_path: Path) -> None:
-    done = run(tmp_path, scripts.COMPILED)
+def test_a_compiled_script_is_compared_with_itself_uncompiled(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    done = run(tmp_path, scripts.COMPILED, "--compile", "both", "--json")
     assert done.returncode == 0, done.stderr
-    assert "compiled graphs: 1" in done.stderr
+    found = json.loads(done.stdout)
+    (again,) = found["answer"]["compiled"]["recompiled"]
+    assert again["line"] == "train.py:13 in forward"
+    assert "size mismatch at index 0. expected 8192, actual 4096" in again["reason"]
+    assert found["eager"]["answer"]["compiled"] is None
+    eager, compiled = (one["answer"]["peak"]["allocated"] for one in (found["eager"], found))
+    assert eager - compiled == 8192 * 4096 * 4  # eager keeps what GELU makes; compiled code makes it again
+
+
+@pytest.mark.full
+def test_compiling_can_be_switched_off(tmp_path: Path) -> None:
+    done = run(tmp_path, scripts.COMPILED, "--compile", "off", "--json")
+    assert json.loads(done.stdout)["answer"]["compiled"] is None
+
+
+@pytest.mark.full
+def test_compiled_blocks_need_what_they_needed_on_a_gpu() -> None:
+    """The dry run of ``1b-fsdp2-compile`` beside one H200, under torch 2.11."""
+    pytest.importorskip("triton")
+    (case,) = (case for case in read_cases() if case.name == "1b-fsdp2-compile")
+    launched = map(json.loads, (RECORDS / "cases-2.jsonl").read_text().splitlines())
+    measured = next(row for row in launched if row["name"] == case.name)
+    request = Request(
+        command=(str(SCRIPT), "--out", os.devnull, *case.arguments), cluster="hgx-h200", world_size=1, local_ranks=8,
+        environment={"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    answer = dry_run(request).answer
+    assert answer.outcome == "stepped", answer.error
+    assert answer.peak.allocated == measured["peak"]["allocated"]
+    assert answer.peak.reserved == pytest.approx(measured["peak"]["reserved"], rel=1e-3)

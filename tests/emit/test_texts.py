@@ -119,7 +119,6 @@ def test_notes_are_sentences(tool: str, name: str) -> None:
             "'none' for schedule 'zero-bubble', got 'full'; plan with --checkpointing none or --schedule 1f1b",
         ),
         ("refshard", {"dp_shard": 8, "precision": "fp8"}, "precision must be 'bf16' or 'fp32', got 'fp8'"),
-        ("refshard", {"strategy": "simplefsdp", "dp_shard": 8}, "measure the strategy 'simplefsdp' on GPUs instead"),
         ("refshard", {"model": "mixtral-8x7b", "dp_shard": 8}, "experts must be absent .* got a table; emit for"),
         (
             "megatron", {"model": "mixtral-8x7b", "strategy": "megatron", "dp_shard": 8},
@@ -132,7 +131,10 @@ def test_notes_are_sentences(tool: str, name: str) -> None:
             "ep must be 1 for mixtral-8x7b, which has 8 experts, got 4; plan with --ep 1",
         ),
         ("refshard", {"strategy": "megatron", "dp_shard": 8}, "strategy must be one that it runs, got 'megatron'"),
-        ("refshard", {"dp_shard": 8, "compiled": True}, "measure the strategy 'fsdp2-compiled' on GPUs instead"),
+        (
+            "refshard", {"strategy": "fsdp1", "dp_shard": 8, "compiled": True},
+            "compiled must be false for fsdp1, got true; plan with --strategy fsdp2,refshard-fsdp",
+        ),
         ("refshard", {"dp_shard": 8, "offload": True}, "offload must be false, got true"),
         ("fairscale", {"dp_shard": 8}, "no tool 'fairscale'; known: accelerate, deepspeed, megatron, "),
         ("torchtitan", {"dp_shard": 12}, "gpus: must be at most 8, or a multiple of it"),

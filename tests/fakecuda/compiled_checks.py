@@ -45,7 +45,8 @@ def launches(run: Callable[[], Any]) -> list[dict[str, Any]]:
     return [
         {"name": r["name_table"][r["names"][i]], "signature": r["signature_table"][r["signatures"][i]],
          "module": r["module_table"][r["modules"][i]],
-         **{key: int(r[f"{key}s"][i]) for key in ("read", "write", "size", "phase", "stream")}, "flags": int(r["flags"][i])}
+         **{key: int(r[f"{key}s"][i]) for key in ("read", "write", "size", "phase", "stream")},
+         "flags": int(r["flags"][i])}
         for i in range(len(r["kinds"])) if r["kinds"][i] == Kind.LAUNCH
     ]  # fmt: skip
 
@@ -117,6 +118,8 @@ def optimizer() -> Any:
 
 
 class Layer(nn.Module):
+    """A norm, a product and a pointwise operator."""
+
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.up = nn.RMSNorm(COLUMNS), nn.Linear(COLUMNS, COLUMNS, bias=False)
@@ -126,6 +129,8 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
+    """Two layers."""
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer() for _ in range(2))
@@ -163,13 +168,13 @@ def attend(mask: BlockMask | None) -> Any:
 
 @check
 def flex_causal() -> Any:
-    return attend(create_block_mask(lambda b, h, q, k: q >= k, None, None, ROWS, ROWS, device="cuda"))
+    return attend(create_block_mask(lambda _b, _h, q, k: q >= k, None, None, ROWS, ROWS, device="cuda"))
 
 
 @check
 def flex_window() -> Any:
     return attend(
-        create_block_mask(lambda b, h, q, k: (q >= k) & (q - k < 256), None, None, ROWS, ROWS, device="cuda")
+        create_block_mask(lambda _b, _h, q, k: (q >= k) & (q - k < 256), None, None, ROWS, ROWS, device="cuda")
     )
 
 
@@ -182,7 +187,7 @@ def flex_full() -> Any:
 def flex_unknown() -> Any:
     document = (rows(ROWS) > 0).cumsum(0)  # which document a token belongs to was not computed
     return attend(
-        create_block_mask(lambda b, h, q, k: document[q] == document[k], None, None, ROWS, ROWS, device="cuda")
+        create_block_mask(lambda _b, _h, q, k: document[q] == document[k], None, None, ROWS, ROWS, device="cuda")
     )
 
 
@@ -195,21 +200,23 @@ def autotuned() -> Any:
         torch._inductor.config.max_autotune_gemm = False
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def add_kernel(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = at < n
     tl.store(out_ptr + at, tl.load(x_ptr + at, mask=mask) + tl.load(y_ptr + at, mask=mask), mask=mask)
 
 
-@triton.autotune(configs=[triton.Config({"BLOCK": 256}), triton.Config({"BLOCK": 1024})], key=["n"])
-@triton.jit
+@triton.autotune(  # type: ignore[untyped-decorator]
+    configs=[triton.Config({"BLOCK": 256}), triton.Config({"BLOCK": 1024})], key=["n"]
+)
+@triton.jit  # type: ignore[untyped-decorator]
 def scale_kernel(x_ptr, n, by, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(x_ptr + at, tl.load(x_ptr + at, mask=at < n) * by, mask=at < n)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def dot_kernel(a_ptr, b_ptr, c_ptr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     tl.store(c_ptr + at, tl.dot(tl.load(a_ptr + at), tl.load(b_ptr + at)))

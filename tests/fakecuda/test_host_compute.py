@@ -35,9 +35,10 @@ def test_random_numbers_are_drawn_anew_and_come_again(seen: Seen) -> None:
 def test_compiled_models(seen: Seen) -> None:
     found = seen("compiled")
     assert found["values"] is found["gradients"] is True
-    if importlib.util.find_spec("triton") is not None:
-        pytest.skip("what inductor says where Triton is installed is Triton's")
-    assert found["inductor"].startswith("TritonMissing: Cannot find a working triton installation.")
+    if importlib.util.find_spec("triton") is None:
+        assert found["inductor"].startswith("TritonMissing: Cannot find a working triton installation.")
+    else:
+        assert "the fake CUDA device does not compute Triton kernels on the host" in found["inductor"]
 
 
 @pytest.mark.parametrize(

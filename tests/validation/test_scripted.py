@@ -14,6 +14,7 @@ from validation.schema import Run, Source, read_source, scripted_runs
 
 RUNS = scripted_runs()
 WRITTEN = datetime.date(2026, 11, 23)
+LATER = datetime.date(2026, 11, 28)
 
 
 SCRIPT: dict[str, Any] = {
@@ -47,6 +48,10 @@ def test_the_runs_of_the_prototype_are_there_with_their_figures() -> None:
         name: (one.run.reserved_gib, one.run.tokens_per_s_gpu) for name, one in RUNS.items() if one.run.seen_before
     }
     assert figures == {
+        "llama3-8b-compiled-h100x8-2024-12": (77.0, 6667),
+        "llama3-8b-compiled-h100x128-2024-12": (62.0, 6514),
+        "llama3-8b-compiled-h100x8-2025-02": (47.65, 5760),
+        "llama3-8b-compiled-h100x8-2025-03": (47.65, None),
         "llama3-8b-h100x8-2024-12": (82.4, 5762),
         "llama3-8b-h100x128-2024-12": (67.0, 5605),
         "llama3-8b-h100x8-2024-11": (49.58594, None),
@@ -57,8 +62,14 @@ def test_the_runs_of_the_prototype_are_there_with_their_figures() -> None:
 def test_there_are_enough_of_them_and_of_many_kinds() -> None:
     blind = [one.run for one in RUNS.values() if not one.run.seen_before]
     assert len([one for one in blind if one.reserved_gib or one.reserved_first_step_gib]) >= 20
-    assert {one.hardware for one in blind} == {"h100-96gb-500w", "a100-sxm-80gb"}
-    assert {one.strategy for one in blind} == {"fsdp1", "fsdp2", "single"}
+    assert {one.hardware for one in blind} == {"h100-96gb-500w", "h100-sxm-80gb", "a100-sxm-80gb", "l40s"}
+    assert {one.strategy for one in blind} == {"fsdp1", "fsdp2", "simplefsdp", "single"}
+    assert len([one for one in blind if one.compiled]) >= 24
+    assert len([one for one in blind if one.ep > 1]) >= 5
+    assert len([one for one in blind if one.gpus == 1]) >= 20
+    assert {one.precision for one in blind} == {"bf16", "fp8", "fp8-rowwise"}
+    adapters = [one.script.adapter for one in blind if one.script and one.script.adapter]
+    assert {one.method for one in adapters} == {"lora", "dora", "norms"}
     assert {one.checkpointing for one in blind} == {"none", "selective", "every-2", "full"}
     assert {one.script.expandable_segments for one in RUNS.values()} == {True, False}
     assert {one.tp for one in blind} == {1, 2, 4, 8}
@@ -86,7 +97,7 @@ def test_a_runs_figures_and_profiles_agree(name: str) -> None:
 
 
 def test_halves_are_those_that_were_assigned_before_any_dry_run() -> None:
-    fitted = [name for name, one in RUNS.items() if one.half == "fit"]
+    fitted = [name for name, one in RUNS.items() if one.half == "fit" and one.source.written == WRITTEN]
     assert fitted == [
         "llama3-8b-h100x8-2024-12", "llama3-8b-h100x128-2024-12", "llama3-8b-h100x8-2025-06",
         "llama2-7b-fsdp1-full-h100x8-2024-03", "llama2-7b-fsdp2-full-h100x8-2024-03",
@@ -94,6 +105,25 @@ def test_halves_are_those_that_were_assigned_before_any_dry_run() -> None:
         "llama3-8b-tp2-h100x8-2025-10", "llama3-8b-foreach-a100x8-2024-06", "llama3-8b-fused-a100x8-2024-06",
         "llama3-8b-h100x8-2024-11", "llama3-8b-h100x8-2025-03", "llama3-8b-chunked-loss-h100x8-2025-03",
     ]  # fmt: skip
+    later = {one.source.title for one in RUNS.values() if one.half == "fit" and one.source.written == LATER}
+    assert sorted(later) == [
+        "Llama 3 8B on 8 H100, compiled: a log of 100 steps",
+        "Llama 3 8B on 8 H100, compiled: bf16, float8 by row, and float8 by tensor gathered in float8",
+        "Llama 3.1 8B, FSDP2, with torch.compile, in bf16 and in float8",
+        "Llama 3.2 3B on one A100: the rows that add to a packed dataset, from torch.compile to QLoRA",
+        "Qwen3 32B on 8 H100, compiled: one line of a log",
+        "compiled float8 on 8 H100: selective checkpointing that keeps absolute values or not",
+    ]
+
+
+def test_a_run_states_all_unless_a_setting_of_its_memory_is_assumed_or_lies_in_the_data() -> None:
+    stated = [name for name, one in RUNS.items() if one.run.states_all]
+    assert len(stated) == 14
+    assert {RUNS[name].source.source.split(",")[0] for name in stated} == {
+        "foundation-model-stack/fms-acceleration", "pytorch/torchtitan",
+    }  # fmt: skip
+    assert not RUNS["llama3-8b-h100x8-2024-12"].run.states_all
+    assert not RUNS["deepseek-v3-16b-flex-ep8-h100x8-2025-08"].run.states_all
 
 
 def halves(*sources: Source) -> dict[str, str]:
@@ -136,6 +166,14 @@ def test_sources_alternate_within_an_accelerator_and_later_ones_move_nobody() ->
         ({"microbatch": 0}, "microbatch must be >= 1, got 0"),
         ({"seq_len": None}, "seq_len must be given for a run with a script, got nothing; add it"),
         ({"name": ""}, "name must be given for a run with a script, got nothing; add it"),
+        (
+            {"script__adapter": {"method": "lora", "targets": ["q"]}},
+            "script.adapter.rank must be given for LoRA and DoRA alone, got None for lora",
+        ),
+        (
+            {"script__adapter": {"method": "norms", "targets": ["norm"], "alpha": 1}},
+            "script.adapter.alpha must be given for LoRA and DoRA alone, got 1 for norms",
+        ),
         ({"script__atention": "flash"}, "script has the unknown key 'atention'; did you mean 'attention'?"),
     ],
 )

@@ -1,11 +1,14 @@
 """Llama and Qwen3 as the code of the published runs builds them; ``train.py`` has the options."""
 
 import argparse
+from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION,
@@ -40,7 +43,8 @@ def make_norm(kind: str, width: int) -> nn.Module:
 
 def rotations(options: argparse.Namespace) -> Tensor:
     """By position: a complex number for each pair (complex64), or cosines, then sines (fp32) for each element."""
-    angles = 1.0 / (500_000.0 ** (torch.arange(0, options.head_dim, 2).float() / options.head_dim))
+    width = options.rotated or options.head_dim
+    angles = 1.0 / (500_000.0 ** (torch.arange(0, width, 2).float() / width))
     positions = torch.arange(options.positions, device=angles.device)
     angles = torch.outer(positions, angles).float()
     if options.rotary == "complex":
@@ -80,6 +84,46 @@ def repeated(x: Tensor, times: int) -> Tensor:
     return x.unsqueeze(3).expand(batch, length, heads, times, width).reshape(batch, length, heads * times, width)
 
 
+@cache
+def compiled_attention() -> Callable[..., Tensor]:
+    """FlexAttention, compiled for itself."""
+    return torch.compile(flex_attention, mode="max-autotune-no-cudagraphs")
+
+
+@cache
+def compiled_mask() -> Callable[..., BlockMask]:
+    return torch.compile(create_block_mask)
+
+
+class Documents:
+    """The mask of the batch, in which a document ends with token 1."""
+
+    mask: BlockMask | None = None
+
+    @classmethod
+    @torch.no_grad()
+    def read(cls, tokens: Tensor) -> None:
+        ends = tokens == 1
+        ends[:, -1] = True
+        counted = torch.cumsum(torch.where(ends, 1, 0), dim=1)
+        document = torch.zeros_like(counted, dtype=torch.int32)
+        document[:, 1:] = counted[:, :-1]
+
+        def seen(b: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (document[b, query] == document[b, key]) & (query >= key)
+
+        cls.mask = compiled_mask()(seen, tokens.shape[0], None, tokens.shape[1], tokens.shape[1])
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, options: argparse.Namespace) -> Tensor:
+    if options.attention == "flex":
+        return compiled_attention()(q, k, v, block_mask=Documents.mask)
+    first = KERNELS[options.attention]
+    kernels = [first] + [KERNELS[name] for name in ("flash", "efficient", "math") if KERNELS[name] != first]
+    with sdpa_kernel(kernels, set_priority=True):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
 class Attention(nn.Module):
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__()
@@ -92,8 +136,6 @@ class Attention(nn.Module):
         self.v = nn.Linear(options.dim, kv_heads * width, bias=False)
         self.o = nn.Linear(heads * width, options.dim, bias=False)
         self.rotate = rotate_pairs if options.rotary == "complex" else rotate_halves
-        first = KERNELS[options.attention]
-        self.kernels = [first] + [KERNELS[name] for name in ("flash", "efficient", "math") if KERNELS[name] != first]
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         length, width, times = self.options.seq_len, self.options.head_dim, self.options.heads // self.options.kv_heads
@@ -108,9 +150,7 @@ class Attention(nn.Module):
         q, k = self.rotate(q, k, table)
         keys, values = repeated(k, times), repeated(v, times)
         q, k, v = q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
-        with sdpa_kernel(self.kernels, set_priority=True):
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        out = out.transpose(1, 2).contiguous()
+        out = attend(q, k, v, self.options).transpose(1, 2).contiguous()
         out = out.view(batch * length, -1) if self.options.fold else out.view(batch, length, -1)
         return self.o(out)
 
@@ -127,7 +167,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, _: int) -> None:
         super().__init__()
         self.attention = Attention(options)
         self.feed_forward = FeedForward(options.dim, options.hidden)
@@ -140,12 +180,12 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, block: Callable[[argparse.Namespace, int], nn.Module]) -> None:
         super().__init__()
         self.options = options
         self.embedding = nn.Embedding(options.vocab, options.dim)
         self.register_buffer("table", rotations(options), persistent=False)
-        self.layers = nn.ModuleDict({str(i): Block(options) for i in range(options.layers)})
+        self.layers = nn.ModuleDict({str(i): block(options, i) for i in range(options.layers)})
         self.norm = make_norm(options.norm, options.dim)
         self.head = nn.Linear(options.dim, options.vocab, bias=False)
 

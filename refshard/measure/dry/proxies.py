@@ -77,8 +77,10 @@ def proxies_of(job: Job, setting: Setting, folder: Path) -> Proxies | str:
     """The job's proxies, with their models written to ``folder``; or why it has none."""
     if job.strategy not in ROWS:
         return f"refshard does not run {job.strategy}"
-    if job.precision not in ("bf16", "fp32") or job.implementation.compiled or job.offload:
-        return "fp8, compiled blocks and offload are not dry-run"
+    if job.precision not in ("bf16", "fp32") or job.offload:
+        return "fp8 and offload are not dry-run"
+    if job.implementation.compiled:
+        return "proxies are of eager blocks"
     if job.ep > 1 or setting.model.experts:
         return "mixtures of experts are not dry-run"
     if not job.implementation.reduce_each:
