@@ -446,7 +446,8 @@ def dryrun(
 
     With --model, a model is trained under one strategy, and no script is needed.
 
-    Exit status: 0 if it fits; 1 if it does not, the script fails or --races finds a race; 2 if the command is wrong.
+    Exit status: 0 if it fits; 1 if it does not, the script fails or --races finds a race; 2 if the command is wrong;
+    3 if there is no verdict, because no optimizer step had work on the GPU.
     """
     from refshard.commands import dryrun as made
 

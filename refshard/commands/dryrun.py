@@ -38,7 +38,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 def dryrun(options: Options, *, trace: Path | None = None, html: Path | None = None) -> Answer:
     """Run the script that the words name; the status is 0 if it fits, 1 if it does not, failed or, where races were
-    asked for, has some.
+    asked for, has some, and 3 without a verdict.
 
     With ``compile`` "both" it runs a second time, without torch.compile, to compare.
 

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from refshard.analysis import analyse as tracing
 from refshard.dryrun.as_trace import as_trace
@@ -46,8 +47,9 @@ class Analysis:
     last whole one. ``usable_bytes`` is what the allocator can reserve: the device's memory less ``overheads``.
     ``model_flops`` are those of the step's matrix products and attention, without recomputation, causal attention by
     half.
-    ``tokens`` are this rank's, of a step: of tokens that ranks share, its part; None where unknown. ``races`` is None
-    unless they were looked for.
+    ``tokens`` are this rank's, of a step: of tokens that ranks share, its part; None where unknown. ``unknown_reads``
+    are the lines of the script that read values which were not computed, in the whole run, with the number of reads.
+    ``races`` is None unless they were looked for.
     """
 
     run: DryRun
@@ -63,6 +65,7 @@ class Analysis:
     model_flops: float
     tokens: float | None
     synchronisations: tuple[Synchronisation, ...]
+    unknown_reads: Counter[str]
     races: tuple[Race, ...] | None = None
 
     @property
@@ -71,9 +74,26 @@ class Analysis:
         return self.cluster.accelerator
 
     @property
-    def fits(self) -> bool:
-        """Whether the allocator served all requests."""
-        return self.run.refused is None and self.run.answer.outcome != "oom"
+    def fits(self) -> bool | None:
+        """Whether the allocator served all requests; None if the script failed, or took no step on the GPU."""
+        if self.run.refused is not None or self.run.answer.outcome == "oom":
+            return False
+        return True if self.run.answer.outcome != "failed" and self.trained else None
+
+    @property
+    def trained(self) -> bool:
+        """Whether the last optimizer step had work on the GPU: of its modules, its backward or its optimizer."""
+        return self.step is not None and bool(_works(self.run.recording)[self.step.first : self.step.end].any())
+
+    @property
+    def nvidia_smi_bytes(self) -> int | None:
+        """What nvidia-smi shows of the process at its peak: reserved memory and what lies outside the allocator. None
+        where nothing was reserved, it does not fit or the script failed.
+        """
+        answer = self.run.answer
+        if not answer.peak.reserved or self.fits is False or answer.outcome == "failed":
+            return None
+        return answer.peak.reserved + self.run.request.unusable_bytes
 
     @property
     def headroom_bytes(self) -> int:
@@ -128,8 +148,15 @@ def analyse(run: DryRun, cluster: ClusterSpec, *, global_tokens: int | None = No
         traced=tracing.analyse(trace) if steps and len(trace.device.starts) else None, step=step, overheads=held_back,
         usable_bytes=cluster.accelerator.memory_bytes - run.request.unusable_bytes,
         model_flops=_model_flops(recording, prices, step), tokens=_tokens(run, global_tokens),
-        synchronisations=_synchronisations(recording, step), races=find_races(recording) if races else None,
+        synchronisations=_synchronisations(recording, step), unknown_reads=_unknown_reads(recording),
+        races=find_races(recording) if races else None,
     )  # fmt: skip
+
+
+def _works(recording: Recording) -> npt.NDArray[np.bool_]:
+    """Which events are kernels of training: launched by a module, in backward or in an optimizer's step."""
+    on_gpu = (recording.kinds == Kind.LAUNCH) & (recording.flags & Flag.HOST_ONLY == 0)
+    return on_gpu & (recording.phases != Phase.OTHER)  # type: ignore[no-any-return]
 
 
 def _tokens(run: DryRun, global_tokens: int | None) -> float | None:
@@ -161,3 +188,8 @@ def _synchronisations(recording: Recording, step: Step | None) -> tuple[Synchron
         )
         for (name, site, unknown), count in Counter(keys).most_common()
     )
+
+
+def _unknown_reads(recording: Recording) -> Counter[str]:
+    rows = (recording.kinds == Kind.SYNCHRONISE) & (recording.flags & Flag.VALUE_UNKNOWN != 0)
+    return Counter(recording.site_table[site] for site in recording.sites[rows].tolist())

@@ -10,35 +10,31 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from refshard.dryrun.failures import first_line, is_missing_module, message, of_script, place
 from refshard.dryrun.launchers import Launchers, is_program, run_python
 from refshard.dryrun.request import UNLIMITED_BYTES, Answer, Outcome, Request
 from refshard.errors import RefshardError
 from refshard.fakecuda import activate
 from refshard.fakecuda.bitsandbytes import managed_bytes
-from refshard.resources import install_extra
+from refshard.fakecuda.without_triton import Refused
 from refshard.specs.cluster import load_cluster
 
 if TYPE_CHECKING:
     from refshard.dryrun.observe import Observer, Peaks
 
-_FROM_OTHERS = frozenset({"_tensor_to_object", "broadcast_object_list", "recv_object_list", "scatter_object_list"})
-"""Functions of torch.distributed that unpickle what another rank sent."""
-
 _CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 """Where compiled code is kept: in the request's folder, since it holds code for a device that does not exist."""
-
 REQUEST, ANSWER, RECORDING = "request.json", "answer.json", "recording.npz"
 
 
 def main(folder: Path) -> int:
     """Run the request in ``folder`` and return the process's exit status: 0 if an answer was written."""
     request = msgspec.json.decode((folder / REQUEST).read_bytes(), type=Request)
-    began = time.monotonic()
     os.environ.update(request.environment)
     os.environ.update({name: str(folder / place) for name, place in _CACHES.items()})
     hardware = load_cluster(request.cluster).accelerator
@@ -49,27 +45,34 @@ def main(folder: Path) -> int:
     except RefshardError as refusal:
         print(f"refshard: {refusal}", file=sys.stderr)
         return 2
+    began = time.monotonic()
     ext.record(True)
 
     import torch.fx.experimental._config as symbolic
 
     from refshard.dryrun.observe import Observer, Peaks
+    from refshard.dryrun.unknown_values import UnknownValues
 
     symbolic.meta_nonzero_assume_all_nonzero = True
     peaks = Peaks(request.rank % request.local_ranks)
     observer = Observer(ext, request.steps, peaks if request.until_stable else None)
     observer.install()
     peaks.install()
+    unknown = UnknownValues(ext, lambda: observer.steps_taken)
+    unknown.install()
     launched = not request.module and is_program(request.command[0])
     rank = _rank_environment(request)
     if not launched:  # a launcher's process becomes the rank when the launcher would start it
         os.environ.update(rank)
     ext.count_host_work()
     with Launchers(rank).following(program=launched):
-        outcome, error, where = _run(request)
+        outcome, raised = _run(request)
     ext.record(False)
-    wall_s = time.monotonic() - began
-    _leave(folder, request, ext, observer, peaks, outcome=outcome, error=error, where=where, wall_s=wall_s)
+    told = {} if raised is None else {
+        "error": first_line(raised) if outcome == "oom" else message(raised, request.command),
+        "where": place(raised), "blamed": unknown.blamed(raised),
+    }  # fmt: skip
+    _leave(folder, request, ext, observer, peaks, outcome=outcome, wall_s=time.monotonic() - began, told=told)
     return 0
 
 
@@ -94,8 +97,8 @@ def _rank_environment(request: Request) -> dict[str, str]:
     }
 
 
-def _run(request: Request) -> tuple[Outcome, str, str]:
-    """Run the script. Returns its outcome, what it raised, and where."""
+def _run(request: Request) -> tuple[Outcome, BaseException | None]:
+    """Run the script. Returns its outcome, and what it raised unless all went well."""
     import torch
 
     from refshard.dryrun.observe import StepsDone
@@ -103,91 +106,36 @@ def _run(request: Request) -> tuple[Outcome, str, str]:
     try:
         run_python(request.command, module=request.module)
     except StepsDone:
-        return "stepped", "", ""
+        return "stepped", None
     except SystemExit as ended:
-        if ended.code in (0, None):
-            return "ended", "", ""
-        return "failed", f"the script ended with {_status(ended.code)}", ""
+        return ("ended", None) if ended.code in (0, None) else ("failed", ended)
     except torch.OutOfMemoryError as error:
-        return "oom", _first_line(error), _site(error)
+        return "oom", error
     except BaseException as error:
         if isinstance(error.__cause__ or error.__context__, StepsDone):
-            return "stepped", "", ""
-        traceback.print_exception(type(error), error, _of_script(error))
-        return "failed", _cause(error), _site(error)
-    return "ended", "", ""
-
-
-def _status(code: object) -> str:
-    """What Python makes of ``sys.exit``'s argument."""
-    return f"exit status {code}" if isinstance(code, int) else f"exit status 1: {code}"
-
-
-def _of_script(error: BaseException) -> TracebackType | None:
-    """The traceback from the script's own first line on, or the whole of it if it never got there."""
-    from refshard.fakecuda.torch_c import is_internal
-
-    rest = error.__traceback__
-    while rest is not None and is_internal(rest.tb_frame.f_code.co_filename):
-        rest = rest.tb_next
-    return rest if rest is not None or isinstance(error, SyntaxError) else error.__traceback__
-
-
-def _cause(error: BaseException) -> str:
-    name = type(error).__name__
-    if name == "TritonMissing" or (isinstance(error, ModuleNotFoundError) and error.name == "triton"):
-        return (
-            f"{name}: compiled code and Triton kernels need triton, which is not installed: "
-            f"{install_extra('compiled')} (no GPU is needed), or run eagerly with --compile off"
-        )
-    frames = traceback.extract_tb(error.__traceback__)
-    if isinstance(error, OSError) and any(_loads_weights(frame) for frame in frames):
-        return (
-            f"{name}: {_first_line(error).rstrip('.')}. A dry run needs no weights: make the model from its "
-            "configuration, AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(FOLDER)) with config.json in "
-            "FOLDER, or load a sparse checkpoint (docs/how-to/dry-run.md)"
-        )
-    if any(frame.name in _FROM_OTHERS for frame in frames):
-        return (
-            f"{name}: the script unpickles an object that another rank would have sent, but a dry run runs one rank "
-            "only; run the rank that sends it (--rank, usually 0)"
-        )
-    return f"{name}: {_first_line(error)}"
-
-
-def _loads_weights(frame: traceback.FrameSummary) -> bool:
-    """Whether a function of transformers that loads a model was called, and not one that loads a tokenizer."""
-    return frame.name == "from_pretrained" and Path(frame.filename).name in ("auto_factory.py", "modeling_utils.py")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or "no message").splitlines()[0]
-
-
-def _site(error: BaseException) -> str:
-    """The innermost line of the traceback that is neither torch's nor this project's."""
-    from refshard.fakecuda.torch_c import is_internal, short
-
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_internal(f.filename)]
-    return f"{short(frames[-1].filename)}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+            return "stepped", None
+        if not isinstance(error, Refused) and not is_missing_module(error):
+            traceback.print_exception(type(error), error, of_script(error))
+        return "failed", error
+    return "ended", None
 
 
 def _leave(
     folder: Path, request: Request, ext: ModuleType, observer: "Observer", peaks: "Peaks", *, outcome: Outcome,
-    error: str, where: str, wall_s: float,
+    wall_s: float, told: dict[str, Any],
 ) -> None:  # fmt: skip
     import torch
 
     from refshard.dryrun.compiled import compilation
     from refshard.dryrun.observe import pool
     from refshard.dryrun.recording import Kind, collect, save
-    from refshard.dryrun.settle_answer import settle_answer
+    from refshard.dryrun.settle_answer import other_segments, settle_answer
 
     device = request.rank % request.local_ranks
     recording = collect(ext, request.rank, request.world_size)
     allocations = int((recording.kinds == Kind.ALLOCATE).sum()) if outcome == "oom" else 0
     answer = Answer(
-        outcome=outcome, error=error, where=where, steps_taken=observer.steps_taken, tokens=sum(observer.tokens),
+        outcome=outcome, **told, steps_taken=observer.steps_taken, tokens=sum(observer.tokens),
         batches=tuple(observer.batches),  # type: ignore[arg-type]
         parameters=observer.parameters, sharing=observer.sharing, world_size=request.world_size,
         allocations=allocations, peak=peaks.highest(),
@@ -195,7 +143,8 @@ def _leave(
         host_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         managed_bytes=managed_bytes(), wall_s=wall_s, torch=str(torch.__version__), compiled=compilation(),
     )  # fmt: skip
-    answer, recording = settle_answer(answer, recording, request, ext)
+    other = other_segments(answer, recording, request, ext)
+    answer, recording = settle_answer(msgspec.structs.replace(answer, other_segments=other), recording, request, ext)
     save(recording, folder / RECORDING)
     (folder / ANSWER).write_bytes(msgspec.json.encode(answer))
 

@@ -17,6 +17,13 @@ _FLAGS = frozenset({"standalone", "module", "m", "no_python", "run_path", "use_e
 """Options of torchrun that take no value."""
 _OTHER_LAUNCHERS = frozenset({"srun", "mpirun", "mpiexec", "horovodrun", "ray"})
 """Launchers that a dry run cannot follow."""
+_NOT_PYTHON = {
+    ".ipynb": "a notebook; make a script of it: jupyter nbconvert --to script NOTEBOOK",
+    ".sh": "a shell script; give the command in it that starts the training",
+    ".yaml": "a file of settings; give the program that reads it, then the file",
+    ".yml": "a file of settings; give the program that reads it, then the file",
+    ".toml": "a file of settings; give the program that reads it, then the file",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +76,10 @@ def _read_script(
         raise SpecError(
             "dryrun: no script was given; write `refshard dryrun --cluster CLUSTER -- train.py --args`, or give --model"
         )
+    if Path(words[0]).suffix in _NOT_PYTHON and Path(words[0]).exists():
+        raise SpecError(f"dryrun: '{words[0]}' is {_NOT_PYTHON[Path(words[0]).suffix]}")
+    if Path(words[0]).is_dir():
+        raise SpecError(f"dryrun: '{words[0]}' is a folder; give the script in it, or -m and the package's name")
     if Path(words[0]).is_file():
         return TrainingCommand(command=tuple(words), nodes=nodes, ranks_per_node=ranks_per_node)
     if words[0].startswith("-"):

@@ -302,20 +302,21 @@ def holds_back(recording: Recording) -> bool:
 
 def settle(
     recordings: Sequence[Recording], cluster: ClusterSpec, ext: ModuleType, device: int, *, as_run_bytes: int,
-    total_bytes: int, reset: str = "",
+    total_bytes: int, reset: str = "", expandable: bool | None = None,
 ) -> tuple[Settled, ...]:  # fmt: skip
     """Settle what ranks that ran on ``device`` hold back, each with ``total_bytes`` of memory.
 
     Their processes had ``as_run_bytes``, which differs if they ran without a limit. Peaks begin anew at the mark
-    ``reset``. If one rank runs out of memory, only its refusal counts: recordings then are not those of a GPU.
+    ``reset``. Segments are as in their processes unless ``expandable`` is given. If one rank runs out of memory, only
+    its refusal counts: recordings then are not those of a GPU.
 
     Raises:
         NotReproducedError: the recording does not hold all that the allocator did.
         SpecError: the cluster's profile lacks what an event needs.
     """
-    make = partial(_make, ext, device)
+    make = partial(_make, ext, device, expandable=expandable)
     for recording in recordings:
-        _check(recording, ext, make(as_run_bytes))
+        _check(recording, ext, _make(ext, device, as_run_bytes))
     rates = Rates.of(cluster)
     for _ in range(_MOST_REPLAYS):
         prices = [price(recording, cluster) for recording in recordings]
@@ -332,8 +333,21 @@ def settle(
     return tuple(Settled(recording=r, allocator=one) for r, one in zip(recordings, found))
 
 
-def _make(ext: ModuleType, device: int, total_bytes: int) -> MakeAllocator:
-    return lambda progress, on_segment: ext.allocator_like(device, progress, on_segment, total_bytes)
+def with_segments_of(
+    recording: Recording, ext: ModuleType, device: int, *, as_run_bytes: int, total_bytes: int, expandable: bool
+) -> Reallocation:
+    """What the allocator does with ``total_bytes`` and ``expandable`` segments or not, if nothing is held back.
+
+    Raises:
+        NotReproducedError: the recording does not hold all that the allocator did.
+    """
+    _check(recording, ext, _make(ext, device, as_run_bytes))
+    make = _make(ext, device, total_bytes, expandable=expandable)
+    return reallocate(recording, AsHostKnew(recording, ext), make)
+
+
+def _make(ext: ModuleType, device: int, total_bytes: int, *, expandable: bool | None = None) -> MakeAllocator:
+    return lambda progress, on_segment: ext.allocator_like(device, progress, on_segment, total_bytes, expandable)
 
 
 def _check(recording: Recording, ext: ModuleType, make: MakeAllocator) -> None:

@@ -53,6 +53,16 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
     requested: int
 
 
+class OtherSegments(msgspec.Struct, frozen=True, kw_only=True):
+    """The peak of ``reserved`` bytes with the other setting of ``expandable_segments``. Where the run would not have
+    ``fit`` with it, those without a memory limit.
+    """
+
+    expandable: bool
+    reserved: int
+    fits: bool
+
+
 class Place(msgspec.Struct, frozen=True, kw_only=True):
     """A line of the script, and what happened there ``count`` times for one reason."""
 
@@ -72,9 +82,10 @@ class Compilation(msgspec.Struct, frozen=True, kw_only=True):
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """What the script's process reports; its events are in the recording next to it.
 
-    ``error`` is the first line of what it raised, ``where`` the line of the script that raised it. ``tokens`` are those
-    that the outermost module was given in training, summed over all steps; 0 where it was given none; ``batches`` are
-    their different shapes, (sequences, tokens). ``sharing`` ranks
+    ``error`` is the first line of what it raised, ``where`` the line of the script that raised it, ``blamed`` the line
+    that read a value which was not computed, if that is probably why it raised. ``tokens`` are those that the outermost
+    module was given in training, summed over all steps; 0 where it was given none; ``batches`` are their different
+    shapes, (sequences, tokens). ``sharing`` ranks
     were given the same (tensor, context and pipeline parallelism). ``parameters`` counts the model's elements,
     unsharded. If it ran out of memory, ``allocations`` were served before. ``peak`` and ``now`` are the device's.
     ``retries`` counts how often the allocator gave its cache back to serve a request. ``managed_bytes`` are those of
@@ -82,6 +93,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
     Where memory is ``held_until`` the GPU is done, ``peak``, ``now``, ``retries`` and the recording are those of a GPU,
     and ``peak_as_run`` is what the script's process saw. ``doubt`` says why it is held until the host has waited.
+    ``other_segments`` is None if the allocator's calls cannot be repeated.
     ``limited`` is the answer within the GPU's memory, whether the script's process had a limit or not. If it is out of
     memory, all else describes a run without a limit.
 
@@ -91,6 +103,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     outcome: Outcome
     error: str = ""
     where: str = ""
+    blamed: str = ""
     steps_taken: int = 0
     tokens: int = 0
     batches: tuple[tuple[int, int], ...] = ()
@@ -108,5 +121,6 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     held_until: HeldUntil = ""
     doubt: str = ""
     peak_as_run: Pool | None = None
+    other_segments: OtherSegments | None = None
     limited: "Answer | None" = None
     compiled: Compilation | None = None

@@ -1,5 +1,6 @@
 """Run one rank of a script on the fake device, in a separate process, and return what it requested of the device."""
 
+import signal
 import subprocess
 import sys
 import tempfile
@@ -68,5 +69,11 @@ def _run(request: Request) -> DryRun:
 def _cause(status: int) -> str:
     if status == 2:
         return "dryrun: the fake device could not be created; see the error above"
+    if status == -signal.SIGKILL:
+        return (
+            "dryrun: the script's process was killed (signal 9), as when this machine runs out of memory, and left no "
+            "recording. Tensors on the CPU are real in a dry run: make the model on the GPU or under "
+            "torch.device('meta'), or use a machine with more memory"
+        )
     how = f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
     return f"dryrun: the script's process {how} and left no recording; run the script without refshard to see why"

@@ -4,9 +4,18 @@ from types import ModuleType
 
 import msgspec
 
-from refshard.dryrun.held_back import UNLIMITED, NotReproducedError, Refusal, Settled, holds_back, settle
+from refshard.dryrun.held_back import (
+    UNLIMITED,
+    NotReproducedError,
+    Reallocation,
+    Refusal,
+    Settled,
+    holds_back,
+    settle,
+    with_segments_of,
+)
 from refshard.dryrun.recording import Kind, Phase, Recording
-from refshard.dryrun.request import UNLIMITED_BYTES, Answer, Request
+from refshard.dryrun.request import UNLIMITED_BYTES, Answer, OtherSegments, Request
 from refshard.errors import SpecError
 from refshard.specs.cluster import load_cluster
 
@@ -32,14 +41,46 @@ def settle_answer(answer: Answer, recording: Recording, request: Request, ext: M
     return msgspec.structs.replace(settled(answer, found, request), limited=within), found.recording
 
 
-def _settle(recording: Recording, request: Request, ext: ModuleType, memory_bytes: int) -> Settled:
+def other_segments(answer: Answer, recording: Recording, request: Request, ext: ModuleType) -> OtherSegments | None:
+    """What ``recording``, of the script's own run, reserves with the other setting of ``expandable_segments``.
+
+    None if the script did not take all its steps, or the run cannot be allocated again.
+    """
+    if answer.outcome not in ("stepped", "ended") or not len(recording):
+        return None
+    expandable = not ext.expandable_segments(request.rank % request.local_ranks)
+
+    def allocated(total_bytes: int) -> Reallocation:
+        if holds_back(recording):
+            return _settle(recording, request, ext, total_bytes, expandable=expandable).allocator
+        return with_segments_of(
+            recording, ext, request.rank % request.local_ranks, as_run_bytes=_as_run_bytes(request),
+            total_bytes=total_bytes, expandable=expandable,
+        )  # fmt: skip
+
+    try:
+        found = allocated(load_cluster(request.cluster).accelerator.memory_bytes)
+        fits = found.refused is None
+        peak = found.peak if fits else allocated(UNLIMITED).peak
+    except (NotReproducedError, SpecError):
+        return None
+    return OtherSegments(expandable=expandable, reserved=peak.reserved, fits=fits)
+
+
+def _settle(
+    recording: Recording, request: Request, ext: ModuleType, memory_bytes: int, *, expandable: bool | None = None
+) -> Settled:
     cluster = load_cluster(request.cluster)
     (found,) = settle(
         (recording,), cluster.of_world_size(request.world_size), ext, request.rank % request.local_ranks,
-        as_run_bytes=cluster.accelerator.memory_bytes if request.limited else UNLIMITED_BYTES,
-        total_bytes=memory_bytes,
+        as_run_bytes=_as_run_bytes(request), total_bytes=memory_bytes, expandable=expandable,
     )  # fmt: skip
     return found
+
+
+def _as_run_bytes(request: Request) -> int:
+    """The memory of the GPU that the script's process saw."""
+    return load_cluster(request.cluster).accelerator.memory_bytes if request.limited else UNLIMITED_BYTES
 
 
 def settled(answer: Answer, found: Settled, request: Request) -> Answer:

@@ -1,5 +1,6 @@
 """Activate the fake device in this process, before torch is imported."""
 
+import ctypes
 import functools
 import importlib.abc
 import importlib.machinery
@@ -12,7 +13,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from refshard.errors import RefshardError
-from refshard.fakecuda.build import NAME, extension
+from refshard.fakecuda.build import NAME, extension, torch_library
 from refshard.specs.hardware import HardwareSpec
 
 DeviceMode = Literal["dry", "host"]
@@ -37,7 +38,7 @@ def activate(
             "the fake CUDA device must be activated before torch is imported; call refshard.fakecuda.activate() first, "
             "or start the script with `refshard dryrun -- SCRIPT`"
         )
-    loaded = _load()
+    loaded = load()
     capability = loaded.Capability()
     capability.name = hardware.device_name
     capability.major, capability.minor = hardware.capability
@@ -48,6 +49,8 @@ def activate(
     except ValueError as error:
         raise RefshardError(f"PYTORCH_ALLOC_CONF: {error}") from None
     loaded.hardware = hardware  # type: ignore[attr-defined]
+    if mode == "host":  # torch's own Triton kernels would compute nothing there
+        os.environ["TORCH_DISABLE_NATIVE_JIT"] = "1"
     sys.modules[NAME] = loaded
     sys.meta_path.insert(0, _Interception(loaded))
     return loaded
@@ -58,13 +61,24 @@ def is_active() -> bool:
     return NAME in sys.modules
 
 
-def _load() -> ModuleType:
+def load() -> ModuleType:
+    """Load the extension, without a device.
+
+    Raises:
+        RefshardError: it cannot be built, or what was built on another system cannot be loaded on this one.
+    """
     path = str(extension())
+    ctypes.CDLL(str(torch_library()))
     loader = importlib.machinery.ExtensionFileLoader(NAME, path)
     spec = importlib.util.spec_from_file_location(NAME, path, loader=loader)
     assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
+    try:
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+    except ImportError as error:
+        raise RefshardError(
+            f"the fake CUDA device cannot be loaded: {error}; delete {Path(path).parent}, so that it is built again"
+        ) from None
     return module
 
 
@@ -74,10 +88,11 @@ class _Interception(importlib.abc.MetaPathFinder):
     """
 
     def __init__(self, loaded: ModuleType) -> None:
-        from refshard.fakecuda import bitsandbytes, c10d, inductor, torch_c, triton_kernels
+        from refshard.fakecuda import bitsandbytes, c10d, inductor, torch_c, triton_kernels, without_triton
 
         self._before: dict[str, Callable[[Any], None]] = {
             "torch.cuda": torch_c.install,
+            "torch._dynamo": without_triton.refuse_inductor,
             "torch.distributed.constants": c10d.install,
             "torch.distributed.distributed_c10d": c10d.meet_nobody,
             "torch.distributed.checkpoint.filesystem": c10d.save_alone,

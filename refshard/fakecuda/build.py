@@ -1,7 +1,7 @@
-"""Build the extension with the user's compiler, once per installed torch, version of Python and of the sources.
+"""Build the extension with the user's compiler, once per build of torch, Python's ABI and version of the sources.
 
-torch is not imported here, because the extension must be loaded before torch. The build needs torch's own build tools,
-so it runs in another process.
+All environments of a user with the same torch share it. torch is not imported here, because the extension must be
+loaded before torch. The build needs torch's own build tools, so it runs in another process.
 """
 
 import fcntl
@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +20,9 @@ from refshard.errors import RefshardError
 
 NAME = "refshard_fakecuda"
 SOURCES = Path(__file__).parent / "csrc"
+IN_WHEEL = Path(__file__).parent / "built"
+"""Where a wheel has the extension, if it was built with it."""
+_FILE = f"{NAME}.so"
 _ENVIRONMENT = (
     "create an environment with the CPU build, from a checkout of refshard: python3 -m venv .dryrun && "
     ".dryrun/bin/pip install -c constraints.txt -e . --extra-index-url https://download.pytorch.org/whl/cpu"
@@ -26,23 +30,27 @@ _ENVIRONMENT = (
 
 
 def extension() -> Path:
-    """The path of the extension, a shared library. Builds it if necessary, with a message on standard error.
+    """The path of the extension, a shared library: the wheel's or an earlier build's. Builds it if there is none, with
+    a message on standard error.
 
     Raises:
         RefshardError: torch is missing or is a CUDA build, there is no C++ compiler, or the build failed.
     """
-    torch_folder, version = _torch()
-    folder = _folder(torch_folder, version)
-    built = folder / f"{NAME}.so"
-    if built.exists():
-        return built
+    name = build_name()
+    if (found := _built(name)) is not None:
+        return found
     _check_tools()
+    folder = _cache() / name
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # ranks start together
-        if not built.exists():
-            _build(folder, built, torch_folder)
-    return built
+    with (folder / "lock").open("w") as lock:  # ranks start together
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("refshard: waiting for another process to build the fake CUDA device", file=sys.stderr, flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / _FILE).exists():
+            _build(folder)
+    return folder / _FILE
 
 
 def check() -> None:
@@ -51,19 +59,30 @@ def check() -> None:
     Raises:
         RefshardError: torch is missing or is a CUDA build, or there is no C++ compiler and it is not built yet.
     """
-    if not (_folder(*_torch()) / f"{NAME}.so").exists():
+    if _built(build_name()) is None:
         _check_tools()
 
 
-def _folder(torch_folder: Path, version: str) -> Path:
-    """Where the extension for the torch in ``torch_folder`` is built and kept.
-
-    The extension finds torch's libraries where they were when it was built. If environments shared it, it would break
-    in all of them once the one that built it is deleted.
+def torch_library() -> Path:
+    """A library of the installed torch that brings all others. It must be loaded before the extension, which does not
+    say where torch is, so that environments can share it.
     """
-    python = f"py{sys.version_info.major}{sys.version_info.minor}"
-    where = hashlib.sha256(str(torch_folder).encode()).hexdigest()[:8]
-    return _cache() / f"torch-{version}-{python}-{where}-{_sources_hash()}"
+    return _torch()[0] / "lib" / "libtorch_python.so"
+
+
+def build_name() -> str:
+    """Names what the extension depends on: the sources, Python's ABI, and torch's build, which fixes the compiler's."""
+    folder, version = _torch()
+    digest = hashlib.sha256((folder / "version.py").read_bytes())
+    for path in sorted([*SOURCES.iterdir(), Path(__file__).with_name("compile.py")]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return f"torch-{version}-{sysconfig.get_config_var('SOABI')}-{digest.hexdigest()[:16]}"
+
+
+def _built(name: str) -> Path | None:
+    """The extension of this name, where a wheel or a build left it."""
+    places = (IN_WHEEL / name / _FILE, _cache() / name / _FILE)
+    return next((place for place in places if place.exists()), None)
 
 
 def _torch() -> tuple[Path, str]:
@@ -87,13 +106,6 @@ def _cache() -> Path:
     return Path(base) / "refshard" / "fakecuda"
 
 
-def _sources_hash() -> str:
-    digest = hashlib.sha256()
-    for path in sorted([*SOURCES.iterdir(), Path(__file__).with_name("compile.py")]):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
 def _check_tools() -> None:
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         raise RefshardError(
@@ -104,20 +116,34 @@ def _check_tools() -> None:
         raise RefshardError("building the fake CUDA device needs ninja, which is not installed; run pip install ninja")
 
 
-def _build(folder: Path, built: Path, torch_folder: Path) -> None:
-    print("refshard: building the fake CUDA device (about 40 s, once per environment)", file=sys.stderr, flush=True)
+def _build(folder: Path) -> None:
+    says = "refshard: building the fake CUDA device, once per torch version, about 30 s"
+    print(says, file=sys.stderr, end="" if sys.stderr.isatty() else "\n", flush=True)
     began = time.monotonic()
-    command = [sys.executable, "-m", "refshard.fakecuda.compile", str(folder), str(torch_folder)]
+    command = [sys.executable, "-m", "refshard.fakecuda.compile", str(folder)]
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    log = folder / "build.log"
+    with log.open("w") as output:
+        done = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        while _runs(done):
+            if sys.stderr.isatty():
+                print(f"\r{says}: {time.monotonic() - began:.0f} s", file=sys.stderr, end="", flush=True)
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
     if done.returncode:
-        log = folder / "build.log"
-        log.write_text(done.stdout + done.stderr)
-        lines = (done.stdout + done.stderr).splitlines()
-        errors = [line for line in lines if re.search(r"error:|undefined symbol|Error: ", line)]
+        errors = [line for line in log.read_text().splitlines() if re.search(r"error:|undefined symbol|Error: ", line)]
         raise RefshardError(
             f"the fake CUDA device could not be built; first error: {errors[0] if errors else 'none found'}; full "
             f"log: {log}"
         )
-    (folder / "build" / f"{NAME}.so").replace(built)
+    (folder / "build" / _FILE).replace(folder / _FILE)
     print(f"refshard: built in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+
+
+def _runs(process: subprocess.Popen[bytes]) -> bool:
+    """Wait for a second, and tell whether it still runs."""
+    try:
+        process.wait(timeout=1)
+    except subprocess.TimeoutExpired:
+        return True
+    return False

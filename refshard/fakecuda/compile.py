@@ -1,4 +1,4 @@
-"""``python -m refshard.fakecuda.compile FOLDER TORCH``: the build, in a separate process because it imports torch."""
+"""``python -m refshard.fakecuda.compile FOLDER``: the build, in a separate process because it imports torch."""
 
 import re
 import sys
@@ -37,7 +37,7 @@ def _native_functions() -> Iterator[tuple[str, str]]:
         yield entry.partition("(")[0], re.sub(r"#.*", "", entry)
 
 
-def main(folder: Path, torch_folder: Path) -> None:
+def main(folder: Path) -> None:
     """Build ``FOLDER/build/NAME.so``."""
     build = folder / "build"
     build.mkdir(parents=True, exist_ok=True)
@@ -48,10 +48,9 @@ def main(folder: Path, torch_folder: Path) -> None:
         build_directory=str(build),
         extra_cflags=["-O1", "-std=c++20", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO", "-fvisibility=hidden"],
         extra_include_paths=[str(SOURCES), str(build)],
-        extra_ldflags=[f"-Wl,-rpath,{torch_folder / 'lib'}"],
         is_python_module=False,
     )
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]))

@@ -66,13 +66,16 @@ def _storages(ext: ModuleType) -> None:
 
 def site() -> str:
     """The innermost line that is neither torch's nor this project's, as ``train.py:31 in train``."""
-    frame: FrameType | None = sys._getframe()  # the only one, where autograd's own thread calls
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if not is_internal(path):
-            return f"{short(path)}:{frame.f_lineno} in {frame.f_code.co_name}"
+    frame = script_frame()
+    return "" if frame is None else f"{short(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def script_frame() -> FrameType | None:
+    """The innermost frame that is neither torch's nor this project's; None if only autograd's own thread calls."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and is_internal(frame.f_code.co_filename):
         frame = frame.f_back
-    return ""
+    return frame
 
 
 def is_internal(path: str) -> bool:

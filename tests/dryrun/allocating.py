@@ -56,10 +56,11 @@ def extension(conf: str = "") -> ModuleType:
         def passed(self, stream: int, ticket: int) -> bool:
             return ticket == 0 or (stream, ticket) in self.host
 
-    def allocator_like(device: int, progress: Any, on_segment: Any, total: int) -> Any:
+    def allocator_like(device: int, progress: Any, on_segment: Any, total: int, expandable: bool | None = None) -> Any:
         assert device == 0
+        settings = conf if expandable is None else f"expandable_segments:{expandable}"
         return module.CachingAllocator(
-            progress, base=BASE, span=SPAN, capacity=total, settings=conf, on_segment=on_segment, device_total=total
+            progress, base=BASE, span=SPAN, capacity=total, settings=settings, on_segment=on_segment, device_total=total
         )  # fmt: skip
 
     found = SimpleNamespace(Progress=module.Progress, Streams=Streams, allocator_like=allocator_like)

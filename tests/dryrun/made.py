@@ -80,9 +80,11 @@ class Made:
         """Let a stream wait for an event."""
         self._add(Kind.WAIT, "wait", streams=stream, subjects=event)
 
-    def synchronise(self, *, stream: int = NO_STREAM, event: int = 0, why: str = "device", site: str = "") -> None:
+    def synchronise(
+        self, *, stream: int = NO_STREAM, event: int = 0, why: str = "device", site: str = "", flags: int = 0
+    ) -> None:
         """Let the host wait: for an event, for a stream, or for the device."""
-        self._add(Kind.SYNCHRONISE, why, streams=stream, subjects=event, sites=site)
+        self._add(Kind.SYNCHRONISE, why, streams=stream, subjects=event, sites=site, flags=flags)
 
     def allocate(
         self, nbytes: int, category: Category = Category.OTHER, stream: int = 0, name: str = "aten::empty"

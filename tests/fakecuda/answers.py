@@ -10,12 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 _SERVER = """
-import importlib.util, json, sys
-from refshard.fakecuda.build import NAME, extension
+import json, sys
+from refshard.fakecuda.activate import load
 
-spec = importlib.util.spec_from_file_location(NAME, extension())
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
+module = load()
 
 def made(kind, properties):
     value = getattr(module, kind)()

@@ -3,6 +3,7 @@
 Tensors are large enough not to be resident; each check returns shapes, dtypes or counts.
 """
 
+import math
 import resource
 import sys
 from collections.abc import Callable, Iterable
@@ -142,8 +143,18 @@ def host_work() -> dict[str, dict[str, int]]:
         return {name.removeprefix("host_"): int(columns[name].sum()) for name in HOST_COUNTS}
 
     ext: Any = sys.modules[NAME]
+
+    def told() -> None:
+        ext.set_unknown_value_callback(lambda value: repr(value) and (lambda: None)())
+        y.item()
+        ext.set_unknown_value_callback(lambda _: None)
+
+    y = x.sum()
+    recording_of(y.item)  # paths of files are looked up once
     ext.count_host_work()
     return {
+        "read": summed(y.item),
+        "read that is told": summed(told),
         "forward": summed(lambda: chain(x)),
         "forward again": summed(lambda: chain(x)),
         "with views": summed(lambda: chain(x, lambda y: y.view(-1).view(WIDE, WIDE) * 1.5)),
@@ -222,7 +233,10 @@ def allocators_alike() -> dict[str, int]:
         allocator.allocate(40 << 20, 0)
     except ext.OutOfMemory:
         taken.append(0)
-    return {"fraction": round(allocator.memory_fraction, 6), "taken": taken}
+    small: list[int] = []
+    for expandable in (False, True):
+        ext.allocator_like(0, ext.Streams(), small.append, 0, expandable=expandable).allocate(12 << 20, 0)
+    return {"fraction": round(allocator.memory_fraction, 6), "taken": taken, "small": small}
 
 
 @check
@@ -244,6 +258,67 @@ def values() -> dict[str, Any]:
         "known": known, "unknown": [bool(flags & Flag.VALUE_UNKNOWN) for flags in waits],
         "placeholders": [isinstance(one, float) for one in found], "copied": list(copied.shape),
     }  # fmt: skip
+
+
+@check
+def placeholders() -> dict[str, Any]:
+    """What values that were not computed read as, in each way to read them, and what scripts compute from them."""
+    ext: Any = sys.modules[NAME]
+    large = torch.ones(WIDE, WIDE, device="cuda")
+    loss = large.sum()
+    small = torch.empty(4, device="cuda")
+    small.copy_(large[0, :4])
+    reads = {
+        "item": loss.item(), "float": float(loss), "tolist": loss.tolist(), "format": float(f"{loss:.6f}"),
+        "copied from large": small.tolist()[0], "large copied to host": large.cpu().mean().item(),
+        **{str(dtype): loss.to(dtype).float().item() for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn)},
+    }  # fmt: skip
+    followed = {
+        "log": loss.log(), "inverse": 1 / loss, "log of the rest": (1 - loss).log(), "variance": 1 / small.var(),
+        "log of a negative": (loss - 1).log(), "exp": (loss * 1000).exp(),
+    }  # fmt: skip
+    counts = torch.stack([loss, torch.tensor(4096.0, device="cuda")])
+    return {
+        "reads": {name: value == ext.PLACEHOLDER for name, value in reads.items()},
+        "finite": {name: math.isfinite(value.item()) for name, value in followed.items()},
+        "checks": [bool(torch.isfinite(large).all()), bool(torch.isnan(large).any()), bool((large > 0).all())],
+        "packed with what is known": counts[1].item(), "is an integer": isinstance(large.long().sum().item(), int),
+    }  # fmt: skip
+
+
+@check
+def checks_of_gradients() -> dict[str, Any]:
+    """Checks that training makes: loss scaling finds no infinity, and clipping no gradient that is not finite."""
+    parameters = [torch.ones(size, device="cuda", requires_grad=True) for size in (8, WIDE * WIDE)]
+    optimizer = torch.optim.AdamW(parameters, lr=0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    steps: list[bool] = []
+    optimizer.register_step_post_hook(lambda *_: steps.append(True))
+    for _ in range(2):
+        scaler.scale(parameters[0].sum() + parameters[1].sum()).backward()
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0, error_if_nonfinite=True)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return {"steps": len(steps), "scale": scaler.get_scale(), "norm is positive": bool(norm > 0)}
+
+
+@check
+def unknown_reads() -> list[float | None]:
+    """What the device tells of reads of values that it did not compute; of those that it did, nothing."""
+    ext: Any = sys.modules[NAME]
+    told: list[float | None] = []
+    ext.set_unknown_value_callback(told.append)
+    ext.record(True)
+    loss = torch.ones(WIDE, WIDE, device="cuda").sum()
+    torch.tensor(2.5, device="cuda").mul(2).item()
+    loss.item()
+    (loss / 2).item()
+    loss.to("cpu", non_blocking=True)
+    ext.record(False)
+    ext.set_unknown_value_callback(lambda _: None)
+    return told
 
 
 @check

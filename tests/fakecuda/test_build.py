@@ -1,37 +1,83 @@
-"""The fake device's library is kept where only the environment that built it looks for it."""
+"""The fake device's library is shared by all environments with the same torch, and by wheels."""
 
 import os
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
-from refshard.fakecuda.build import extension
+from refshard.fakecuda.build import build_name, extension
 from tests.fakecuda.needs import needs_device
 
-pytestmark = pytest.mark.processes
+pytestmark = [needs_device, pytest.mark.processes]
 ROOT = Path(__file__).parents[2]
+LOADS = "from refshard.fakecuda.activate import load; print(load().PLACEHOLDER)"
 
 
-@needs_device
-def test_another_installation_of_the_same_torch_builds_its_own(tmp_path: Path) -> None:
-    """The library has the path of torch's libraries: it must not outlive the torch that it was built against."""
+def installed_torch() -> Path:
     torch = find_spec("torch")
     assert torch is not None
     assert torch.origin is not None
-    (tmp_path / "torch").symlink_to(Path(torch.origin).parent)
-    extension()
-    own = checked(ROOT)
-    other = checked(tmp_path, ROOT)
-    assert own.returncode == 0, own.stderr
-    assert other.returncode == 1
-    assert "building the fake CUDA device needs a C++ compiler" in other.stderr
+    return Path(torch.origin).parent
 
 
-def checked(*paths: Path) -> "subprocess.CompletedProcess[str]":
-    """Whether the device is there or could be built, where nothing compiles."""
+def run(code: str, *paths: Path, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """Run it where nothing compiles."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "CXX": "there-is-no-such-compiler"}
-    code = "from refshard.fakecuda.build import check; check()"
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=env | variables, cwd=paths[0], capture_output=True, text=True)
+
+
+def test_another_environment_with_the_same_torch_shares_the_library(tmp_path: Path) -> None:
+    """It must not hold the path of the torch that it was built with, which may be deleted."""
+    dynamic = subprocess.run(["readelf", "-d", extension()], capture_output=True, text=True, check=True).stdout
+    assert "libtorch_python.so" in dynamic
+    assert "PATH)" not in dynamic
+    (tmp_path / "torch").symlink_to(installed_torch())
+    done = run(LOADS, tmp_path, ROOT)
+    assert (done.returncode, done.stdout) == (0, "0.8125\n"), done.stderr
+
+
+def test_another_build_of_the_same_version_of_torch_has_its_own(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    for name in ("__init__.py", "version.py"):
+        (tmp_path / "torch" / name).write_text((installed_torch() / name).read_text().replace("git_version = '", "'"))
+    done = run("from refshard.fakecuda.build import check; check()", tmp_path, ROOT)
+    assert done.returncode == 1
+    assert "building the fake CUDA device needs a C++ compiler" in done.stderr
+
+
+def test_a_library_that_cannot_be_loaded_says_what_to_delete(tmp_path: Path) -> None:
+    folder = tmp_path / "refshard" / "fakecuda" / build_name()
+    folder.mkdir(parents=True)
+    (folder / extension().name).write_bytes(b"of another system")
+    done = run(LOADS, ROOT, XDG_CACHE_HOME=str(tmp_path))
+    assert done.returncode == 1
+    assert f"delete {folder}, so that it is built again" in done.stderr
+
+
+@pytest.mark.full
+def test_a_wheel_may_hold_the_library(tmp_path: Path) -> None:
+    extension()
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(tmp_path),
+        str(ROOT),
+    ]
+    subprocess.run(command, env={**os.environ, "HATCH_BUILD_HOOK_ENABLE_CUSTOM": "true"}, check=True)
+    (wheel,) = tmp_path.glob("refshard-*-cp3*.whl")
+    with ZipFile(wheel) as packed:
+        packed.extractall(tmp_path / "site")
+    assert f"refshard/fakecuda/built/{build_name()}" in " ".join(ZipFile(wheel).namelist())
+    done = run(LOADS, tmp_path / "site", XDG_CACHE_HOME=str(tmp_path / "empty"))
+    assert (done.returncode, done.stdout) == (0, "0.8125\n"), done.stderr

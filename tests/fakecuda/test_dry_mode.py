@@ -48,6 +48,7 @@ def test_what_the_host_does_is_counted_alike_in_every_run(seen: Seen) -> None:
     assert found["with views"]["operators"] - forward["operators"] == 20
     assert (forward["nodes"], backward["nodes"]) == (0, 11)  # ten products and a sum
     assert (forward["dispatched"], found["under a mode"]["dispatched"]) == (0, 20)
+    assert found["read that is told"]["calls"] == found["read"]["calls"] + 1  # the check's own function
     assert 10 < forward["calls"] < 20 < found["under a mode"]["calls"]  # ten of the step's own
 
 
@@ -64,7 +65,9 @@ def test_what_record_stream_holds_is_recorded(seen: Seen) -> None:
 
 
 def test_an_allocator_like_the_device_s_has_its_settings(seen: Seen) -> None:
-    assert seen("allocators_alike") == {"fraction": 0.5, "taken": [40 << 20, 0]}
+    found = seen("allocators_alike")
+    assert (found["fraction"], found["taken"]) == (0.5, [40 << 20, 0])
+    assert found["small"] == [12 << 20, 20 << 20]  # expandable segments grow by 20 MiB
 
 
 def test_small_values_are_known_and_others_marked(seen: Seen) -> None:
@@ -76,6 +79,23 @@ def test_small_values_are_known_and_others_marked(seen: Seen) -> None:
     ]  # sum, list, a scalar there and back; two of the lost sum, a copy
     assert found["placeholders"] == [True, True]
     assert found["copied"] == [WIDE, WIDE]
+
+
+def test_what_was_not_computed_reads_as_a_placeholder_that_checks_pass(seen: Seen) -> None:
+    found = seen("placeholders")
+    assert found["reads"] == dict.fromkeys(found["reads"], True)
+    assert found["finite"] == dict.fromkeys(found["finite"], True)
+    assert found["checks"] == [True, False, True]
+    assert found["packed with what is known"] == 4096
+    assert found["is an integer"]
+
+
+def test_loss_scaling_and_clipping_find_nothing_that_is_not_finite(seen: Seen) -> None:
+    assert seen("checks_of_gradients") == {"steps": 2, "scale": 65536.0, "norm is positive": True}
+
+
+def test_reads_of_values_that_were_not_computed_are_told(seen: Seen) -> None:
+    assert seen("unknown_reads") == [0.8125, 0.40625, None]
 
 
 def test_an_operator_without_a_meta_kernel_is_named(seen: Seen) -> None:

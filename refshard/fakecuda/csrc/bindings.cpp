@@ -118,6 +118,13 @@ void bind_device(py::module_& m) {
       return (*callback)().cast<std::string>();
     });
   });
+  m.attr("PLACEHOLDER") = kPlaceholder;
+  m.def("set_unknown_value_callback", [](py::function callback) {
+    set_unknown_value_callback([callback = new py::function(std::move(callback))](std::optional<double> value) {
+      py::gil_scoped_acquire gil;
+      (*callback)(value);
+    });
+  });
 }
 
 // What generated code calls instead of the dispatcher.
@@ -153,14 +160,22 @@ void bind_reallocation(py::module_& m) {
       .def("host_waits_for_stream", &Streams::host_waits_for_stream)
       .def("host_waits_for_event", &Streams::host_waits_for_event)
       .def("synchronise", &Streams::synchronise);
-  // An empty allocator with the settings of the device's own, on a device of `total` bytes.
+  // An empty allocator with the settings of the device's own, unless it is to be `expandable` or not, on a device of
+  // `total` bytes.
   m.def(
       "allocator_like",
-      [](int index, Progress& progress, std::function<void(int64_t)> on_segment, size_t total) {
+      [](int index, Progress& progress, std::function<void(int64_t)> on_segment, size_t total,
+         std::optional<bool> expandable) {
         std::lock_guard lock(device().mutex);
-        return device().allocator_like(static_cast<c10::DeviceIndex>(index), progress, std::move(on_segment), total);
+        return device().allocator_like(static_cast<c10::DeviceIndex>(index), progress, std::move(on_segment), total,
+                                       expandable);
       },
-      py::arg("index"), py::arg("progress"), py::arg("on_segment"), py::arg("total"), py::keep_alive<0, 2>());
+      py::arg("index"), py::arg("progress"), py::arg("on_segment"), py::arg("total"),
+      py::arg("expandable") = std::nullopt, py::keep_alive<0, 2>());
+  m.def("expandable_segments", [](int index) {
+    std::lock_guard lock(device().mutex);
+    return device().memory(static_cast<c10::DeviceIndex>(index)).settings().expandable_segments;
+  });
 }
 
 void bind_memory(py::module_& m) {

@@ -13,9 +13,9 @@ void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack);  // operat
 
 namespace {
 
-// What of an uncomputed tensor is copied to the host becomes zeros there, up to this size; beyond it would only cost
+// What of an uncomputed tensor is copied to the host gets placeholders there, up to this size; beyond it would only cost
 // the host's memory.
-constexpr size_t kZeroed = size_t{4} << 20;
+constexpr size_t kFilled = size_t{4} << 20;
 
 const char* direction(const at::Tensor& to, const at::Tensor& from) {
   return to.is_cpu() ? "copy to host" : from.is_cpu() ? "copy from host" : "copy";
@@ -58,9 +58,12 @@ bool move_values(const at::Tensor& to, const at::Tensor& from) {
     }
     return !(from.is_cuda() && unknown(from));
   }
-  if (to.is_cpu() && to.nbytes() <= kZeroed) {
-    to.zero_();
+  StandIn stand_in;
+  const double placeholder = c10::isFloatingType(to.scalar_type()) ? kPlaceholder : 0;
+  if (to.is_cpu() && to.nbytes() <= kFilled) {
+    to.fill_(placeholder);
   } else if (to.is_cuda() && resident(to)) {
+    if (placeholder) on_host(to).fill_(placeholder);
     set_unknown(to, true);
   }
   return false;
@@ -74,6 +77,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& given, bool non_blocking) 
   const auto stream = current_stream(on_device.device().index());
   put_copy(self, from, stream);
   const bool known = move_values(self, from);
+  if (!known && self.is_cpu()) unknown_value_read(std::nullopt);
   if (!non_blocking && self.is_cpu() != from.is_cpu()) {
     synchronise(direction(self, from), stream, 0, from.is_cuda() && !known ? kValueUnknown : 0);
   }
@@ -98,15 +102,18 @@ at::Scalar item(const at::Tensor& self) {
   put_read("aten::_local_scalar_dense", {self});
   synchronise("item", current_stream(self.device().index()), 0, known ? 0 : kValueUnknown);
   if (value) return self.scalar_type() == at::kBool ? at::Scalar(value->sum() != 0) : at::Scalar(value->sum());
-  if (resident(self)) return on_host(self).item();
-  if (c10::isFloatingType(self.scalar_type())) return 1.0;
-  return self.scalar_type() == at::kBool ? at::Scalar(false) : at::Scalar(int64_t{0});
+  at::Scalar found = self.scalar_type() == at::kBool ? at::Scalar(false) : at::Scalar(int64_t{0});
+  if (c10::isFloatingType(self.scalar_type())) found = kPlaceholder;
+  if (resident(self)) found = on_host(self).item();
+  if (!known) unknown_value_read(found.isFloatingPoint() ? std::optional(found.toDouble()) : std::nullopt);
+  return found;
 }
 
 bool equal(const at::Tensor& self, const at::Tensor& other) {
   const bool known = resident(self) && resident(other);
   put_read("aten::equal", {self, other});
   synchronise("equal", current_stream(), 0, known ? 0 : kValueUnknown);
+  if (!known) unknown_value_read(std::nullopt);
   if (known) return at::equal(on_host(self), on_host(other));
   return self.sizes() == other.sizes();  // values nobody has: what a program that checks itself expects
 }

@@ -14,6 +14,7 @@ constexpr size_t kSpan = size_t{1} << 43;
 
 FakeDevice* the_device = nullptr;
 std::function<std::string()> site_callback;
+std::function<void(std::optional<double>)> unknown_value_callback;
 thread_local c10::DeviceIndex this_device = 0;
 thread_local std::array<StreamId, kMostDevices> this_stream{};
 
@@ -100,10 +101,13 @@ CachingAllocator& FakeDevice::memory(c10::DeviceIndex index) {
 }
 
 std::unique_ptr<CachingAllocator> FakeDevice::allocator_like(c10::DeviceIndex index, Progress& progress,
-                                                             std::function<void(int64_t)> on_segment, size_t total) {
+                                                             std::function<void(int64_t)> on_segment, size_t total,
+                                                             std::optional<bool> expandable) {
   auto& own = memory(index);
-  auto made = std::make_unique<CachingAllocator>(kSpan, kSpan, Memory::usable(options, total), own.settings(), progress,
-                                                 std::move(on_segment), total);
+  auto settings = own.settings();
+  settings.expandable_segments = expandable.value_or(settings.expandable_segments);
+  auto made = std::make_unique<CachingAllocator>(kSpan, kSpan, Memory::usable(options, total), std::move(settings),
+                                                 progress, std::move(on_segment), total);
   // Fractions are kept as bytes, and each rounding may lose one.
   if (made->memory_fraction() != own.memory_fraction()) made->set_memory_fraction(own.memory_fraction());
   return made;
@@ -170,5 +174,15 @@ void synchronise(const char* why, StreamId stream, int64_t event, int32_t flags)
 }
 
 void set_site_callback(std::function<std::string()> callback) { site_callback = std::move(callback); }
+
+void set_unknown_value_callback(std::function<void(std::optional<double>)> callback) {
+  unknown_value_callback = std::move(callback);
+}
+
+void unknown_value_read(std::optional<double> value) {
+  if (!recorder().on || !unknown_value_callback) return;
+  StandIn stand_in;
+  unknown_value_callback(value);
+}
 
 }  // namespace refshard

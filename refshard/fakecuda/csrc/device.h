@@ -8,6 +8,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -76,9 +77,11 @@ class FakeDevice {
 
   bool dry() const { return options.mode == Mode::Dry; }
   CachingAllocator& memory(c10::DeviceIndex device);
-  // An empty one, set as that of the device is now, of a device with `total` bytes; its addresses have no memory.
+  // An empty one, set as that of the device is now but for what is `expandable`, of a device with `total` bytes; its
+  // addresses have no memory.
   std::unique_ptr<CachingAllocator> allocator_like(c10::DeviceIndex device, Progress& progress,
-                                                   std::function<void(int64_t)> on_segment, size_t total);
+                                                   std::function<void(int64_t)> on_segment, size_t total,
+                                                   std::optional<bool> expandable);
   // The device among whose addresses this one is; -1 if it is none of a device.
   c10::DeviceIndex owner_of(const void* address) const;
   void empty_caches();
@@ -116,5 +119,9 @@ void synchronise(const char* why, StreamId stream = kNoStream, int64_t event = 0
 
 // Called for the line of the user's code that the host is at; set by Python.
 void set_site_callback(std::function<std::string()> callback);
+// Called where the host reads what nobody has computed, with the number that it gets; nothing where that is no float, or
+// are several. Set by Python.
+void set_unknown_value_callback(std::function<void(std::optional<double>)> callback);
+void unknown_value_read(std::optional<double> value);
 
 }  // namespace refshard

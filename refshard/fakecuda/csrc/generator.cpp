@@ -18,24 +18,24 @@ struct FakeGenerator final : c10::GeneratorImpl {
       : GeneratorImpl(c10::Device(c10::DeviceType::CUDA, index), c10::DispatchKeySet(c10::DispatchKey::CUDA)) {}
 
   void set_current_seed(uint64_t seed) override {
-    seed_ = seed;
-    offset_ = 0;
+    values_->seed = seed;
+    values_->offset = 0;
   }
   void set_offset(uint64_t offset) override {
     TORCH_CHECK(offset % kOffsetStep == 0, "a CUDA generator's offset must be a multiple of 4, got ", offset);
-    offset_ = offset;
+    values_->offset = offset;
   }
   // What the next operator seeds its numbers with: the seed itself at offset 0.
   uint64_t draw() {
-    const auto drawn = seed_ + 0x9e3779b97f4a7c15 * offset_;
-    offset_ += kOffsetStep;
+    const auto drawn = values_->seed + 0x9e3779b97f4a7c15 * values_->offset;
+    values_->offset += kOffsetStep;
     return drawn;
   }
-  uint64_t get_offset() const override { return offset_; }
-  uint64_t current_seed() const override { return seed_; }
+  uint64_t get_offset() const override { return values_->offset; }
+  uint64_t current_seed() const override { return values_->seed; }
   uint64_t seed() override {
     set_current_seed(c10::detail::getNonDeterministicRandom());
-    return seed_;
+    return values_->seed;
   }
   void set_state(const c10::TensorImpl& state) override {
     TORCH_CHECK(state.numel() == kStateBytes, "a CUDA generator's state is of 16 bytes, got ", state.numel());
@@ -49,15 +49,23 @@ struct FakeGenerator final : c10::GeneratorImpl {
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
     auto state = at::empty({kStateBytes}, at::kByte);
     auto* bytes = static_cast<char*>(state.mutable_data_ptr());
-    std::memcpy(bytes, &seed_, sizeof seed_);
-    std::memcpy(bytes + sizeof seed_, &offset_, sizeof offset_);
+    std::memcpy(bytes, &values_->seed, sizeof values_->seed);
+    std::memcpy(bytes + sizeof values_->seed, &values_->offset, sizeof values_->offset);
     return state.getIntrusivePtr();
   }
   FakeGenerator* clone_impl() const override {
     auto* made = new FakeGenerator(device_.index());
-    made->seed_ = seed_;
-    made->offset_ = offset_;
+    *made->values_ = *values_;
     return made;
+  }
+  // A generator that goes on with this one's numbers, as compiled code takes it where it computes dropout again.
+  c10::intrusive_ptr<c10::GeneratorImpl> graphsafe_get_state() const override {
+    auto made = c10::make_intrusive<FakeGenerator>(device_.index());
+    made->values_ = values_;
+    return made;
+  }
+  void graphsafe_set_state(const c10::intrusive_ptr<c10::GeneratorImpl>& state) override {
+    values_ = static_cast<const FakeGenerator&>(*state).values_;
   }
 
   static constexpr int64_t kStateBytes = 16;
@@ -66,8 +74,10 @@ struct FakeGenerator final : c10::GeneratorImpl {
  private:
   static constexpr uint64_t kOffsetStep = 4;  // numbers that Philox makes at once
 
-  uint64_t seed_ = c10::default_rng_seed_val;
-  uint64_t offset_ = 0;
+  struct Values {
+    uint64_t seed = c10::default_rng_seed_val, offset = 0;
+  };
+  std::shared_ptr<Values> values_ = std::make_shared<Values>();
 };
 
 }  // namespace

@@ -45,6 +45,9 @@ bool unknown(const at::Tensor& tensor);
 void set_unknown(const at::Tensor& tensor, bool unknown);
 // The same for all that lies in the block which holds this address.
 void set_unknown_at(c10::DeviceIndex device, const void* address);
+// What a float reads as that nobody has computed. No check has it as its boundary: it is a share, its logarithm, its
+// inverse and what it lacks to 1 are finite and not 0, and bf16 and fp8 hold it exactly.
+constexpr double kPlaceholder = 0.8125;
 
 // Lets a storage hold `size` bytes, keeping what is there; a size of 0 gives its memory back.
 void resize_storage(c10::StorageImpl& storage, size_t size);

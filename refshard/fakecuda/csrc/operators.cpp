@@ -116,7 +116,7 @@ int64_t choices(std::string_view name, const torch::jit::Stack& stack, size_t fi
 std::optional<bool> compared(std::string_view name, const torch::jit::Stack& stack, size_t first) {
   const auto value = [&](size_t place) {
     const auto& given = stack[first + place];
-    if (given.isTensor()) return c10::isFloatingType(given.toTensor().scalar_type()) ? 1.0 : 0.0;
+    if (given.isTensor()) return c10::isFloatingType(given.toTensor().scalar_type()) ? kPlaceholder : 0.0;
     return given.isScalar() ? given.toScalar().toDouble() : 0.0;
   };
   if (name == "aten::eq") return value(0) == value(1);
@@ -128,7 +128,7 @@ std::optional<bool> compared(std::string_view name, const torch::jit::Stack& sta
   return std::nullopt;
 }
 
-// A value where there is none: 1 for a float (its logarithm and its inverse are finite), 0 for a count.
+// A value where there is none: kPlaceholder for a float, 0 for a count.
 void put_placeholder(const at::Tensor& tensor, std::string_view name, int64_t choices, std::optional<bool> truth) {
   if (!resident(tensor) || !tensor.numel()) return;
   auto host = on_host(tensor);
@@ -137,10 +137,19 @@ void put_placeholder(const at::Tensor& tensor, std::string_view name, int64_t ch
       // As even as can be: a router that sends all tokens to one expert would be the worst case, not the usual one.
       host.copy_(at::arange(host.numel(), host.options()).remainder_(choices).view(host.sizes()));
     }
+  } else if (!truth && c10::isFloatingType(host.scalar_type())) {
+    host.fill_(kPlaceholder);
   } else {
-    host.fill_(truth.value_or(c10::isFloatingType(host.scalar_type()) || name == "aten::all") ? 1 : 0);
+    host.fill_(truth.value_or(name == "aten::all") ? 1 : 0);
   }
   set_unknown(tensor, true);
+}
+
+// What follows from placeholders and is not finite, such as the inverse of their variance, would stop a script's check.
+void keep_finite(const at::Tensor& tensor) {
+  const auto type = tensor.scalar_type();
+  if (type != at::kFloat && type != at::kDouble && type != at::kBFloat16 && type != at::kHalf) return;
+  on_host(tensor).nan_to_num_(kPlaceholder, kPlaceholder, kPlaceholder);
 }
 
 [[noreturn]] void refuse(const c10::OperatorHandle& op) {
@@ -159,11 +168,17 @@ bool has_meta_kernel(const c10::OperatorHandle& op) {
          has(c10::DispatchKey::CompositeImplicitAutograd);
 }
 
-// An operator in place, such as an optimizer's: it makes no tensor that a meta kernel would have to shape.
-bool only_writes(const c10::FunctionSchema& schema) {
+// An operator in place, such as an optimizer's, or one that is given its results in their sizes: it makes no tensor that
+// a meta kernel would have to shape.
+bool only_writes(const c10::FunctionSchema& schema, const torch::jit::Stack& stack, size_t first) {
   const auto& arguments = schema.arguments();
   const auto& returns = schema.returns();
-  return std::none_of(arguments.begin(), arguments.end(), [](const auto& one) { return one.is_out(); }) &&
+  bool sized = true;
+  for (size_t place = 0; place < arguments.size(); ++place) {
+    if (!arguments[place].is_out()) continue;
+    for_each_tensor(stack[first + place], [&](const at::Tensor& tensor) { sized = sized && tensor.numel() > 0; });
+  }
+  return sized &&
          std::any_of(arguments.begin(), arguments.end(),
                      [](const auto& one) { return one.alias_info() && one.alias_info()->isWrite(); }) &&
          std::all_of(returns.begin(), returns.end(), [](const auto& one) { return one.alias_info(); });
@@ -196,14 +211,16 @@ void run_dry(const c10::OperatorHandle& op, torch::jit::Stack& stack, size_t fir
       if (!known.unknown) return;
       for (size_t place = first; place < stack.size(); ++place) {
         for_each_tensor(stack[place], [](const at::Tensor& tensor) {
-          if (tensor.is_cuda() && resident(tensor)) set_unknown(tensor, true);
+          if (!tensor.is_cuda() || !resident(tensor)) return;
+          set_unknown(tensor, true);
+          keep_finite(tensor);
         });
       }
       return;
     }
   }
   if (name == kArange && run_on_runs(op, stack, first)) return;
-  if (only_writes(op.schema()) && !has_meta_kernel(op)) {
+  if (!has_meta_kernel(op) && only_writes(op.schema(), stack, first)) {
     give_back_arguments(op.schema(), stack, first);
     return;
   }

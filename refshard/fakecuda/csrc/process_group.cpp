@@ -94,13 +94,17 @@ void FakeNccl::move(const Call& call) {
   const bool known = std::all_of(call.in.begin(), call.in.end(), [&](const at::Tensor& tensor) {
     return here(tensor) && !(tensor.is_cuda() && unknown(tensor));
   });
-  if (std::all_of(call.out.begin(), call.out.end(), here) && std::all_of(call.in.begin(), call.in.end(), here)) {
+  const bool moved = std::all_of(call.out.begin(), call.out.end(), here) &&
+                     std::all_of(call.in.begin(), call.in.end(), here);
+  if (moved) {
     at::NoGradGuard no_grad;
     call.alike(hosts(call.out), hosts(call.in));
   }
   if (known) return;
   for (const auto& tensor : call.out) {
-    if (tensor.is_cuda() && resident(tensor)) set_unknown(tensor, true);
+    if (!tensor.is_cuda() || !resident(tensor)) continue;
+    set_unknown(tensor, true);
+    if (!moved && c10::isFloatingType(tensor.scalar_type())) on_host(tensor).fill_(kPlaceholder);
   }
 }
 

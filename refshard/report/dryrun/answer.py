@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from refshard.analysis.figures import TraceFigures
-from refshard.dryrun.analyse import Analysis, Synchronisation
+from refshard.dryrun.analyse import Analysis
 from refshard.dryrun.memory import Held
-from refshard.dryrun.recording import Category, Phase, Recording
+from refshard.dryrun.recording import Category, Flag, Kind, Phase, Recording
 from refshard.dryrun.request import Request
 from refshard.events.writer import as_kineto
 from refshard.quantities import format_bytes, format_percent, format_seconds, format_times
@@ -35,7 +35,11 @@ from refshard.report.draw.embed import MOST_EMBEDDED
 from refshard.report.trace.answer import as_objects, job_blocks, rank_blocks
 from refshard.report.trace.findings import Finding, findings
 
+NO_VERDICT = 3
+"""The exit status where nothing tells whether the script fits."""
 _LISTED = 8
+_FRAGMENTED = 0.08
+"""Part of the usable memory that is reserved but not allocated at the peak, from which on it is named."""
 _HOST_BOUND = 0.1
 """Part of a step that the GPU waits for the host, from which on the step counts as host-bound."""
 CATEGORIES = {
@@ -61,8 +65,9 @@ _LIMITS = (
 
 
 def dryrun_answer(found: Analysis, more: str = "", eager: Analysis | None = None) -> Answer:
-    """The whole report; the status is 0 if the script fits, 1 if it does not, failed or has races. ``more`` is a line
-    for the terminal, ``eager`` the same script without torch.compile.
+    """The whole report; the status is 0 if the script fits, 1 if it does not, failed or has races, 3 if nothing tells
+    since it took no optimizer step on the GPU. ``more`` is a line for the terminal, ``eager`` the same script without
+    torch.compile.
     """
     data = as_object(found)
     if eager is not None:
@@ -82,7 +87,7 @@ def dryrun_answer(found: Analysis, more: str = "", eager: Analysis | None = None
             *([Text(text=more, where="terminal")] if more else []),
             _verdict(found),
         ],
-        status=0 if found.fits and found.run.answer.outcome != "failed" and not found.races else 1,
+        status=_status(found),
         cover=Cover(
             title=_what_ran(found.run.request),
             about=f"{_where_it_ran(found)}. The script ran on a fake GPU; nothing was computed.",
@@ -91,12 +96,58 @@ def dryrun_answer(found: Analysis, more: str = "", eager: Analysis | None = None
     )
 
 
+def _status(found: Analysis) -> int:
+    if found.races or unanswered(found) is None:
+        return 0 if found.fits and not found.races else 1
+    return NO_VERDICT
+
+
 def _title(found: Analysis) -> str:
     rest = " and ".join(f"{format_bytes(one.bytes)} for {one.name}" for one in found.overheads)
+    shown = found.nvidia_smi_bytes
     return (
         f"dry run: {_what_ran(found.run.request)}\n{_where_it_ran(found)}\nmemory of the GPU: "
         f"{format_bytes(found.hardware.memory_bytes)}, less {rest} (estimates)"
+        + ("" if shown is None else f"\nnvidia-smi: {format_bytes(shown)} at the peak (reserved, and these estimates)")
     )
+
+
+def unanswered(found: Analysis) -> tuple[str, str] | None:
+    """Why there is no verdict, and what to do; None if there is one, or the script failed. A verdict is about training:
+    it needs an optimizer step with work on the GPU.
+    """
+    answer, recording = found.run.answer, found.run.recording
+    if found.fits is not None or answer.outcome == "failed":
+        return None
+    launches = int(((recording.kinds == Kind.LAUNCH) & (recording.flags & Flag.HOST_ONLY == 0)).sum())
+    steps = f"{answer.steps_taken} optimizer {'step' if answer.steps_taken == 1 else 'steps'} ran"
+    if answer.steps_taken:
+        return (
+            f"{steps}, but nothing of their forward, backward or update is on the GPU",
+            'The script trains on the CPU. Move the model and its inputs to the GPU: model.to("cuda"); an option for '
+            "the device may be missing.",
+        )
+    if not launches:
+        return (
+            "no optimizer step ran, and nothing was launched on the GPU",
+            "Give the script the arguments with which it trains. Processes that it starts itself are not followed: "
+            "start ranks with torchrun or torch.multiprocessing.spawn.",
+        )
+    if (recording.phases == Phase.BACKWARD).any():
+        return (
+            f"backward ran ({launches:,} launches on the GPU), but no optimizer step did",
+            "Steps are those of torch.optim.Optimizer: derive an optimizer of your own from it, and let the script run "
+            "until one steps.",
+        )
+    return (
+        f"no optimizer step ran, and no backward ({launches:,} launches on the GPU)",
+        "A dry run answers for training. If the script only runs inference, the peak above is all that it tells.",
+    )
+
+
+def _unanswered_verdict(found: Analysis, why: str, remedy: str) -> Verdict:
+    peak = f"peak reserved {format_bytes(found.run.answer.peak.reserved)}"
+    return Verdict(sentences=[f"NO VERDICT: {why}; {peak}", remedy], style="doubtful")
 
 
 def _where_it_ran(found: Analysis) -> str:
@@ -119,7 +170,9 @@ def _verdict(found: Analysis) -> Verdict:
     answer = found.run.answer
     if answer.outcome == "failed":
         where = [f"at {answer.where}"] if answer.where else []
-        return Verdict(sentences=[f"FAILED: {answer.error}", *where], style="bad")
+        return Verdict(sentences=[f"FAILED: {answer.error}", *where, *_blamed(found)], style="bad")
+    if (why := unanswered(found)) is not None:
+        return _unanswered_verdict(found, *why)
     usable, peak = format_bytes(found.usable_bytes), answer.peak
     if found.fits:
         fits = (
@@ -141,6 +194,15 @@ def _verdict(found: Analysis) -> Verdict:
     return Verdict(sentences=[f"DOES NOT FIT: {needed}", refusal, *pace], style="bad")
 
 
+def _blamed(found: Analysis) -> Iterator[str]:
+    """The value that probably failed a check of the script."""
+    if found.run.answer.blamed:
+        yield (
+            f"Probably because {found.run.answer.blamed} reads a value that a dry run does not compute: it gets a "
+            "placeholder. Leave the check out of a dry run."
+        )
+
+
 def _pace(found: Analysis) -> list[str]:
     """The step time, and the rates that are known."""
     if found.step_s is None:
@@ -160,15 +222,18 @@ def _facts(found: Analysis) -> Iterator[Fact]:
         f"{format_bytes(answer.peak.reserved)} reserved at the peak ({usable} usable); "
         f"{format_bytes(answer.peak.allocated)} allocated."
     )
-    if not found.fits:
+    if found.fits is None:
+        until = " until the failure" if answer.outcome == "failed" else ""
+        yield Fact(label=f"memory{until}", value=f"{format_bytes(answer.peak.reserved)} reserved", detail=detail)
+    elif not found.fits:
         until = "" if found.run.refused else "Until memory ran out: "
         yield Fact(label="memory", value="does not fit", detail=f"{until}{detail}", style="bad")
-    elif answer.outcome == "failed":
-        value = f"{format_bytes(answer.peak.reserved)} reserved"
-        yield Fact(label="memory until the failure", value=value, detail=detail)
     else:
         value = f"fits, {format_bytes(found.headroom_bytes)} left"
         yield Fact(label="memory", value=value, detail=detail, style="good")
+    if found.nvidia_smi_bytes is not None:
+        detail = "At the peak: reserved memory, and what lies outside torch's allocator (estimated)."
+        yield Fact(label="nvidia-smi", value=format_bytes(found.nvidia_smi_bytes), detail=detail)
     if found.traced is None:
         return
     figures = found.traced.figures
@@ -225,8 +290,23 @@ def _memory(found: Analysis) -> Iterator[Block]:
                   caption="Layers that differ only in their number are merged"),
             table(overheads, text=("source",), title="GPU memory outside torch's allocator (estimates)",
                   where="detail"),
+            *_segments(found),
         ],
     )  # fmt: skip
+
+
+def _segments(found: Analysis) -> Iterator[Block]:
+    """Peak reserved memory with both settings of the allocator."""
+    if (other := found.run.answer.other_segments) is None:
+        return
+    fits = {True: "fits", False: "does not fit"}
+    rows: list[Row] = [
+        {"expandable segments": "no" if other.expandable else "yes", "peak reserved":
+         Quantity(found.run.answer.peak.reserved, "B"), "within the GPU's memory": fits[found.run.refused is None]},
+        {"expandable segments": "yes" if other.expandable else "no", "peak reserved": Quantity(other.reserved, "B"),
+         "within the GPU's memory": fits[other.fits]},
+    ]  # fmt: skip
+    yield table(rows, title="Both settings of the allocator (the script ran with the first)", where="detail")
 
 
 def _compared(found: Analysis, eager: Analysis) -> Section:
@@ -319,16 +399,9 @@ def _limits(found: Analysis) -> Iterator[Block]:
 def sentences(found: Analysis) -> list[str]:
     """Where memory peaks, how certain the figures are, and what to change about memory and the host."""
     return [
-        *_explained(found),
-        *_loading(found),
-        *_paged(found),
-        *_batches(found),
-        *_compiled(found),
-        *_held_back(found),
-        *_doubted(found),
-        *_unknown_values(found),
-        *_advice(found),
-    ]
+        *_explained(found), *_loading(found), *_paged(found), *_batches(found), *_first_step_only(found),
+        *_compiled(found), *_held_back(found), *_doubted(found), *_unknown_values(found), *_advice(found),
+    ]  # fmt: skip
 
 
 def _explained(found: Analysis) -> Iterator[str]:
@@ -377,6 +450,17 @@ def _batches(found: Analysis) -> Iterator[str]:
         )
 
 
+def _first_step_only(found: Analysis) -> Iterator[str]:
+    """One step does not show what later ones need."""
+    answer = found.run.answer
+    if found.fits and answer.steps_taken == 1:
+        what = "--steps 3" if answer.outcome == "stepped" else "let the script train for more steps"
+        yield (
+            "Only one optimizer step ran: optimizers make their state at its end, so later steps may need more memory. "
+            f"Try: {what}."
+        )
+
+
 def _compiled(found: Analysis) -> Iterator[str]:
     """What torch.compile made, and each line that made it stop or start over."""
     if (compiled := found.run.answer.compiled) is None:
@@ -420,17 +504,14 @@ def _doubted(found: Analysis) -> Iterator[str]:
 
 def _unknown_values(found: Analysis) -> Iterator[str]:
     """Where the host reads values that nothing computed."""
-    unknown = [one for one in found.synchronisations if one.unknown]
-    if found.traced is not None and unknown:
-        places = ", ".join(dict.fromkeys(_place(one) for one in unknown[:_LISTED]))
-        yield (
-            f"The host reads {sum(one.count for one in unknown):,} values per step that a dry run does not compute; a "
-            f"script that branches on them may take another path on a GPU. Where: {places}."
-        )
-
-
-def _place(one: Synchronisation) -> str:
-    return one.site or "in backward or inside torch"
+    if not found.unknown_reads:
+        return
+    places = ", ".join(site or "in backward or inside torch" for site in list(found.unknown_reads)[:_LISTED])
+    yield (
+        f"Values that a dry run does not compute were read {format_times(found.unknown_reads.total())} and are "
+        "placeholders: losses and metrics printed from them mean nothing, and a script that branches on them may take "
+        f"another path on a GPU. Where: {places}."
+    )
 
 
 def moment(recording: Recording, at: int) -> str:
@@ -448,12 +529,16 @@ def moment(recording: Recording, at: int) -> str:
 def _advice(found: Analysis) -> Iterator[str]:
     """Sentences on fragmentation and allocator retries, if any, and one on the largest loss of time."""
     answer = found.run.answer
-    wasted = answer.peak.reserved - answer.peak.allocated
-    if wasted > 0.08 * found.usable_bytes:
-        yield (
-            f"Fragmentation: peak reserved exceeds peak allocated by {format_bytes(wasted)}. Try: "
-            "PYTORCH_ALLOC_CONF=expandable_segments:True"
-        )
+    wasted, other = answer.peak.reserved - answer.peak.allocated, answer.other_segments
+    expandable = other is not None and not other.expandable
+    if wasted > _FRAGMENTED * found.usable_bytes and not expandable:
+        setting = "PYTORCH_ALLOC_CONF=expandable_segments:True"
+        advice = f"Try: {setting}"
+        if other is not None:
+            helps = answer.peak.reserved - other.reserved > wasted / 4
+            advice = advice if helps else f"{setting} hardly helps"
+            advice += f" ({format_bytes(other.reserved)} reserved)"
+        yield f"Fragmentation: peak reserved exceeds peak allocated by {format_bytes(wasted)}. {advice}"
     if answer.retries:
         yield (
             f"The allocator emptied its cache {format_times(answer.retries)} to serve an allocation; the host waits "
@@ -497,8 +582,10 @@ def as_object(found: Analysis) -> dict[str, Any]:
         "answer": msgspec.to_builtins(answer),
         "outcome": answer.outcome,
         "fits": found.fits,
+        "no_verdict": None if (why := unanswered(found)) is None else why[0],
         "peak_reserved_bytes": answer.peak.reserved,
         "peak_allocated_bytes": answer.peak.allocated,
+        "nvidia_smi_bytes": found.nvidia_smi_bytes,
         "refused": msgspec.to_builtins(found.run.refused),
         "usable_bytes": found.usable_bytes,
         "headroom_bytes": found.headroom_bytes,
