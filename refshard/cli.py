@@ -427,7 +427,9 @@ def dryrun(
         int | None, typer.Option(help="Number of GPUs (default: from torchrun's options, or the whole cluster).")
     ] = None,
     rank: Annotated[int, typer.Option(help="The rank to run.")] = 0,
-    steps: Annotated[int, typer.Option(help="Stop after this many optimizer steps.")] = 3,
+    steps: Annotated[
+        str, typer.Option(help="Stop after this many optimizer steps; auto: once the peak of memory is stable.")
+    ] = "3",
     tokens_per_step: Annotated[
         int | None, typer.Option(help="Tokens per step over all ranks (default: counted from the model's input).")
     ] = None,
@@ -449,6 +451,8 @@ def dryrun(
     """
     from refshard.commands import dryrun as made
 
+    if steps != "auto" and not steps.lstrip("-").isdigit():
+        raise SpecError(f"dryrun: steps must be a number or auto, got '{steps}'")
     words = made.words_of(command or [])
     if model is not None:
         from refshard.commands.dryrun_model import Training, training_command
@@ -463,7 +467,7 @@ def dryrun(
     elif extra := _given(context) & {"--strategy", "--seq-len", "--microbatch", "--precision", "--checkpointing"}:
         raise SpecError(f"dryrun: {', '.join(sorted(extra))} needs --model; a script has options of its own")
     options = made.Options(
-        words=words, cluster=cluster, gpus=gpus, rank=rank, steps=steps,
+        words=words, cluster=cluster, gpus=gpus, rank=rank, steps=None if steps == "auto" else int(steps),
         tokens_per_step=tokens_per_step, races=races, compile=compile_,
     )  # fmt: skip
     with _interruptible("nothing is written"):

@@ -15,20 +15,20 @@ SLACK = 100
 BUDGETS = {
     "refshard/analysis": 10_400,
     "refshard/commands": 2_900,
-    "refshard/dryrun": 4_500,
+    "refshard/dryrun": 4_600,
     "refshard/emit": 750,
     "refshard/emulate": 1_400,
     "refshard/engine": 8_000,
     "refshard/events": 2_100,
-    "refshard/fakecuda": 1_450,
+    "refshard/fakecuda": 1_700,
     "refshard/measure": 8_450,
     "refshard/models": 1_300,
     "refshard/plan": 2_550,
-    "refshard/report": 8_350,
+    "refshard/report": 8_400,
     "refshard/specs": 2_350,
     "refshard/strategies": 3_150,
-    "refshard/*.py": 2_000,
-    "tests": 68_750,
+    "refshard/*.py": 2_050,
+    "tests": 69_450,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

@@ -216,6 +216,7 @@ def test_wrong_clusters_are_refused_by_name(changes: dict[str, Any], message: st
     [
         ("dgx-a10", "cluster: no profile and no file 'dgx-a10'; did you mean 'dgx-a100'? (append xN for N nodes)"),
         ("dgx-a100x0", "cluster: must have at least one node, got 'dgx-a100x0'; write x1 for one"),
+        ("rtx4090", "cluster: no profile and no file 'rtx4090'; did you mean 'rtx-4090'?"),
         ("x" * 5000, f"cluster: no profile and no file '{'x' * 80}'; "),
     ],
 )

@@ -18,17 +18,19 @@ from refshard.report.blocks import Answer
 from refshard.report.dryrun.answer import dryrun_answer
 from refshard.specs.cluster import ClusterSpec, load_cluster
 
+MOST_STEPS = 50
+"""After which it stops even if its peak still rises."""
 _EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of the command line. ``tokens_per_step`` are those of all ranks."""
+    """The options of the command line; ``steps`` is None for auto, ``tokens_per_step`` are those of all ranks."""
 
     words: tuple[str, ...]
     cluster: str
     gpus: int | None = None
     rank: int = 0
-    steps: int = 3
+    steps: int | None = 3
     tokens_per_step: int | None = None
     races: bool = False
     compile: str = "on"
@@ -85,7 +87,8 @@ def _request(options: Options, command: TrainingCommand, cluster: ClusterSpec) -
     world_size = cluster.world_size
     return Request(
         command=command.command, module=command.module, cluster=options.cluster, world_size=world_size,
-        local_ranks=cluster.ranks_per_node, rank=options.rank, steps=options.steps,
+        local_ranks=cluster.ranks_per_node, rank=options.rank,
+        steps=MOST_STEPS if options.steps is None else options.steps, until_stable=options.steps is None,
         unusable_bytes=sum(one.bytes for one in overheads(world_size)),
         environment=_EAGER if options.compile == "off" else {},
     )  # fmt: skip

@@ -20,6 +20,7 @@ from refshard.dryrun.launchers import Launchers, is_program, run_python
 from refshard.dryrun.request import UNLIMITED_BYTES, Answer, Outcome, Request
 from refshard.errors import RefshardError
 from refshard.fakecuda import activate
+from refshard.fakecuda.bitsandbytes import managed_bytes
 from refshard.fakecuda.without_triton import Refused
 from refshard.specs.cluster import load_cluster
 
@@ -53,7 +54,8 @@ def main(folder: Path) -> int:
     from refshard.dryrun.unknown_values import UnknownValues
 
     symbolic.meta_nonzero_assume_all_nonzero = True
-    observer, peaks = Observer(ext, request.steps), Peaks(request.rank % request.local_ranks)
+    peaks = Peaks(request.rank % request.local_ranks)
+    observer = Observer(ext, request.steps, peaks if request.until_stable else None)
     observer.install()
     peaks.install()
     unknown = UnknownValues(ext, lambda: observer.steps_taken)
@@ -134,11 +136,12 @@ def _leave(
     allocations = int((recording.kinds == Kind.ALLOCATE).sum()) if outcome == "oom" else 0
     answer = Answer(
         outcome=outcome, **told, steps_taken=observer.steps_taken, tokens=sum(observer.tokens),
+        batches=tuple(observer.batches),  # type: ignore[arg-type]
         parameters=observer.parameters, sharing=observer.sharing, world_size=request.world_size,
         allocations=allocations, peak=peaks.highest(),
         now=pool(device, "current"), retries=torch.cuda.memory_stats(device)["num_alloc_retries"],
-        host_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, wall_s=wall_s,
-        torch=str(torch.__version__), compiled=compilation(),
+        host_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        managed_bytes=managed_bytes(), wall_s=wall_s, torch=str(torch.__version__), compiled=compilation(),
     )  # fmt: skip
     other = other_segments(answer, recording, request, ext)
     answer, recording = settle_answer(msgspec.structs.replace(answer, other_segments=other), recording, request, ext)

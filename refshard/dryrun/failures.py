@@ -31,7 +31,8 @@ def before_capture_failed(error: BaseException) -> BaseException:
 def message(error: BaseException, command: Sequence[str]) -> str:
     """What went wrong, and what to do about it where that is known."""
     name, said = type(error).__name__, first_line(error)
-    functions = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    frames = traceback.extract_tb(error.__traceback__)
+    functions = [frame.name for frame in frames]
     if isinstance(error, SystemExit):
         if error.code == 2 and "parse_args" in functions:
             return "the script rejected its own arguments (exit status 2); its message is above"
@@ -45,6 +46,12 @@ def message(error: BaseException, command: Sequence[str]) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
         return f"{name}: {said}; install it for this Python: {sys.executable} -m pip install {package}"
+    if isinstance(error, OSError) and any(_loads_weights(frame) for frame in frames):
+        return (
+            f"{name}: {said.rstrip('.')}. A dry run needs no weights: make the model from its configuration, "
+            "AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(FOLDER)) with config.json in FOLDER, or load "
+            "a sparse checkpoint (docs/how-to/dry-run.md)"
+        )
     if isinstance(error, FileNotFoundError):
         return f"{name}: {said}; a dry run reads the script's own files, relative to {Path.cwd()}"
     if isinstance(error, KeyError) and _in_environment(error):
@@ -68,6 +75,11 @@ def is_missing_module(error: BaseException) -> bool:
     """Whether Python found no module of the name after ``-m``: the script's code never ran."""
     *_, last = traceback.extract_tb(error.__traceback__)
     return isinstance(error, ImportError) and last.name == "_get_module_details"
+
+
+def _loads_weights(frame: traceback.FrameSummary) -> bool:
+    """Whether a function of transformers that loads a model was called, and not one that loads a tokenizer."""
+    return frame.name == "from_pretrained" and Path(frame.filename).name in ("auto_factory.py", "modeling_utils.py")
 
 
 def _in_environment(error: BaseException) -> bool:

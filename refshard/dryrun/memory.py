@@ -36,10 +36,12 @@ class Held:
 class MemoryAccount:
     """Bytes over the events of a recording, ``allocated`` and ``reserved`` after each (int64); the event ``peak_at`` at
     which most was allocated, and what was held then, the largest first. Blocks are as large as the allocator rounds.
+    ``loading`` events come before the first forward pass.
     """
 
     allocated: npt.NDArray[np.int64]
     reserved: npt.NDArray[np.int64]
+    loading: int
     peak_at: int
     held: tuple[Held, ...]
 
@@ -47,6 +49,16 @@ class MemoryAccount:
     def peak_bytes(self) -> int:
         """Most that was allocated."""
         return int(self.allocated[self.peak_at]) if len(self.allocated) else 0
+
+    @property
+    def loading_peak_bytes(self) -> int:
+        """Most that was allocated before the first forward pass."""
+        return int(self.allocated[: self.loading].max(initial=0))
+
+    @property
+    def training_peak_bytes(self) -> int:
+        """Most that was allocated from the first forward pass on."""
+        return int(self.allocated[self.loading :].max(initial=0))
 
     @property
     def peak_reserved_bytes(self) -> int:
@@ -76,8 +88,15 @@ def account_memory(recording: Recording) -> MemoryAccount:
     reserved = np.cumsum(np.where(kinds == Kind.SEGMENT, sizes, 0))
     peak_at = int(np.argmax(allocated)) if len(allocated) else 0
     return MemoryAccount(
-        allocated=allocated, reserved=reserved, peak_at=peak_at, held=_held(recording, live_rows(recording, peak_at))
-    )
+        allocated=allocated, reserved=reserved, loading=_first_pass(recording), peak_at=peak_at,
+        held=_held(recording, live_rows(recording, peak_at)),
+    )  # fmt: skip
+
+
+def _first_pass(recording: Recording) -> int:
+    """The first event in a module or an optimizer; the recording's length without one."""
+    inside = np.flatnonzero(recording.phases != Phase.OTHER)
+    return int(inside[0]) if len(inside) else len(recording)
 
 
 def live_rows(recording: Recording, at: int) -> npt.NDArray[np.int64]:
@@ -96,9 +115,8 @@ def categories(recording: Recording, rows: npt.NDArray[np.int64]) -> npt.NDArray
     """
     recorded = recording.categories[rows]
     phases = recording.phases[rows]
-    inside = np.flatnonzero(recording.phases != Phase.OTHER)
     guessed = np.full(len(rows), Category.OTHER, np.uint8)
-    guessed[rows >= (inside[0] if len(inside) else len(recording))] = Category.ACTIVATIONS
+    guessed[rows >= _first_pass(recording)] = Category.ACTIVATIONS
     guessed[phases == Phase.OPTIMIZER] = Category.WORKSPACE
     return np.where(recorded == Category.OTHER, guessed, recorded)
 

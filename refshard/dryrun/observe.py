@@ -52,6 +52,8 @@ def pool(device: int, which: str) -> Pool:
 ROOT = "(root)"
 """The path of the outermost module."""
 
+ALIKE_STEPS, VARIED_STEPS = 2, 8
+"""Steps without a higher peak after which it counts as stable: of batches of one shape, and of different shapes."""
 _SHARING_AXES = frozenset({"tp", "cp", "sp", "pp", "tensor", "context", "pipeline", "tensor_parallel"})
 
 
@@ -61,15 +63,18 @@ class StepsDone(BaseException):
 
 class Observer:
     """Tells the device's extension ``ext`` in which module and phase the host is, and ends the script after ``steps``
-    optimizer steps.
+    optimizer steps, or where ``peaks`` are given once these are stable, if that is earlier.
 
     A step is one of the optimizer that stepped first: a script with several takes them in turn. What steps within
-    another optimizer's step is a part of that. ``stepped`` is how many elements of this rank's have a gradient in the
-    last step.
+    another optimizer's step is a part of that. If an optimizer steps in backward, as others of single parameters will,
+    the step ends with backward. ``stepped`` is how many elements of this rank's have a gradient in the last step.
+    Peaks are stable after :data:`ALIKE_STEPS` steps without a rise, and after :data:`VARIED_STEPS` if ``batches``, the
+    shapes of token ids that the model was given, differ.
     """
 
-    def __init__(self, ext: ModuleType, steps: int) -> None:
-        self._ext, self._steps = ext, steps
+    def __init__(self, ext: ModuleType, steps: int, peaks: Peaks | None = None) -> None:
+        self._ext, self._steps, self._peaks = ext, steps, peaks
+        self._highest = self._highest_since = 0
         self._depth = 0
         self._uncounted = False
         self._codes: dict[int, int] = {}
@@ -79,6 +84,7 @@ class Observer:
         self.stepped = 0
         self.steps_taken = 0
         self.tokens: list[int] = []
+        self.batches: dict[tuple[int, ...], None] = {}
 
     def install(self) -> None:
         """Hook into torch until this process ends."""
@@ -178,6 +184,7 @@ class Observer:
         """
         for value in inputs:
             if isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32) and value.dim() == 2:
+                self.batches[tuple(value.shape)] = None
                 if (graph := self._captured_into()) is None:
                     self.tokens.append(value.numel())
                 else:
@@ -194,7 +201,8 @@ class Observer:
             return
         self._outermost = optimizer
         self._ext.in_optimizer(True)
-        self._label_parameters()
+        if self._leading in (None, optimizer):
+            self._label_parameters()
         self.stepped = sum(_local(p).numel() for p in _optimized(optimizer) if p.grad is not None)
         for parameter in _optimized(optimizer):
             self._label(parameter, Category.PARAMETERS)
@@ -212,16 +220,23 @@ class Observer:
             self._leading = optimizer
         if optimizer is not self._leading:
             return
-        if (graph := self._captured_into()) is None:
-            self._end_step()
-        else:
+        if (graph := self._captured_into()) is not None:
             graph.captured_steps = getattr(graph, "captured_steps", 0) + 1
+        elif torch._C._current_graph_task_id() >= 0:
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_step)
+        else:
+            self._end_step()
 
     def _end_step(self) -> None:
         self.steps_taken += 1
         self._ext.mark("step")
-        if self.steps_taken >= self._steps:
+        if self.steps_taken >= self._steps or (self._peaks is not None and self._stable(self._peaks.highest())):
             raise StepsDone
+
+    def _stable(self, peak: Pool) -> bool:
+        if (sum_of_peaks := peak.allocated + peak.reserved) > self._highest:
+            self._highest, self._highest_since = sum_of_peaks, self.steps_taken
+        return self.steps_taken - self._highest_since >= (VARIED_STEPS if len(self.batches) > 1 else ALIKE_STEPS)
 
     def _captured_into(self) -> Any:
         """The CUDA graph that is being captured; None if none is."""
@@ -233,11 +248,9 @@ class Observer:
             yield from nn.Module.buffers(root)  # where Megatron's own wrapper has a list of that name
 
     def _label(self, value: Any, category: Category) -> None:
-        local = _local(value)
-        if isinstance(local, torch.Tensor) and local.device.type == "cuda" and _has_storage(local):
-            address = local.untyped_storage().data_ptr()
-            if address:
-                self._ext.categorise(local.device.index, address, int(category))
+        for part in _parts(value):
+            if part.device.type == "cuda" and _has_storage(part) and (address := part.untyped_storage().data_ptr()):
+                self._ext.categorise(part.device.index, address, int(category))
 
 
 def _uncompiled(path: str) -> str:
@@ -260,8 +273,22 @@ def _local(value: Any) -> Any:
     return getattr(value, "_local_tensor", value)
 
 
+def _parts(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors that hold a value's memory on this rank: itself, or what a quantised tensor is packed into."""
+    value = _local(value)
+    if isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):
+        for name in value.__tensor_flatten__()[0]:
+            yield from _parts(getattr(value, name))
+    elif isinstance(value, torch.Tensor):
+        yield value
+        state = vars(value).get("quant_state")  # bitsandbytes keeps scales and codes of 4-bit weights there
+        while state is not None:
+            yield from (tensor for tensor in vars(state).values() if isinstance(tensor, torch.Tensor))
+            state = state.state2
+
+
 def _has_storage(tensor: torch.Tensor) -> bool:
-    """Some subclasses of tensors have no storage of their own, but parts that have."""
+    """Some subclasses of tensors have no storage, and none of their own parts is known."""
     try:
         return tensor.untyped_storage().nbytes() > 0
     except (NotImplementedError, RuntimeError):

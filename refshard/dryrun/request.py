@@ -21,7 +21,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     ``command`` is the script's command line: ``[script.py, *arguments]``, or with ``module`` ``[package.module,
     *arguments]``. ``local_ranks`` GPUs are on each node. ``unusable_bytes`` of a GPU's memory are not the allocator's.
-    Unless ``limited``, a GPU's memory has no end. ``environment`` is added to the script's environment variables before
+    With ``until_stable`` it stops earlier than after ``steps``, once its peak is stable. Unless ``limited``, a GPU's
+    memory has no end. ``environment`` is added to the script's environment variables before
     the device is made.
     """
 
@@ -32,6 +33,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     local_ranks: int
     rank: int = 0
     steps: int = 3
+    until_stable: bool = False
     unusable_bytes: int = 0
     limited: bool = True
     environment: dict[str, str] = {}
@@ -81,11 +83,13 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """What the script's process reports; its events are in the recording next to it.
 
     ``error`` is the first line of what it raised, ``where`` the line of the script that raised it, ``blamed`` the line
-    that read a value which was not computed, if that is probably why it raised. ``tokens`` are those
-    that the outermost module was given in training, summed over all steps; 0 where it was given none; ``sharing`` ranks
+    that read a value which was not computed, if that is probably why it raised. ``tokens`` are those that the outermost
+    module was given in training, summed over all steps; 0 where it was given none; ``batches`` are their different
+    shapes, (sequences, tokens). ``sharing`` ranks
     were given the same (tensor, context and pipeline parallelism). ``parameters`` counts the model's elements,
     unsharded. If it ran out of memory, ``allocations`` were served before. ``peak`` and ``now`` are the device's.
-    ``retries`` counts how often the allocator gave its cache back to serve a request.
+    ``retries`` counts how often the allocator gave its cache back to serve a request. ``managed_bytes`` are those of
+    paged optimizer state, which no allocator of torch's sees.
 
     Where memory is ``held_until`` the GPU is done, ``peak``, ``now``, ``retries`` and the recording are those of a GPU,
     and ``peak_as_run`` is what the script's process saw. ``doubt`` says why it is held until the host has waited.
@@ -102,6 +106,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     blamed: str = ""
     steps_taken: int = 0
     tokens: int = 0
+    batches: tuple[tuple[int, int], ...] = ()
     parameters: int = 0
     sharing: int = 1
     world_size: int = 1
@@ -110,6 +115,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     now: Pool
     retries: int = 0
     host_peak_bytes: int = 0
+    managed_bytes: int = 0
     wall_s: float = 0.0
     torch: str = ""
     held_until: HeldUntil = ""

@@ -90,7 +90,9 @@ _HEAVY = re.compile(
 )
 _LIGHT = re.compile(r"^(_thnn_fused_|_fft_conj|linalg_(vector_norm|_powsum|cross|diagonal))")
 """Elementwise operators that :data:`_HEAVY` matches by name."""
-_PLAIN_LIBRARIES = frozenset(("aten", "fsdp", "prims", "c10d", "_c10d_functional", "symm_mem"))
+_PACKED_WEIGHT = frozenset(("gemm_4bit", "gemv_4bit", "int8_linear_matmul"))
+"""bitsandbytes' products with a quantised weight; it is unpacked within the kernel."""
+_PLAIN_LIBRARIES = frozenset(("aten", "fsdp", "prims", "c10d", "_c10d_functional", "symm_mem", "bitsandbytes"))
 """Libraries of operators that are memory-bound unless a formula here or in torch says otherwise."""
 
 
@@ -168,6 +170,9 @@ def _product(op: str, found: Signature) -> Work | None:
     if op == "linear" and len(found.inputs) > 1:
         given, weight = found.inputs[:2]
         return Work(kind="product", flops=2.0 * given.numel * weight.shape[0], dtype=given.dtype)
+    if op in _PACKED_WEIGHT and found.inputs and found.results:
+        given = found.inputs[0]
+        return Work(kind="product", flops=2.0 * given.shape[-1] * found.results[0].numel, dtype=given.dtype)
     first = _FIRST_OPERAND.get(op)
     if first is None or len(found.inputs) < first + 2:
         return None

@@ -88,7 +88,7 @@ class _Interception(importlib.abc.MetaPathFinder):
     """
 
     def __init__(self, loaded: ModuleType) -> None:
-        from refshard.fakecuda import c10d, inductor, torch_c, triton_kernels, without_triton
+        from refshard.fakecuda import bitsandbytes, c10d, inductor, torch_c, triton_kernels, without_triton
 
         self._before: dict[str, Callable[[Any], None]] = {
             "torch.cuda": torch_c.install,
@@ -97,6 +97,7 @@ class _Interception(importlib.abc.MetaPathFinder):
             "torch.distributed.distributed_c10d": c10d.meet_nobody,
             "torch.distributed.checkpoint.filesystem": c10d.save_alone,
             "torch.distributed.pipelining.schedules": c10d.infer_nothing,
+            "bitsandbytes.cextension": bitsandbytes.install,
             "torch._inductor.compile_fx": inductor.install,
         }
         self._after: dict[str, Callable[[Any], None]] = {

@@ -1,5 +1,6 @@
 """A cluster: its accelerators, how they are joined, and the collectives that its library runs over that."""
 
+import difflib
 import re
 from pathlib import Path
 from typing import Literal, get_args
@@ -172,8 +173,10 @@ def load_cluster(given: str) -> ClusterSpec:
         base, nodes = counted[1], int(counted[2])
     path = profiles.get(base) or Path(base)
     if base not in profiles and not _is_file(base):
+        known = list(profiles)
+        missing = base if difflib.get_close_matches(base, known, n=1) else given  # rtx4090 is not 4090 nodes of rt
         raise SpecError(
-            f"cluster: no profile and no file '{base[:80]}'; {nearest(base, list(profiles))} (append xN for N nodes)"
+            f"cluster: no profile and no file '{missing[:80]}'; {nearest(missing, known)} (append xN for N nodes)"
         )
     if nodes == 0:
         raise SpecError(f"cluster: must have at least one node, got '{given}'; write x1 for one")

@@ -160,6 +160,80 @@ for rows in (8192, 4096, 4096):
     optimizer.zero_grad()
 """
 
+QUANTISED = """
+import bitsandbytes as bnb
+import torch
+from torch import nn
+
+layers = []
+for out, given in ((4096, 1024), (1024, 4096)):
+    layer = bnb.nn.Linear4bit(given, out, bias=False, compute_dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(out, given, dtype=torch.bfloat16, device="cuda")
+    layer.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4").to("cuda")
+    del weight
+    layers.append(layer)
+head = nn.Linear(1024, 1024, bias=False, device="cuda", dtype=torch.bfloat16)
+model = nn.Sequential(*layers, head)
+optimizer = bnb.optim.PagedAdamW32bit(head.parameters())
+for step in range(3):
+    model(torch.ones(2, 256, 1024, device="cuda", dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+"""Two layers quantised one after the other, and a third one that is trained, with its state in managed memory."""
+
+IN_BACKWARD = """
+import torch
+from torch import nn
+
+model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False, device="cuda") for _ in range(4)))
+optimizers = {p: torch.optim.AdamW([p], fused=True) for p in model.parameters()}
+
+
+def update(parameter):
+    optimizers[parameter].step()
+    optimizers[parameter].zero_grad()
+
+
+for parameter in model.parameters():
+    parameter.register_post_accumulate_grad_hook(update)
+for step in range(100):
+    print("step", step)
+    model(torch.ones(8, 1024, device="cuda")).sum().backward()
+"""
+"""Each parameter of 4 MiB is updated as soon as it has its gradient."""
+
+LENGTHS = """
+import torch
+from torch import nn
+
+model = nn.Sequential(nn.Embedding(1024, 512), nn.Linear(512, 1024)).cuda()
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+for step in range(100):
+    length = 2048 if step == {longest} else 256 * (1 + step % {lengths})
+    model(torch.zeros(2, length, dtype=torch.long, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+"""Batches of several lengths, the longest in one step only."""
+
+FROM_PRETRAINED = """
+import torch
+from pathlib import Path
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
+
+LlamaConfig(
+    hidden_size=1024, intermediate_size=4096, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8,
+    vocab_size=1024, tie_word_embeddings=False,
+).save_pretrained("model")
+{checkpoint}
+quantised = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+model = AutoModelForCausalLM.from_pretrained(
+    "model", quantization_config=quantised, dtype=torch.bfloat16, device_map={{"": 0}}
+)
+print("held", torch.cuda.memory_stats()["requested_bytes.all.current"])
+"""
+"""A model of two layers, quantised as transformers does; where its weights come from is to be filled in."""
 ON_THE_CPU = """
 import torch
 from torch import nn

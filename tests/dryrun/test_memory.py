@@ -54,6 +54,26 @@ def test_what_is_made_outside_of_modules_is_an_activation_only_after_one_has_run
     assert found.tolist() == [Category.OTHER, Category.ACTIVATIONS, Category.ACTIVATIONS]
 
 
+def test_loading_ends_with_the_first_forward_pass() -> None:
+    made = Made()
+    whole = made.allocate(8 * MIB)
+    made.allocate(2 * MIB)
+    made.free(whole)
+    made.phase, made.module = Phase.FORWARD, "layers.0"
+    made.allocate(3 * MIB)
+    made.phase, made.module = Phase.OTHER, ""
+    made.allocate(1 * MIB)
+    account = account_memory(made.recording())
+    assert (account.loading_peak_bytes, account.training_peak_bytes) == (10 * MIB, 6 * MIB)
+
+
+def test_a_recording_without_a_pass_is_all_loading() -> None:
+    made = Made()
+    made.allocate(2 * MIB)
+    account = account_memory(made.recording())
+    assert (account.loading_peak_bytes, account.training_peak_bytes) == (2 * MIB, 0)
+
+
 def test_a_recording_without_memory_has_an_empty_account() -> None:
     made = Made()
     made.launch()

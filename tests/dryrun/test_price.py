@@ -74,6 +74,9 @@ PRODUCTS = [
     ("mv", "bf16[16,8] bf16[8] -> bf16[16]", 2 * 16 * 8),
     ("_scaled_mm", "fp8e4m3[16,8] fp8e4m3[8,4] fp32[] fp32[] -> bf16[16,4]", 2 * 16 * 8 * 4),
     ("_int_mm", "int8[16,8] int8[8,4] -> int32[16,4]", 2 * 16 * 8 * 4),
+    ("gemm_4bit", "bf16[16,8] uint8[16] fp32[1] -> bf16[16,4]", 2 * 16 * 8 * 4),
+    ("gemv_4bit", "bf16[1,8] uint8[16] fp32[1] fp32[16] -> bf16[1,4]", 2 * 8 * 4),
+    ("int8_linear_matmul", "int8[16,8] int8[4,8] -> int32[16,4]", 2 * 16 * 8 * 4),
     # Tokens of five experts; the same with the experts' rows on the other side; weight gradients; padded.
     ("_grouped_mm", "bf16[16,8] bf16[5,8,4] int32[5] -> bf16[16,4]", 2 * 16 * 8 * 4),
     ("_grouped_mm", "bf16[5,4,8] bf16[8,16] int32[5] -> bf16[4,16]", 2 * 16 * 8 * 4),

@@ -345,3 +345,10 @@ def groups() -> dict[str, Any]:
         work.wait()
     dist.destroy_process_group()
     return {"named": [bool(name) for name, _ in ext.groups()], "taken": taken}
+
+
+@check
+def scalars_of_the_host() -> list[str]:
+    """Products with a tensor of no dimension on the host, in either order."""
+    x, scalar = torch.ones(WIDE, WIDE, device="cuda", dtype=torch.bfloat16), torch.tensor(0.5)
+    return [f"{made.device} {made.dtype} {list(made.shape)}" for made in (scalar * x, x * scalar, scalar - x)]

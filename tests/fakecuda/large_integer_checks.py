@@ -136,7 +136,11 @@ def sizes() -> dict[str, Any]:
     rows, ones = floats[mask], floats[mask, :][:, 0]
     grown = torch.cuda.memory_allocated() - before
     small = torch.arange(20_000, device="cuda") % 2 == 0  # resident, and 20 KB
+    given = torch.ones(10_000, device="cuda", requires_grad=True)
+    torch.zeros(20_000, device="cuda").masked_scatter(small, given).sum().backward()
+    assert given.grad is not None
     return {
+        "masked_select": [list(floats[:, 0].masked_select(mask).shape), list(given.grad.shape)],
         "rows": list(rows.shape), "column": list(ones.shape), "bytes": grown >= rows.nbytes,
         "positions": [list(mask.nonzero().shape), list(mask.view(4, -1).nonzero().shape)],
         "of a small mask": [list(floats[:20_000][small].shape), list(small.nonzero().shape)],

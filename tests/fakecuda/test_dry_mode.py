@@ -27,6 +27,10 @@ def test_operators_that_torch_cannot_shape(seen: Seen) -> None:
     assert seen("sync_batch_norm_parts") == [[4, 1024, 64], *[[1024]] * 5]
 
 
+def test_a_scalar_of_the_host_may_come_first(seen: Seen) -> None:
+    assert seen("scalars_of_the_host") == 3 * [f"cuda:0 torch.bfloat16 [{WIDE}, {WIDE}]"]
+
+
 def test_a_fused_optimizer_is_one_launch(seen: Seen) -> None:
     assert seen("optimizers") == {"AdamW": 1, "Adam": 1, "SGD": 1, "Adagrad": 1}
 

@@ -47,7 +47,7 @@ def test_a_mask_of_known_values_selects_as_many_elements_as_on_a_gpu(seen: Seen)
     ones = LARGE // 2 + 3
     assert seen("sizes") == {
         "rows": [ones, 3], "column": [ones], "bytes": True, "positions": [[ones, 1], [ones, 2]],
-        "of a small mask": [[10_000, 3], [10_000, 1]], "nothing": [0, 3],
+        "masked_select": [[ones], [10_000]], "of a small mask": [[10_000, 3], [10_000, 1]], "nothing": [0, 3],
     }  # fmt: skip
 
 

@@ -228,6 +228,13 @@ void bind_recorder(py::module_& m) {
   m.def("mark", [](const std::string& name) {
     recorder().add({.kind = Kind::Mark, .name = recorder().names.code(name)});
   });
+  // `touched`: (address, bytes, whether it is read, whether it is written).
+  m.def("launch_at", [](std::string_view name, std::string_view signature, int64_t stream,
+                        const std::vector<std::tuple<int64_t, int64_t, bool, bool>>& touched) {
+    std::vector<Touched> found;
+    for (const auto& [address, size, reads, writes] : touched) found.push_back({address, size, reads, writes});
+    launch_past_torch(name, signature, stream, found);
+  });
   m.def("categorise", [](int index, size_t address, int category) {
     const auto block = block_at(static_cast<c10::DeviceIndex>(index), reinterpret_cast<void*>(address));
     if (block >= 0) recorder().categorise(block, static_cast<Category>(category));

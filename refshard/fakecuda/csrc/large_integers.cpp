@@ -275,6 +275,19 @@ Result selected(const Stack& stack, size_t first) {
   return ResultInRuns{values ? std::optional(values->selected(*chosen)) : std::nullopt, out};
 }
 
+// masked_select(self, mask)
+Result masked(const Stack& stack, size_t first) {
+  const auto& tensor = stack[first].toTensor();
+  const auto& mask = stack[first + 1].toTensor();
+  if (mask.sizes() != tensor.sizes()) return std::nullopt;
+  const auto chosen = values_of(mask);
+  const auto number = chosen ? std::optional(chosen->sum()) : ones_in_memory(mask);
+  if (!number) return std::nullopt;
+  const auto values = chosen ? values_of(tensor) : std::nullopt;
+  return ResultInRuns{values ? std::optional(values->selected(*chosen)) : std::nullopt,
+                      at::empty({*number}, tensor.options())};
+}
+
 using Compute = Result (*)(const Stack&, size_t);
 
 // By name and overload: those that reach the device, which for many operators is the one with an out argument.
@@ -296,6 +309,7 @@ const std::map<std::pair<std::string_view, std::string_view>, Compute> kOnRuns =
     {{"aten::all", "all_out"}, all},
     {{"aten::nonzero", ""}, positions_of_nonzero},
     {{"aten::index", "Tensor_out"}, selected},
+    {{"aten::masked_select", ""}, masked},
 };
 
 }  // namespace

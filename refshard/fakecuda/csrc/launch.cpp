@@ -193,6 +193,21 @@ void Launch::put(int64_t stream) {
   launched(event, schema_.name(), signature_, accesses_);
 }
 
+void launch_past_torch(std::string_view name, std::string_view signature, int64_t stream,
+                       const std::vector<Touched>& touched) {
+  Event event{.kind = Kind::Launch, .stream = stream};
+  std::vector<Access> accesses;
+  for (const auto& one : touched) {
+    if (one.reads) event.reads += one.size;
+    if (one.writes) event.writes += one.size;
+    accesses.push_back({one.address, one.size, one.writes});
+    if (!one.writes) continue;
+    values_are_overwritten(reinterpret_cast<const void*>(one.address), static_cast<size_t>(one.size));
+    forget_value(current_device(), reinterpret_cast<const void*>(one.address));
+  }
+  launched(event, name, signature, accesses);
+}
+
 void launch_kernel(std::string_view name, const std::vector<Operand>& operands, int64_t flops, int64_t stream,
                    int32_t flags) {
   Event event{.kind = Kind::Launch, .stream = stream, .size = flops, .flags = flags};

@@ -37,6 +37,15 @@ void launch_kernel(std::string_view name, const std::vector<Operand>& operands, 
 // Launches of operators so far.
 int64_t launches_made();
 
+// Memory that a kernel reads, writes or both.
+struct Touched {
+  int64_t address, size;
+  bool reads, writes;
+};
+// A kernel that a library launches by itself, past torch's dispatcher. It computes nothing: what it writes is unknown.
+void launch_past_torch(std::string_view name, std::string_view signature, int64_t stream,
+                       const std::vector<Touched>& touched);
+
 class Launch {
  public:
   explicit Launch(const c10::OperatorHandle& op) : schema_(op.schema()), pointwise_(op.hasTag(at::Tag::pointwise)) {}

@@ -5,9 +5,11 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from refshard.dryrun.analyse import Analysis
+from refshard.dryrun.memory import account_memory
 from refshard.dryrun.price import Doubt
 from refshard.dryrun.races import find_races
 from refshard.dryrun.recording import Category, Phase
@@ -55,6 +57,31 @@ def traces_of(found: Analysis) -> dict[str, dict[str, Any]]:
 def rows(seen: Page) -> str:
     """The page's text with single spaces and no hard ones."""
     return " ".join(seen.text.replace("\N{NO-BREAK SPACE}", " ").split())
+
+
+def loaded(held: int, loading: int, training: int) -> list[str]:
+    """Sentences about a model that holds ``held`` GiB, ``loading`` more at a time before its first pass."""
+    found, made = analysed(), Made()
+    made.allocate(held * GIB)
+    made.free(made.allocate(loading * GIB))
+    made.phase = Phase.FORWARD
+    made.allocate(training * GIB)
+    return [one for one in sentences(replace(found, memory=account_memory(made.recording()))) if "Loading" in one]
+
+
+def test_loading_is_told_apart_where_it_takes_half_of_what_training_takes() -> None:
+    assert loaded(2, 1, training=5) == []
+    assert loaded(2, 2, training=5) == ["Loading needs 4.00 GiB allocated, training 7.00 GiB."]
+    needs = "Loading needs 8.00 GiB allocated, training 3.00 GiB."
+    assert loaded(2, 6, training=1) == [f"{needs} Try: load and quantise layer by layer."]
+
+
+def test_paged_optimizer_state_is_told_apart() -> None:
+    found = analysed()
+    answer = msgspec.structs.replace(found.run.answer, managed_bytes=3 * GIB)
+    told = [one for one in sentences(replace(found, run=replace(found.run, answer=answer))) if "Paged" in one]
+    assert told[0].startswith("Paged optimizer state: 3.00 GiB of managed memory, which no figure here includes.")
+    assert not any("Paged" in one for one in sentences(found))
 
 
 def test_the_page_asks_the_network_for_nothing_and_leads_nowhere(seen: Page) -> None:
