@@ -29,6 +29,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 3
     tokens_per_step: int | None = None
     races: bool = False
+    routing: str = "balanced"
 
 
 def dryrun(options: Options, *, trace: Path | None = None, html: Path | None = None) -> Answer:
@@ -74,7 +75,7 @@ def _request(options: Options, command: TrainingCommand, cluster: ClusterSpec) -
     world_size = cluster.world_size
     return Request(
         command=command.command, module=command.module, cluster=options.cluster, world_size=world_size,
-        local_ranks=cluster.ranks_per_node, rank=options.rank, steps=options.steps,
+        local_ranks=cluster.ranks_per_node, rank=options.rank, steps=options.steps, routing=options.routing,
         unusable_bytes=sum(one.bytes for one in overheads(world_size)),
     )  # fmt: skip
 

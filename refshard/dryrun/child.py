@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from refshard.dryrun.launchers import Launchers, is_program, run_python
-from refshard.dryrun.request import UNLIMITED_BYTES, Answer, Outcome, Request
+from refshard.dryrun.request import UNLIMITED_BYTES, Answer, Choice, Outcome, Request, read_routing
 from refshard.errors import RefshardError
 from refshard.fakecuda import activate
 from refshard.specs.cluster import load_cluster
@@ -43,6 +43,7 @@ def main(folder: Path) -> int:
     except RefshardError as refusal:
         print(f"refshard: {refusal}", file=sys.stderr)
         return 2
+    ext.set_routing(*read_routing(request.routing), *request.expert_rank)
     ext.record(True)
 
     import torch.fx.experimental._config as symbolic
@@ -172,13 +173,15 @@ def _leave(
     device = request.rank % request.local_ranks
     recording = collect(ext, request.rank, request.world_size)
     allocations = int((recording.kinds == Kind.ALLOCATE).sum()) if outcome == "oom" else 0
+    choices, chosen_sizes, *expert_rank = ext.assumed()
     answer = Answer(
         outcome=outcome, error=error, where=where, steps_taken=observer.steps_taken, tokens=sum(observer.tokens),
         parameters=observer.parameters, sharing=observer.sharing, world_size=request.world_size,
         allocations=allocations, peak=peaks.highest(),
         now=pool(device, "current"), retries=torch.cuda.memory_stats(device)["num_alloc_retries"],
         host_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, wall_s=wall_s,
-        torch=str(torch.__version__),
+        torch=str(torch.__version__), choices=tuple(Choice(**dict(zip(Choice.__struct_fields__, c))) for c in choices),
+        chosen_sizes=chosen_sizes, expert_rank=tuple(expert_rank),
     )  # fmt: skip
     answer, recording = settle_answer(answer, recording, request, ext)
     save(recording, folder / RECORDING)

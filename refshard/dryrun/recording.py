@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 NO_STREAM = -1
+ROOT = "(root)"
+"""The path of the outermost module."""
 HOST_COUNTS = ("host_operators", "host_dispatched", "host_nodes", "host_calls")
 """Columns that count what the host did."""
 

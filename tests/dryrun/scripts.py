@@ -84,6 +84,32 @@ with torch.no_grad():
 """
 """No optimizer ever steps."""
 
+ROUTED = """
+import torch
+from torch import nn
+
+
+class MoE(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(256, 8, bias=False)
+        self.experts = nn.Parameter(torch.ones(8, 256, 256))
+
+    def forward(self, x):
+        counts = self.gate(x).argmax(-1).bincount(minlength=8)
+        if SIZED:
+            return x.new_ones(8, counts.max().item(), 256) @ self.experts
+        return x @ self.experts[0]
+
+
+model = MoE().cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for step in range(3):
+    model(torch.ones(8192, 256, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+"""A buffer for each of 8 experts, as long as the most popular one needs, or no size that depends on a choice."""
+
 COMPILED = """
 import torch
 from torch import nn

@@ -30,6 +30,7 @@
 #include "recorder.cpp"
 #include "recurrent.cpp"
 #include "reduction_workspaces.cpp"
+#include "routing.cpp"
 #include "runs.cpp"
 #include "translation.cpp"
 #include "workspaces.cpp"

@@ -2,8 +2,12 @@
 
 #include <c10/util/Exception.h>
 
+#include <sys/mman.h>
+
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <unordered_map>
 #include <unordered_set>
 
 #include "large_integers.h"
@@ -22,8 +26,17 @@ thread_local Category allocating_category = Category::Other;
 // Leaked, since tensors are freed as late as at exit.
 auto& pinned_addresses = *new std::unordered_set<const void*>;
 auto& pinned_mutex = *new std::mutex;
-auto& unknown_addresses = *new std::unordered_set<const void*>;
-auto& unknown_mutex = *new std::mutex;
+auto& marks = *new std::unordered_map<const void*, uint8_t>;  // by address of the storage
+auto& marks_mutex = *new std::mutex;
+std::atomic<int64_t> made_real = 0;  // ever: most scripts have none, and need not look
+
+// The host gets its pages back, which the next tensor there need not have.
+void give_back_pages(void* address, size_t size) {
+  constexpr uintptr_t kPage = 4096;
+  const auto from = (reinterpret_cast<uintptr_t>(address) + kPage - 1) / kPage * kPage;
+  const auto to = (reinterpret_cast<uintptr_t>(address) + size) / kPage * kPage;
+  if (to > from) madvise(reinterpret_cast<void*>(from), to - from, MADV_DONTNEED);
+}
 
 void free_block(void* address) {
   if (!address) return;
@@ -36,8 +49,11 @@ void free_block(void* address) {
   const auto id = memory.free(reinterpret_cast<uintptr_t>(address));
   recorder().freed(id, reinterpret_cast<int64_t>(address), static_cast<int64_t>(size), stream);
   values_are_freed(address, size);
-  std::lock_guard unknown_guard(unknown_mutex);
-  unknown_addresses.erase(address);
+  std::lock_guard marks_guard(marks_mutex);
+  const auto found = marks.find(address);
+  if (found == marks.end()) return;
+  if ((found->second & static_cast<uint8_t>(Mark::Real)) && size > kResidentIntegers) give_back_pages(address, size);
+  marks.erase(found);
 }
 
 void* allocate_block(size_t size, c10::DeviceIndex index, StreamId stream) {
@@ -198,20 +214,25 @@ bool resident(const at::Tensor& tensor) {
   if (!device().dry()) return true;
   const auto size = tensor.storage().nbytes();
   return size <= kResidentFloats ||
-         (size <= kResidentIntegers && c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true));
+         (size <= kResidentIntegers && c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true)) ||
+         (made_real && marked(tensor, Mark::Real));
 }
 
-bool unknown(const at::Tensor& tensor) {
-  std::lock_guard guard(unknown_mutex);
-  return unknown_addresses.contains(tensor.storage().data());
+bool marked(const at::Tensor& tensor, Mark mark) {
+  std::lock_guard guard(marks_mutex);
+  const auto found = marks.find(tensor.storage().data());
+  return found != marks.end() && (found->second & static_cast<uint8_t>(mark));
 }
 
-void set_unknown(const at::Tensor& tensor, bool unknown) {
-  std::lock_guard guard(unknown_mutex);
-  if (unknown) {
-    unknown_addresses.insert(tensor.storage().data());
-  } else {
-    unknown_addresses.erase(tensor.storage().data());
+void set_mark(const at::Tensor& tensor, Mark mark, bool on) {
+  const auto bit = static_cast<uint8_t>(mark);
+  std::lock_guard guard(marks_mutex);
+  if (on) {
+    marks[tensor.storage().data()] |= bit;
+    made_real += mark == Mark::Real;
+  } else if (const auto found = marks.find(tensor.storage().data()); found != marks.end()) {
+    found->second &= static_cast<uint8_t>(~bit);
+    if (!found->second) marks.erase(found);
   }
 }
 

@@ -34,12 +34,18 @@ int64_t block_at(c10::DeviceIndex device, const void* address);
 void keep_until_passed(c10::DeviceIndex device, const void* address, StreamId stream);
 void record_stream(c10::DeviceIndex device, const void* address, StreamId stream);
 
-// Whether the tensor's bytes exist. In host compute all do. In a dry run those of small tensors do: frameworks read
-// counts, shapes and flags back, and compute with integers what they then do.
+// Whether the tensor's bytes exist. In host compute all do. In a dry run those of small tensors do, since frameworks read
+// counts, shapes and flags back, and compute with integers what they then do; and those that are marked as real.
 bool resident(const at::Tensor& tensor);
-// Whether a resident tensor's values come from ones that were never computed.
-bool unknown(const at::Tensor& tensor);
-void set_unknown(const at::Tensor& tensor, bool unknown);
+
+// What is known of a storage's values. Unknown: they come from ones that were never computed. Assumed: they follow from
+// a choice that an assumption made (routing.h). Real: they exist, though the storage is large. Chosen: they are a choice
+// that nothing has used yet.
+enum class Mark : uint8_t { Unknown = 1, Assumed = 2, Real = 4, Chosen = 8 };
+bool marked(const at::Tensor& tensor, Mark mark);
+void set_mark(const at::Tensor& tensor, Mark mark, bool on);
+inline bool unknown(const at::Tensor& tensor) { return marked(tensor, Mark::Unknown); }
+inline void set_unknown(const at::Tensor& tensor, bool on) { set_mark(tensor, Mark::Unknown, on); }
 
 // Lets a storage hold `size` bytes, keeping what is there; a size of 0 gives its memory back.
 void resize_storage(c10::StorageImpl& storage, size_t size);

@@ -11,11 +11,33 @@
 #include "large_integers.h"
 #include "launch.h"
 #include "memory.h"
+#include "routing.h"
 #include "translation.h"
 #include "workspaces.h"
 
+extern "C" {
+// OpenMP's, which torch's CPU build brings; nothing where it is built without.
+__attribute__((weak)) int omp_get_max_threads();
+__attribute__((weak)) void omp_set_num_threads(int count);
+}
+
 namespace refshard {
 namespace {
+
+// A dry run computes little at a time: to wait for other threads takes longer than they save, above all on a busy
+// machine.
+class OneThread {
+ public:
+  OneThread() : before_(omp_get_max_threads ? omp_get_max_threads() : 1) { set(1); }
+  ~OneThread() { set(before_); }
+  OneThread(const OneThread&) = delete;
+
+ private:
+  void set(int count) const {
+    if (before_ > 1) omp_set_num_threads(count);
+  }
+  int before_;
+};
 
 // Operators whose CUDA kernels let the host wait, since the size of their result depends on values.
 const std::unordered_set<std::string_view> kSynchronising = {
@@ -34,6 +56,7 @@ struct Known {
   bool integers = false;
   bool in_runs = false;
   bool unknown = false;
+  bool assumed = false;
   size_t bytes = 0;
 };
 
@@ -43,6 +66,8 @@ Known known_arguments(const torch::jit::Stack& stack, size_t first) {
     for_each_tensor(stack[place], [&](const at::Tensor& tensor) {
       if (!tensor.is_cuda()) return;
       found.unknown = found.unknown || unknown(tensor);
+      found.assumed = found.assumed || marked(tensor, Mark::Assumed);
+      note_use(tensor);
       found.bytes += tensor.nbytes();
       found.all_resident = found.all_resident && resident(tensor);
       if (!c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true)) return;
@@ -53,11 +78,29 @@ Known known_arguments(const torch::jit::Stack& stack, size_t first) {
   return found;
 }
 
-void run(c10::DeviceType target, const c10::OperatorHandle& op, torch::jit::Stack& stack, size_t first) {
-  Translation translation(target);
+// histc(self, bins, min, max, out): the CPU's kernel takes floats alone, a GPU's integers as well.
+void count_in_bins(torch::jit::Stack& stack, size_t first) {
+  const auto self = stack[first].toTensor();
+  auto counts = at::histc(self.is_floating_point() ? self : self.to(at::kDouble), stack[first + 1].toInt(),
+                          stack[first + 2].toScalar(), stack[first + 3].toScalar()).to(self.scalar_type());
+  if (stack.size() - first > 4) {
+    auto out = stack[first + 4].toTensor();
+    counts = out.resize_(counts.sizes()).copy_(counts);
+  }
+  stack.resize(first);
+  stack.emplace_back(counts);
+}
+
+void run(c10::DeviceType target, const c10::OperatorHandle& op, torch::jit::Stack& stack, size_t first,
+         bool keeps = false) {
+  Translation translation(target, keeps);
   translation.arguments(op, stack, first);
   const auto key = target == c10::DeviceType::CPU ? c10::DispatchKey::CPU : c10::DispatchKey::Meta;
-  op.redispatchBoxed(c10::DispatchKeySet(key), &stack);
+  if (target == c10::DeviceType::CPU && op.schema().name() == "aten::histc") {
+    count_in_bins(stack, first);
+  } else {
+    op.redispatchBoxed(c10::DispatchKeySet(key), &stack);
+  }
   translation.results(stack, first);
 }
 
@@ -85,29 +128,29 @@ void run_meta(const c10::OperatorHandle& op, torch::jit::Stack& stack, size_t fi
   if (key) keep_made(op, *key, arguments, stack, first);
 }
 
+bool has_meta_kernel(const c10::OperatorHandle& op) {
+  const auto has = [&](c10::DispatchKey key) { return op.hasKernelForDispatchKey(key); };
+  return has(c10::DispatchKey::Meta) || has(c10::DispatchKey::CompositeExplicitAutograd) ||
+         has(c10::DispatchKey::CompositeImplicitAutograd);
+}
+
 // Whether an operator on these arguments gives results that are small enough to be computed.
 bool gives_little(const c10::OperatorHandle& op, const Known& known, const torch::jit::Stack& stack, size_t first) {
   const auto& name = op.schema().name();
   if (known.bytes <= kComputeUnseen && name != kArange) return true;
-  if (!known.unknown && kSizedByValues.contains(name)) return true;
+  if (!known.unknown && (kSizedByValues.contains(name) || (known.assumed && !has_meta_kernel(op)))) return true;
   torch::jit::Stack trial(stack.begin() + static_cast<std::ptrdiff_t>(first), stack.end());
   Translation(c10::DeviceType::Meta).arguments(op, trial, 0);
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &trial);
   size_t bytes = 0;
+  bool worth = known.assumed && !known.unknown;
   for (const auto& value : trial) {
-    for_each_tensor(value, [&](const at::Tensor& tensor) { bytes += tensor.nbytes(); });
+    for_each_tensor(value, [&](const at::Tensor& tensor) {
+      bytes += tensor.nbytes();
+      worth = worth && worth_computing(tensor);
+    });
   }
-  return bytes <= size_t{4} << 20;
-}
-
-// How many places there are to choose from, for an operator that returns places in its first argument; else 0.
-int64_t choices(std::string_view name, const torch::jit::Stack& stack, size_t first) {
-  const bool along_last = name == "aten::multinomial";
-  if (!along_last && name != "aten::topk" && name != "aten::argmax") return 0;
-  const auto& from = stack[first].toTensor();
-  const auto& dim = stack[first + (name == "aten::argmax" ? 1 : 2)];
-  if (!along_last && !dim.isInt()) return from.numel();
-  return from.dim() ? from.size(along_last ? -1 : dim.toInt()) : 1;
+  return worth || bytes <= size_t{4} << 20;
 }
 
 // What a comparison gives if the values that nobody has are those that they read as; nothing for other operators.
@@ -127,17 +170,10 @@ std::optional<bool> compared(std::string_view name, const torch::jit::Stack& sta
 }
 
 // A value where there is none: 1 for a float (its logarithm and its inverse are finite), 0 for a count.
-void put_placeholder(const at::Tensor& tensor, std::string_view name, int64_t choices, std::optional<bool> truth) {
+void put_placeholder(const at::Tensor& tensor, std::string_view name, std::optional<bool> truth) {
   if (!resident(tensor) || !tensor.numel()) return;
   auto host = on_host(tensor);
-  if (choices) {
-    if (c10::isIntegralType(host.scalar_type(), false)) {
-      // As even as can be: a router that sends all tokens to one expert would be the worst case, not the usual one.
-      host.copy_(at::arange(host.numel(), host.options()).remainder_(choices).view(host.sizes()));
-    }
-  } else {
-    host.fill_(truth.value_or(c10::isFloatingType(host.scalar_type()) || name == "aten::all") ? 1 : 0);
-  }
+  host.fill_(truth.value_or(c10::isFloatingType(host.scalar_type()) || name == "aten::all") ? 1 : 0);
   set_unknown(tensor, true);
 }
 
@@ -149,12 +185,6 @@ void put_placeholder(const at::Tensor& tensor, std::string_view name, int64_t ch
   TORCH_CHECK_NOT_IMPLEMENTED(
       false, path, " has no CPU kernel, so the fake CUDA device cannot run it on the host. Give it one that computes ",
       "the values: @torch.library.register_kernel(\"", path, "\", \"cpu\")");
-}
-
-bool has_meta_kernel(const c10::OperatorHandle& op) {
-  const auto has = [&](c10::DispatchKey key) { return op.hasKernelForDispatchKey(key); };
-  return has(c10::DispatchKey::Meta) || has(c10::DispatchKey::CompositeExplicitAutograd) ||
-         has(c10::DispatchKey::CompositeImplicitAutograd);
 }
 
 // An operator in place, such as an optimizer's: it makes no tensor that a meta kernel would have to shape.
@@ -180,21 +210,45 @@ bool run_on_runs(const c10::OperatorHandle& op, torch::jit::Stack& stack, size_t
     run(c10::DeviceType::Meta, op, stack, first);
   }
   const auto made = stack[first].toTensor();
-  if (!result->values || !put_values(made, *result->values)) put_placeholder(made, name, 0, truth);
+  if (!result->values || !put_values(made, *result->values)) put_placeholder(made, name, truth);
   return true;
 }
 
-void run_dry(const c10::OperatorHandle& op, torch::jit::Stack& stack, size_t first) {
+// Gives memory to large tensors of an operator on what follows from a choice: integers that are known as runs, and its
+// outputs if all else then has values.
+void make_arguments_resident(const c10::FunctionSchema& schema, const torch::jit::Stack& stack, size_t first) {
+  std::vector<at::Tensor> outputs;
+  bool all_resident = true;
+  for (size_t place = 0; place < schema.arguments().size(); ++place) {
+    const bool out = schema.arguments()[place].is_out();
+    for_each_tensor(stack[first + place], [&](const at::Tensor& tensor) {
+      if (!tensor.is_cuda() || resident(tensor)) return;
+      if (out) return outputs.push_back(tensor);
+      if (worth_computing(tensor)) make_resident(tensor);
+      all_resident = all_resident && resident(tensor);
+    });
+  }
+  if (!all_resident) return;
+  for (const auto& tensor : outputs) {
+    if (worth_computing(tensor)) set_mark(tensor, Mark::Real, true);
+  }
+}
+
+void run_dry(const c10::OperatorHandle& op, torch::jit::Stack& stack, size_t first, const Known& known) {
   const auto& name = op.schema().name();
-  const auto known = known_arguments(stack, first);
+  const auto choice = choosing(op, stack, first);
   if (known.integers && (known.in_runs || !known.all_resident) && run_on_runs(op, stack, first)) return;
-  if (known.all_resident && gives_little(op, known, stack, first)) {
+  const bool chooses_unknown = choice && known.unknown;
+  if (known.all_resident && !chooses_unknown && gives_little(op, known, stack, first)) {
     if (op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU)) {
-      run(c10::DeviceType::CPU, op, stack, first);
-      if (!known.unknown) return;
+      OneThread alone;
+      run(c10::DeviceType::CPU, op, stack, first, known.assumed && !known.unknown);
+      if (!known.unknown && !known.assumed) return;
       for (size_t place = first; place < stack.size(); ++place) {
-        for_each_tensor(stack[place], [](const at::Tensor& tensor) {
-          if (tensor.is_cuda() && resident(tensor)) set_unknown(tensor, true);
+        for_each_tensor(stack[place], [&](const at::Tensor& tensor) {
+          if (!tensor.is_cuda() || !resident(tensor)) return;
+          if (known.unknown) set_unknown(tensor, true);
+          if (known.assumed) set_mark(tensor, Mark::Assumed, true);
         });
       }
       return;
@@ -205,15 +259,17 @@ void run_dry(const c10::OperatorHandle& op, torch::jit::Stack& stack, size_t fir
     give_back_arguments(op.schema(), stack, first);
     return;
   }
-  const auto to_choose_from = choices(name, stack, first);
   const auto truth = compared(name, stack, first);
   run_meta(op, stack, first);
   const auto& arguments = op.schema().arguments();
   const bool writes_out = std::any_of(arguments.begin(), arguments.end(), [](const auto& one) { return one.is_out(); });
   for (size_t place = 0; place < op.schema().returns().size(); ++place) {
-    if (op.schema().returns()[place].alias_info() && !writes_out) continue;
+    if (op.schema().returns()[place].alias_info() && !writes_out && !choice) continue;
     for_each_tensor(stack[first + place], [&](const at::Tensor& tensor) {
-      if (tensor.is_cuda()) put_placeholder(tensor, name, to_choose_from, truth);
+      if (!tensor.is_cuda()) return;
+      put_placeholder(tensor, name, truth);
+      // Values come before the places that they were chosen from.
+      if (choice && place + 1 == op.schema().returns().size()) assume(name, *choice, tensor);
     });
   }
 }
@@ -254,6 +310,11 @@ void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (op.hasTag(at::Tag::nondeterministic_seeded)) drawing.emplace(*stack, first);
   Launch launch(op);
   launch.arguments(*stack, first);
+  auto known = known_arguments(*stack, first);
+  if (known.assumed && !known.unknown) {
+    make_arguments_resident(op.schema(), *stack, first);
+    known = known_arguments(*stack, first);
+  }
   launch.overwrites_values();
   const auto scratch = workspaces_of(op, launch, *stack, first);
   {
@@ -265,9 +326,12 @@ void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     return take(scratch, moment, allocate_workspace);
   };
   const auto before = take_at(Moment::BeforeResults);
+  if (kSynchronising.contains(name)) {
+    for (auto place = first; place < stack->size(); ++place) for_each_tensor((*stack)[place], note_read);
+  }
   try {
     if (device().dry()) {
-      run_dry(op, *stack, first);
+      run_dry(op, *stack, first, known);
     } else {
       run(c10::DeviceType::CPU, op, *stack, first);
     }
