@@ -93,6 +93,24 @@ def ways_to_count() -> dict[str, bool]:
 
 
 @check
+def remembered() -> list[bool]:
+    """Whether sorts are right that come again, with the same values and with others, however these came to be."""
+    under("zipf", 1.2)
+    flat = scores(MANY).topk(TOP_K, dim=-1).indices.flatten()
+
+    def right() -> bool:
+        values, order = flat.sort(stable=True)
+        host = flat.cpu().sort(stable=True)
+        return bool((values.cpu() == host.values).all()) and bool((order.cpu() == host.indices).all())
+
+    found = [right(), right()]
+    flat[7] = 3 if flat[7] == 5 else 5
+    found.append(right())
+    flat += 1
+    return [*found, right(), right()]
+
+
+@check
 def other_choices() -> dict[str, Any]:
     """Counts of what other operators choose; the first of an order; whether an order holds each place once."""
     under("balanced")

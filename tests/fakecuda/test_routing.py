@@ -47,6 +47,10 @@ def test_all_ways_to_count_agree(seen: Seen) -> None:
     assert [way for way, right in found.items() if not right] == []
 
 
+def test_results_that_are_remembered_are_those_of_their_values(seen: Seen) -> None:
+    assert seen("remembered") == [True] * 5
+
+
 def test_other_operators_choose_alike(seen: Seen) -> None:
     found = seen("other_choices")
     even = [128] * 8

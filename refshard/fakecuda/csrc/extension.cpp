@@ -19,6 +19,7 @@
 #include "large_integers.cpp"
 #include "kernel_workspaces.cpp"
 #include "known_shapes.cpp"
+#include "known_values.cpp"
 #include "launch.cpp"
 #include "layouts.cpp"
 #include "memory.cpp"

@@ -8,6 +8,7 @@
 #include "generator.h"
 #include "host_work.h"
 #include "known_shapes.h"
+#include "known_values.h"
 #include "large_integers.h"
 #include "launch.h"
 #include "memory.h"
@@ -46,6 +47,8 @@ const std::unordered_set<std::string_view> kSynchronising = {
 };
 // Above this, an operator on known values is looked at on meta before it is computed: its result may be huge.
 constexpr size_t kComputeUnseen = 16384;
+// From so many bytes of arguments on, results of operators on what follows from a choice are remembered.
+constexpr size_t kRemembered = size_t{256} << 10;
 // Operators that no meta kernel can size. Their results are at most a few times as large as their arguments.
 const std::unordered_set<std::string_view> kSizedByValues = {"aten::nonzero", "aten::index"};
 // An operator that makes a result of any size from no arguments.
@@ -242,7 +245,12 @@ void run_dry(const c10::OperatorHandle& op, torch::jit::Stack& stack, size_t fir
   if (known.all_resident && !chooses_unknown && gives_little(op, known, stack, first)) {
     if (op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU)) {
       OneThread alone;
-      run(c10::DeviceType::CPU, op, stack, first, known.assumed && !known.unknown);
+      const bool keeps = known.assumed && !known.unknown;
+      const auto key = keeps && known.bytes >= kRemembered ? values_key(op, stack, first) : std::nullopt;
+      if (!key || !compute_as_before(op, *key, stack, first)) {
+        run(c10::DeviceType::CPU, op, stack, first, keeps);
+        if (key) keep_computed(*key, stack, first);
+      }
       if (!known.unknown && !known.assumed) return;
       for (size_t place = first; place < stack.size(); ++place) {
         for_each_tensor(stack[place], [&](const at::Tensor& tensor) {
