@@ -98,10 +98,10 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
     Where memory is ``held_until`` the GPU is done, ``peak``, ``now``, ``retries`` and the recording are those of a GPU,
     and ``peak_as_run`` is what the script's process saw. ``doubt`` says why it is held until the host has waited.
-    ``choices`` were made by the request's assumption; ``chosen_sizes`` if the host read what follows from one, so that
-    sizes may depend on it. ``expert_rank`` is this rank in the group that exchanged such values first, and its size.
-    ``limited`` is the answer within the GPU's memory, whether the script's process had a limit or not. If it is out of
-    memory, all else describes a run without a limit.
+    ``choices`` were made by the request's assumption; ``chosen_sizes`` if modules made some, and the host read what
+    follows from one, so that sizes may depend on it. ``expert_rank`` is this rank in the group that exchanged such
+    values first, and its size. ``limited`` is the answer within the GPU's memory, whether the script's process had a
+    limit or not. If it is out of memory, all else describes a run without a limit.
     """
 
     outcome: Outcome

@@ -78,6 +78,7 @@ def test_peers_send_what_the_assumption_says(seen: Seen) -> None:
         # This rank sends all its tokens to itself, as do the three others.
         worst = {"to": [0, 2 * tokens, 0, 0], "from": [2 * tokens] * 4, "ids": [0, 0, *[4 * tokens] * 2, 0, 0, 0, 0]}
         assert found[f"worst, {tokens}"] == {**worst, "gathered": True}
+    assert found["read outside modules"] is False  # though other checks have read many a choice by then
     assert found["place"] == [True, 1, 4]
 
 

@@ -40,7 +40,7 @@ bool worth_computing(const at::Tensor& tensor);
 size_t most_bytes(bool integers);
 // An operator, a copy or a collective uses these values: if they are a choice, the answer names it.
 void note_use(const at::Tensor& tensor);
-// The host has read these values, or the size of a tensor depends on them.
+// The host has read these values, or the size of a tensor depends on them. It counts if a module has chosen any.
 void note_read(const at::Tensor& tensor);
 // Ranks have exchanged values that follow from a choice.
 void note_exchange(int64_t rank, int64_t ranks);

@@ -187,7 +187,7 @@ def _facts(found: Analysis) -> Iterator[Fact]:
         detail = "Communication that runs while nothing computes."
         yield Fact(label="exposed communication", value=format_percent(share), detail=detail)
     if answer.choices:
-        detail = "; ".join(_peaks_by_routing(found)) or "No size depends on it."
+        detail = "; ".join(_peaks_by_routing(found)) or "No size in the model depends on it."
         yield Fact(label="routing", value=f"assumed {found.run.request.routing}", detail=detail)
     count = sum(one.count for one in found.synchronisations)
     detail = "Calls that hold the GPU up are listed below." if count else "No line waits for the GPU."
@@ -206,11 +206,7 @@ def _routing(found: Analysis) -> Iterator[str]:
         else f"{_UNNAMED.get(module, module)} chooses {count} of {among:,}"
         for (count, among, module), times in sorted(modules.items(), key=lambda item: (-item[1], item[0]))[:_LISTED]
     )
-    sizes = (
-        ""
-        if found.run.answer.chosen_sizes
-        else " The host reads nothing that follows from it, so no size depends on it."
-    )
+    sizes = "" if found.run.answer.chosen_sizes else " No size in the model depends on it."
     yield f"Routing: assumed {found.run.request.routing}; {chosen}.{sizes}"
 
 
