@@ -180,6 +180,21 @@ def test_memory_is_known_under_the_assumed_routing_and_at_worst(routed: tuple[st
     assert found["says"][1] == f"Routing: assumed {rule}; the model chooses 1 of 8."
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("experts", ["grouped_mm", "eager"])
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral", "GptOss"])
+def test_mixtures_of_experts_of_transformers_run(tmp_path: Path, family: str, experts: str) -> None:
+    pytest.importorskip("transformers", reason="it comes with the extra 'peers'")
+    script = scripts.TRANSFORMERS.replace("FAMILY", family).replace("EXPERTS", experts)
+    done = run(tmp_path, script, "--json", "--gpus", "1", "--steps", "2")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    choices = {(one["operator"], one["count"], one["among"]) for one in found["answer"]["choices"]}
+    assert choices == {("aten::topk", 4, 16)}
+    # A loop over the experts that have tokens makes the host wait for their numbers; a grouped product does not.
+    assert list(found["by_routing"]) == (["balanced", "worst"] if experts == "eager" else [])
+
+
 def test_no_size_depends_on_a_choice_that_the_host_does_not_read(tmp_path: Path) -> None:
     done = run(tmp_path, scripts.ROUTED.replace("SIZED", "False"), "--gpus", "1", "--routing", "zipf:1.5")
     assert done.returncode == 0, done.stderr

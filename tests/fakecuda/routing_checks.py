@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from refshard.fakecuda.build import NAME
 from tests.fakecuda.child import check
+from tests.fakecuda.recorded import recorded
 
 EXPERTS, TOP_K, TOKENS = 128, 8, 4100
 MANY = 1 << 17
@@ -129,6 +130,21 @@ def other_choices() -> dict[str, Any]:
         "tokens of an expert": bool((by_token.sort(dim=0).values.diff(dim=0) > 0).all()),
         "again": bool((given.topk(2).indices == scores(1024, 8).topk(2).indices).all()),
     }
+
+
+@check
+def grouped_products() -> dict[str, list[Any]]:
+    """Launches of a grouped product, and the shape of what it gives: one kernel takes bf16 alone."""
+    under("balanced")
+    ends = scores(1200, 8).argmax(-1).bincount(minlength=8).cumsum(0).int()
+    found = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        x, weights = (torch.empty(*shape, dtype=dtype, device="cuda") for shape in ((1200, 64), (8, 64, 32)))
+        with recorded() as lines:
+            out = F.grouped_mm(x, weights, offs=ends)
+        products = [line for line in lines if "mm" in line]
+        found[str(dtype)] = [len(products), products[0], list(out.shape)]
+    return found
 
 
 @check

@@ -61,6 +61,13 @@ def test_other_operators_choose_alike(seen: Seen) -> None:
     assert (found["order"], found["tokens of an expert"], found["again"]) == (True, True, True)
 
 
+def test_a_grouped_product_is_one_kernel_in_bf16_and_one_a_group_in_fp32(seen: Seen) -> None:
+    assert seen("grouped_products") == {
+        "torch.bfloat16": [1, "launch aten::_grouped_mm s0", [1200, 32]],
+        "torch.float32": [8, "launch aten::mm s0", [1200, 32]],
+    }
+
+
 def test_tokens_above_an_expert_s_capacity_are_dropped(seen: Seen) -> None:
     assert seen("capacity") == [300 + 288 + 192 + 144] * 2
 

@@ -12,6 +12,7 @@
 #include "device.cpp"
 #include "factories.cpp"
 #include "generator.cpp"
+#include "grouped_products.cpp"
 #include "guard.cpp"
 #include "hooks.cpp"
 #include "host_work.cpp"

@@ -189,7 +189,8 @@ void assume(std::string_view name, const Choosing& choosing, const at::Tensor& r
 }
 
 void note_use(const at::Tensor& tensor) {
-  if (!marked(tensor, Mark::Chosen)) return;
+  // A backward of max() uses the places too, to tell what its gradient belongs to.
+  if (!marked(tensor, Mark::Chosen) || recorder().place().phase == Phase::Backward) return;
   set_mark(tensor, Mark::Chosen, false);
   std::lock_guard guard(routing_mutex);
   const auto& key = choices_unused.at(tensor.storage().data());
