@@ -433,6 +433,10 @@ def dryrun(
     tokens_per_step: Annotated[
         int | None, typer.Option(help="Tokens per step over all ranks (default: counted from the model's input).")
     ] = None,
+    routing: Annotated[
+        str,
+        typer.Option(help="Which experts tokens are assumed to choose: balanced, zipf:S or worst (all on this rank)."),
+    ] = "balanced",
     trace: Annotated[Path | None, typer.Option(help="Write the replayed steps as a Kineto trace.")] = None,
     html: _Html = None,
     races: Annotated[
@@ -468,7 +472,7 @@ def dryrun(
         raise SpecError(f"dryrun: {', '.join(sorted(extra))} needs --model; a script has options of its own")
     options = made.Options(
         words=words, cluster=cluster, gpus=gpus, rank=rank, steps=None if steps == "auto" else int(steps),
-        tokens_per_step=tokens_per_step, races=races, compile=compile_,
+        tokens_per_step=tokens_per_step, races=races, compile=compile_, routing=routing,
     )  # fmt: skip
     with _interruptible("nothing is written"):
         return made.dryrun(options, trace=trace, html=html)

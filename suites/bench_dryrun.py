@@ -1,8 +1,9 @@
 """Dry runs of real models: how long they take, and how much of the host's memory.
 
 The aims: Llama 3 8B under FSDP2 on 8 ranks, three steps, at most 10 s in all and 1 GB of the host's memory; Llama 3.1
-405B, tensor parallel in nodes of 8 and FSDP2 over 64 nodes, at most 60 s; QLoRA of an 8B on one GPU, at most 30 s. The
-fake device is built before, where it is not yet.
+405B, tensor parallel in nodes of 8 and FSDP2 over 64 nodes, at most 60 s; QLoRA of an 8B on one GPU, at most 30 s; a
+mixture of experts of 30B with expert parallelism, run twice because sizes depend on its routing, at most 40 s; the 8B
+with compiled blocks, at most 30 s. The fake device is built before, where it is not yet.
 
     pytest suites/bench_dryrun.py --benchmark-json=dryrun.json
 """
@@ -19,7 +20,7 @@ from refshard import resources
 from refshard.fakecuda.build import extension
 
 EXAMPLES = resources.root() / "docs" / "examples"
-LAYERS = {"train_fsdp2.py": 32, "train_tp_fsdp2.py": 126, "qlora.py": 32}
+LAYERS = {"train_fsdp2.py": 32, "train_tp_fsdp2.py": 126, "qlora.py": 32, "train_moe.py": 48}
 
 
 def dry_run(cluster: str, script: str, layers: int) -> dict[str, Any]:
@@ -38,7 +39,9 @@ def dry_run(cluster: str, script: str, layers: int) -> dict[str, Any]:
     [
         pytest.param("dgx-h100", "train_fsdp2.py", id="llama3-8b-fsdp2-8"),
         pytest.param("dgx-h100x64", "train_tp_fsdp2.py", id="llama3.1-405b-tp8-fsdp64"),
+        pytest.param("dgx-h100", "train_fsdp2.py --compile", id="llama3-8b-fsdp2-8-compiled"),
         pytest.param("rtx-4090", "qlora.py", id="llama3.1-8b-qlora"),
+        pytest.param("dgx-h100", "train_moe.py", id="qwen3-30b-a3b-ep8"),
     ],
 )
 def test_dry_run(benchmark: BenchmarkFixture, request: pytest.FixtureRequest, cluster: str, script: str) -> None:

@@ -24,6 +24,7 @@ from refshard.analysis.rehearsal import CaseNoise, Noise
 from refshard.cli import app
 from refshard.commands.doctor import report
 from refshard.dryrun.price import Doubt
+from refshard.dryrun.request import Choice, Pool
 from refshard.records import GpuSettings, GpuUse, Run
 from refshard.report import forms
 from refshard.report.blocks import Answer
@@ -103,6 +104,15 @@ def _dry(name: str) -> Answer:
         found = replace(found, run=replace(found.run, refused=refused))
     elif name == "dryrun-failed":
         found = analysed(outcome="failed", error="ValueError: no such file", where="train.py:3 in <module>")
+    elif name == "dryrun-routed":
+        choices = tuple(
+            Choice(operator="aten::topk", module=f"layers.{layer}.moe.router", count=8, among=128, times=2)
+            for layer in range(2)
+        )
+        found = analysed(choices=choices, chosen_sizes=True, expert_rank=(0, 8))
+        answer = found.run.answer
+        worst = msgspec.structs.replace(answer, peak=Pool(allocated=2**37, active=2**37, reserved=2**37, requested=0))
+        found = replace(found, run=replace(found.run, by_routing={"balanced": answer, "worst": worst}))
     return dryrun_answer(found)
 
 
@@ -174,7 +184,7 @@ def _pages(name: str) -> str:
 
 RUNS = ("run-made", "run-on-gpus", "compare-changed")
 GATES = ("gate", "gate-noise", "calibrate", "doctor")
-DRY_RUNS = ("dryrun", "dryrun-uncertain", "dryrun-does-not-fit", "dryrun-failed")
+DRY_RUNS = ("dryrun", "dryrun-uncertain", "dryrun-does-not-fit", "dryrun-failed", "dryrun-routed")
 
 
 def _command(words: str, *options: str) -> str:

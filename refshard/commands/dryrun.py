@@ -34,6 +34,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_step: int | None = None
     races: bool = False
     compile: str = "on"
+    routing: str = "balanced"
 
 
 def dryrun(options: Options, *, trace: Path | None = None, html: Path | None = None) -> Answer:
@@ -87,7 +88,7 @@ def _request(options: Options, command: TrainingCommand, cluster: ClusterSpec) -
     world_size = cluster.world_size
     return Request(
         command=command.command, module=command.module, cluster=options.cluster, world_size=world_size,
-        local_ranks=cluster.ranks_per_node, rank=options.rank,
+        local_ranks=cluster.ranks_per_node, rank=options.rank, routing=options.routing,
         steps=MOST_STEPS if options.steps is None else options.steps, until_stable=options.steps is None,
         unusable_bytes=sum(one.bytes for one in overheads(world_size)),
         environment=_EAGER if options.compile == "off" else {},

@@ -17,7 +17,7 @@ import msgspec
 
 from refshard.dryrun.failures import before_capture_failed, first_line, is_missing_module, message, of_script, place
 from refshard.dryrun.launchers import Launchers, is_program, run_python
-from refshard.dryrun.request import UNLIMITED_BYTES, Answer, Outcome, Request
+from refshard.dryrun.request import UNLIMITED_BYTES, Answer, Choice, Outcome, Request, read_routing
 from refshard.errors import RefshardError
 from refshard.fakecuda import activate
 from refshard.fakecuda.bitsandbytes import managed_bytes
@@ -46,6 +46,7 @@ def main(folder: Path) -> int:
         print(f"refshard: {refusal}", file=sys.stderr)
         return 2
     began = time.monotonic()
+    ext.set_routing(*read_routing(request.routing), *request.expert_rank)
     ext.record(True)
 
     import torch.fx.experimental._config as symbolic
@@ -134,6 +135,7 @@ def _leave(
     device = request.rank % request.local_ranks
     recording = collect(ext, request.rank, request.world_size)
     allocations = int((recording.kinds == Kind.ALLOCATE).sum()) if outcome == "oom" else 0
+    choices, chosen_sizes, *expert_rank = ext.assumed()
     answer = Answer(
         outcome=outcome, **told, steps_taken=observer.steps_taken, tokens=sum(observer.tokens),
         batches=tuple(observer.batches),  # type: ignore[arg-type]
@@ -142,6 +144,8 @@ def _leave(
         now=pool(device, "current"), retries=torch.cuda.memory_stats(device)["num_alloc_retries"],
         host_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         managed_bytes=managed_bytes(), wall_s=wall_s, torch=str(torch.__version__), compiled=compilation(),
+        choices=tuple(Choice(**dict(zip(Choice.__struct_fields__, c))) for c in choices), chosen_sizes=chosen_sizes,
+        expert_rank=tuple(expert_rank),
     )  # fmt: skip
     other = other_segments(answer, recording, request, ext)
     answer, recording = settle_answer(msgspec.structs.replace(answer, other_segments=other), recording, request, ext)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from refshard.dryrun.recording import Category
+from refshard.dryrun.recording import ROOT, Category
 from refshard.dryrun.request import Pool
 
 
@@ -48,9 +48,6 @@ def pool(device: int, which: str) -> Pool:
     stats = torch.cuda.memory_stats(device)
     return msgspec.convert({name: stats[f"{name}_bytes.all.{which}"] for name in Pool.__struct_fields__}, Pool)
 
-
-ROOT = "(root)"
-"""The path of the outermost module."""
 
 ALIKE_STEPS, VARIED_STEPS = 2, 8
 """Steps without a higher peak after which it counts as stable: of batches of one shape, and of different shapes."""

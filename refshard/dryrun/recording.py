@@ -17,6 +17,8 @@ import numpy.typing as npt
 NO_STREAM = -1
 GRAPH_LAUNCH = "cudaGraphLaunch"
 """The name of the launch that comes before the nodes of a replayed CUDA graph."""
+ROOT = "(root)"
+"""The path of the outermost module."""
 HOST_COUNTS = ("host_operators", "host_dispatched", "host_nodes", "host_calls")
 """Columns that count what the host did."""
 

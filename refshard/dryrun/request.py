@@ -1,5 +1,6 @@
 """A dry run's request and result, which its two processes exchange."""
 
+from math import inf
 from typing import Literal
 
 import msgspec
@@ -14,6 +15,27 @@ until the host has waited, an upper bound. Empty if none is held back.
 """
 UNLIMITED_BYTES = 2**50
 """The memory of a GPU without a limit."""
+WORST = "worst"
+_ROUTINGS = "balanced, zipf:S (the exponent S > 0, such as zipf:1.2) or worst"
+
+
+def read_routing(text: str) -> tuple[str, float]:
+    """The rule of a ``--routing``, and its exponent (0 if it has none).
+
+    >>> read_routing("zipf:1.2")
+    ('zipf', 1.2)
+
+    Raises:
+        ValueError: it is none.
+    """
+    rule, _, exponent = text.partition(":")
+    try:
+        read = rule, float(exponent or 0)
+    except ValueError:
+        read = "", 0.0
+    if read not in (("balanced", 0), (WORST, 0)) and not (rule == "zipf" and 0 < read[1] < inf):
+        raise ValueError(f"routing must be {_ROUTINGS}, got '{text}'")
+    return read
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,8 +44,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     ``command`` is the script's command line: ``[script.py, *arguments]``, or with ``module`` ``[package.module,
     *arguments]``. ``local_ranks`` GPUs are on each node. ``unusable_bytes`` of a GPU's memory are not the allocator's.
     With ``until_stable`` it stops earlier than after ``steps``, once its peak is stable. Unless ``limited``, a GPU's
-    memory has no end. ``environment`` is added to the script's environment variables before
-    the device is made.
+    memory has no end. ``environment`` is added to the script's environment variables before the device is made.
+    ``routing`` is how choices from values that are not computed are assumed to fall. At worst, they fall on the first
+    experts of the rank ``expert_rank[0]``, of ``expert_rank[1]`` that experts are spread over.
     """
 
     command: tuple[str, ...]
@@ -37,8 +60,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     unusable_bytes: int = 0
     limited: bool = True
     environment: dict[str, str] = {}
+    routing: str = "balanced"
+    expert_rank: tuple[int, int] = (0, 1)
 
     def __post_init__(self) -> None:
+        read_routing(self.routing)
         within("steps", self.steps, 1)
         within("world_size", self.world_size, 1)
         within("rank", self.rank, 0, most=self.world_size - 1)
@@ -79,6 +105,16 @@ class Compilation(msgspec.Struct, frozen=True, kw_only=True):
     recompiled: tuple[Place, ...] = ()
 
 
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """An operator chose ``count`` of ``among`` places, in ``module``, ``times`` in all, from values that nobody has."""
+
+    operator: str
+    module: str
+    count: int
+    among: int
+    times: int
+
+
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """What the script's process reports; its events are in the recording next to it.
 
@@ -93,11 +129,11 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
     Where memory is ``held_until`` the GPU is done, ``peak``, ``now``, ``retries`` and the recording are those of a GPU,
     and ``peak_as_run`` is what the script's process saw. ``doubt`` says why it is held until the host has waited.
-    ``other_segments`` is None if the allocator's calls cannot be repeated.
-    ``limited`` is the answer within the GPU's memory, whether the script's process had a limit or not. If it is out of
-    memory, all else describes a run without a limit.
-
-    ``compiled`` says what torch.compile did, None where nothing was compiled.
+    ``other_segments`` is None if the allocator's calls cannot be repeated. ``choices`` were made by the request's
+    assumption; ``chosen_sizes`` if modules made some, and the host read what follows from one, so that sizes may depend
+    on it. ``expert_rank`` is this rank in the group that exchanged such values first, and its size. ``compiled`` says
+    what torch.compile did, None where nothing was compiled. ``limited`` is the answer within the GPU's memory, whether
+    the script's process had a limit or not. If it is out of memory, all else describes a run without a limit.
     """
 
     outcome: Outcome
@@ -124,3 +160,6 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     other_segments: OtherSegments | None = None
     limited: "Answer | None" = None
     compiled: Compilation | None = None
+    choices: tuple[Choice, ...] = ()
+    chosen_sizes: bool = False
+    expert_rank: tuple[int, int] = (0, 1)

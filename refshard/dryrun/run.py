@@ -4,14 +4,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 
 from refshard.dryrun.child import ANSWER, RECORDING, REQUEST
 from refshard.dryrun.recording import Recording, load
-from refshard.dryrun.request import Answer, Request
+from refshard.dryrun.request import WORST, Answer, Request
 from refshard.errors import RefshardError
 
 
@@ -20,23 +20,44 @@ class DryRun:
     """The request, the outcome, and the recording of what the script requested of the device.
 
     ``refused`` is the outcome within the GPU's memory, if the script ran out of it. The other fields then describe a
-    second run, with unlimited memory.
+    second run, with unlimited memory. If sizes depend on choices that an assumption made, ``by_routing`` has the answer
+    under the request's assumption and at worst, the latter with unlimited memory.
     """
 
     request: Request
     answer: Answer
     recording: Recording
     refused: Answer | None = None
+    by_routing: dict[str, Answer] = field(default_factory=dict)
 
 
 def dry_run(request: Request) -> DryRun:
     """Run the script that the request names. Its output goes to this process's standard error.
 
-    A script that runs out of memory runs a second time, without a memory limit, to find out how much it needs. If it
-    ran out only because ``record_stream()`` held memory back for too long, that shows there, and it counts as fitting.
+    If sizes depend on an assumed routing, the script runs again at worst. Where its experts lie is known from the first
+    run, so that one is balanced if the request is for the worst.
 
     Raises:
         RefshardError: the device could not be created, or the script's process ended without an answer.
+    """
+    at_worst = request.routing == WORST
+    run = _dry_run(msgspec.structs.replace(request, routing="balanced") if at_worst else request)
+    answer = run.answer
+    if not answer.chosen_sizes or answer.outcome == "failed":
+        return replace(run, request=request)
+    worst = msgspec.structs.replace(request, routing=WORST, expert_rank=answer.expert_rank)
+    if at_worst:
+        found = _dry_run(worst)
+        return replace(found, by_routing={"balanced": answer, WORST: found.answer})
+    other = _run(msgspec.structs.replace(worst, limited=False))
+    return replace(run, by_routing={request.routing: answer, WORST: other.answer})
+
+
+def _dry_run(request: Request) -> DryRun:
+    """Run it under one assumption.
+
+    A script that runs out of memory runs a second time, without a memory limit, to find out how much it needs. If it
+    ran out only because ``record_stream()`` held memory back for too long, that shows there, and it counts as fitting.
     """
     run = _run(request)
     if run.answer.outcome != "oom":

@@ -10,9 +10,10 @@ from torch.utils import cpp_extension
 
 from refshard.fakecuda.build import NAME, SOURCES
 
-_OWN = frozenset(
-    {"record_stream", "_fused_sdp_choice", "copy_", "equal", "_local_scalar_dense", "resize_", "_foreach_copy_"}
-)
+_OWN = frozenset((
+    "record_stream", "_fused_sdp_choice", "copy_", "equal", "_local_scalar_dense", "resize_", "_foreach_copy_",
+    "_grouped_mm",
+))  # fmt: skip
 """Operators that have a kernel of their own in the extension."""
 _ONE_LAUNCH = ("convolution",)
 """Composite operators that choose a backend by what the build supports; the fake device counts each as one launch."""

@@ -135,6 +135,56 @@ with torch.no_grad():
 """
 """No optimizer ever steps."""
 
+ROUTED = """
+import torch
+from torch import nn
+
+
+class MoE(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(256, 8, bias=False)
+        self.experts = nn.Parameter(torch.ones(8, 256, 256))
+
+    def forward(self, x):
+        counts = self.gate(x).argmax(-1).bincount(minlength=8)
+        if SIZED:
+            return x.new_ones(8, counts.max().item(), 256) @ self.experts
+        return x @ self.experts[0]
+
+
+model = MoE().cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for step in range(3):
+    model(torch.ones(8192, 256, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+"""A buffer for each of 8 experts, as long as the most popular one needs, or no size that depends on a choice."""
+
+TRANSFORMERS = """
+import torch
+import transformers
+
+common = dict(
+    hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
+    head_dim=64, vocab_size=1024, num_experts_per_tok=4,
+)
+own = {
+    "Qwen3Moe": dict(num_experts=16, moe_intermediate_size=128), "Mixtral": dict(num_local_experts=16),
+    "GptOss": dict(num_local_experts=16),
+}
+config = getattr(transformers, "FAMILYConfig")(**common, **own["FAMILY"])
+torch.set_default_dtype(torch.bfloat16)
+with torch.device("cuda"):
+    model = getattr(transformers, "FAMILYForCausalLM")._from_config(config, experts_implementation="EXPERTS")
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for step in range(2):
+    tokens = torch.randint(1024, (2, 1024), device="cuda")
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+"""
+"""Two layers of a mixture of experts, with experts as grouped products or in a loop over those that have tokens."""
+
 COMPILED = """
 import torch
 from torch import nn

@@ -163,9 +163,56 @@ def test_two_dry_runs_of_a_script_are_the_same_to_the_bit(tmp_path: Path) -> Non
     assert first == second
 
 
+BUFFER = 256 * 4 * 8
+"""Bytes of one token in the buffers of all experts."""
+
+
+@pytest.fixture(scope="module", params=["balanced", "worst"])
+def routed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    script = scripts.ROUTED.replace("SIZED", "True")
+    done = run(tmp_path_factory.mktemp("routed"), script, "--json", "--gpus", "1", "--routing", request.param)
+    assert done.returncode == 0, done.stderr
+    return request.param, json.loads(done.stdout)
+
+
+def test_memory_is_known_under_the_assumed_routing_and_at_worst(routed: tuple[str, dict[str, Any]]) -> None:
+    rule, found = routed
+    peaks = {name: answer["peak"]["allocated"] for name, answer in found["by_routing"].items()}
+    assert list(peaks) == ["balanced", "worst"]
+    # The buffer and the product: for 1,024 tokens an expert, or for all 8,192.
+    assert peaks["worst"] - peaks["balanced"] == 2 * (8192 - 1024) * BUFFER
+    assert found["peak_allocated_bytes"] == peaks[rule]
+    assert found["says"][1] == f"Routing: assumed {rule}; the model chooses 1 of 8."
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("experts", ["grouped_mm", "eager"])
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral", "GptOss"])
+def test_mixtures_of_experts_of_transformers_run(tmp_path: Path, family: str, experts: str) -> None:
+    pytest.importorskip("transformers", reason="it comes with the extra 'peers'")
+    script = scripts.TRANSFORMERS.replace("FAMILY", family).replace("EXPERTS", experts)
+    done = run(tmp_path, script, "--json", "--gpus", "1", "--steps", "2")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    choices = {(one["operator"], one["count"], one["among"]) for one in found["answer"]["choices"]}
+    assert choices == {("aten::topk", 4, 16)}
+    # A loop over the experts that have tokens makes the host wait for their numbers; a grouped product does not.
+    assert list(found["by_routing"]) == (["balanced", "worst"] if experts == "eager" else [])
+
+
+def test_no_size_depends_on_a_choice_that_the_host_does_not_read(tmp_path: Path) -> None:
+    done = run(tmp_path, scripts.ROUTED.replace("SIZED", "False"), "--gpus", "1", "--routing", "zipf:1.5")
+    assert done.returncode == 0, done.stderr
+    text = " ".join(done.stdout.split())
+    assert "Routing: assumed zipf:1.5; the model chooses 1 of 8. No size in the model depends on it." in text
+    assert "Routing worst" not in text
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
+        (["--routing", "zipf:0", "--", "train.py"], "routing must be balanced, zipf:S (the exponent S > 0, such as"),
+        (["--routing", "worse", "--", "train.py"], "zipf:1.2) or worst, got 'worse'"),
         (["--", "nothere.py"], "there is no script 'nothere.py'"),
         (["--gpus", "0", "--", "train.py"], "gpus must be >= 1, got 0"),
         (["--rank", "9", "--", "train.py"], "rank must be"),

@@ -14,6 +14,7 @@
 #include "launch.h"
 #include "memory.h"
 #include "process_group.h"
+#include "routing.h"
 #include "translation.h"
 
 namespace py = pybind11;
@@ -208,6 +209,19 @@ void bind_memory(py::module_& m) {
   });
 }
 
+void bind_routing(py::module_& m) {
+  m.def("set_routing", [](const std::string& rule, double exponent, int64_t rank, int64_t ranks) {
+    using Rule = Routing::Rule;
+    const auto chosen = rule == "worst" ? Rule::Worst : rule == "zipf" ? Rule::Zipf : Rule::Balanced;
+    set_routing({chosen, exponent, rank, ranks});
+  });
+  // (choices: (operator, module, count, from, times), whether a size depends on one, rank and ranks of an exchange)
+  m.def("assumed", [] {
+    const auto found = assumed_so_far();
+    return py::make_tuple(py::cast(found.choices), found.read, found.rank, found.ranks);
+  });
+}
+
 void bind_recorder(py::module_& m) {
   m.def("record", [](bool on) { recorder().on = on; });
   m.def("count_host_work", &count_host_work);
@@ -281,6 +295,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   refshard::bind_device(m);
   refshard::bind_memory(m);
   refshard::bind_recorder(m);
+  refshard::bind_routing(m);
   refshard::bind_process_group(m);
   refshard::bind_caching_allocator(m);
   refshard::bind_reallocation(m);

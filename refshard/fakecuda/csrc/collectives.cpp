@@ -211,7 +211,8 @@ WorkPtr FakeNccl::reduce_scatter_tensor_coalesced(Tensors& out, Tensors& in,
 
 WorkPtr FakeNccl::alltoall_base(at::Tensor& out, at::Tensor& in, std::vector<int64_t>& out_splits,
                                 std::vector<int64_t>& in_splits, const c10d::AllToAllOptions& options) {
-  Call call{"all_to_all", {out}, {in}, options.asyncOp, bytes_of({in})};
+  // Where ranks get more than they send, or less, the link's busier direction counts.
+  Call call{"all_to_all", {out}, {in}, options.asyncOp, std::max(bytes_of({in}), bytes_of({out}))};
   call.over_gloo = [&](auto& gloo, const auto& to, const auto& from) {
     auto received = to.front(), sent = from.front();
     gloo.alltoall_base(received, sent, out_splits, in_splits, options)->wait();
@@ -227,7 +228,7 @@ WorkPtr FakeNccl::alltoall_base(at::Tensor& out, at::Tensor& in, std::vector<int
 }
 
 WorkPtr FakeNccl::alltoall(Tensors& out, Tensors& in, const c10d::AllToAllOptions& options) {
-  Call call{"all_to_all", out, in, options.asyncOp, bytes_of(in)};
+  Call call{"all_to_all", out, in, options.asyncOp, std::max(bytes_of(in), bytes_of(out))};
   call.over_gloo = [&](auto& gloo, const auto& to, const auto& from) {
     const auto sizes = [](const Tensors& tensors) {
       std::vector<int64_t> counts;

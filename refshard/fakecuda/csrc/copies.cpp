@@ -6,6 +6,7 @@
 #include "large_integers.h"
 #include "launch.h"
 #include "memory.h"
+#include "routing.h"
 #include "translation.h"
 
 namespace refshard {
@@ -46,6 +47,15 @@ void put_copy(const at::Tensor& to, const at::Tensor& from, StreamId stream) {
 
 // Whether `to` now holds what `from` holds.
 bool move_values(const at::Tensor& to, const at::Tensor& from) {
+  const bool whole = static_cast<size_t>(to.numel()) * to.itemsize() >= to.storage().nbytes();
+  if (from.is_cuda()) note_use(from);
+  const bool assumed = from.is_cuda() && marked(from, Mark::Assumed);
+  if (assumed && to.is_cuda()) {
+    if (whole && !resident(to) && resident(from) && !unknown(from) && worth_computing(to)) {
+      set_mark(to, Mark::Real, true);
+    }
+    set_mark(to, Mark::Assumed, true);
+  }
   const auto values = in_runs(to) || in_runs(from) ? values_of(from) : std::nullopt;
   values_are_overwritten(to);
   if (values && put_values(to, *values)) return true;
@@ -53,7 +63,6 @@ bool move_values(const at::Tensor& to, const at::Tensor& from) {
   if (real(to) && real(from)) {
     on_host(to).copy_(on_host(from));
     if (to.is_cuda()) {
-      const bool whole = static_cast<size_t>(to.numel()) * to.itemsize() >= to.storage().nbytes();
       const bool now_unknown = from.is_cuda() && unknown(from);
       if (now_unknown || whole) set_unknown(to, now_unknown);
     }
@@ -84,6 +93,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& given, bool non_blocking) 
   put_copy(self, from, stream);
   const bool known = move_values(self, from);
   if (!known && self.is_cpu()) unknown_value_read(std::nullopt);
+  if (self.is_cpu()) note_read(from);
   if (!non_blocking && self.is_cpu() != from.is_cpu()) {
     synchronise(direction(self, from), stream, 0, from.is_cuda() && !known ? kValueUnknown : 0);
   }
@@ -106,6 +116,7 @@ at::Scalar item(const at::Tensor& self) {
   const auto value = in_runs(self) ? values_of(self) : std::nullopt;
   const bool known = value || (resident(self) && !unknown(self));
   put_read("aten::_local_scalar_dense", {self});
+  note_read(self);
   synchronise("item", current_stream(self.device().index()), 0, known ? 0 : kValueUnknown);
   if (value) return self.scalar_type() == at::kBool ? at::Scalar(value->sum() != 0) : at::Scalar(value->sum());
   at::Scalar found = self.scalar_type() == at::kBool ? at::Scalar(false) : at::Scalar(int64_t{0});

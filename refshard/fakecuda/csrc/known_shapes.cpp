@@ -71,9 +71,8 @@ bool put_value(std::string& key, const c10::IValue& value) {
   return true;
 }
 
-bool writes(const c10::Argument& one) { return one.alias_info() && one.alias_info()->isWrite(); }
+}  // namespace
 
-// Whether an operator reads its arguments only, and makes nothing but tensors of its own.
 bool only_makes(const c10::FunctionSchema& schema) {
   const auto& arguments = schema.arguments();
   const auto& returns = schema.returns();
@@ -83,6 +82,10 @@ bool only_makes(const c10::FunctionSchema& schema) {
            return !one.alias_info() && one.type()->kind() == c10::TypeKind::TensorType;
          });
 }
+
+namespace {
+
+bool writes(const c10::Argument& one) { return one.alias_info() && one.alias_info()->isWrite(); }
 
 // Whether an operator writes to arguments, which it gives back, and makes nothing.
 bool only_fills(const c10::FunctionSchema& schema) {

@@ -9,6 +9,9 @@
 
 namespace refshard {
 
+// Whether an operator reads its arguments only, and makes nothing but tensors of its own.
+bool only_makes(const c10::FunctionSchema& schema);
+
 // An operator and its arguments as far as a meta kernel can see them; nothing if it could see more than is compared.
 std::optional<std::string> call_key(const c10::OperatorHandle& op, const torch::jit::Stack& stack, size_t first);
 

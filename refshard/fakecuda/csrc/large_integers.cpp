@@ -368,6 +368,19 @@ void write_out_values(const void* storage) {
   kept_count = kept_values.size();
 }
 
+void make_resident(const at::Tensor& tensor) {
+  if (!keeps_values()) return;
+  std::lock_guard guard(kept_mutex);
+  const auto found = kept_values.find(address_of(tensor));
+  if (found == kept_values.end()) return;
+  const auto& kept = found->second;
+  if (!kept.runs.part(0, static_cast<int64_t>(tensor.storage().nbytes() / c10::elementSize(kept.dtype)))) return;
+  write_out(found->first, kept);
+  kept_values.erase(found);
+  kept_count = kept_values.size();
+  set_mark(tensor, Mark::Real, true);
+}
+
 std::optional<ResultInRuns> result_in_runs(const c10::OperatorHandle& op, const Stack& stack, size_t first) {
   const auto& name = op.operator_name();
   const auto found = kOnRuns.find({name.name, name.overload_name});

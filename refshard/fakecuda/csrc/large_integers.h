@@ -30,6 +30,9 @@ void values_are_freed(const void* address, size_t size);
 // Writes to a resident storage's memory what is kept as runs, before the host uses that memory.
 void write_out_values(const void* storage);
 
+// Writes to memory what is kept of a large storage, if that is all of it. From then on it is resident.
+void make_resident(const at::Tensor& tensor);
+
 // What an operator gives for arguments of which the values are known as runs.
 struct ResultInRuns {
   std::optional<Runs> values;        // nothing if only its size is known

@@ -2,8 +2,12 @@
 
 #include <c10/util/Exception.h>
 
+#include <sys/mman.h>
+
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <unordered_map>
 #include <unordered_set>
 
 #include "graphs.h"
@@ -25,8 +29,17 @@ thread_local Category allocating_category = Category::Other;
 // Leaked, since tensors are freed as late as at exit.
 auto& pinned_addresses = *new std::unordered_set<const void*>;
 auto& pinned_mutex = *new std::mutex;
-auto& unknown_addresses = *new std::unordered_set<const void*>;
-auto& unknown_mutex = *new std::mutex;
+auto& marks = *new std::unordered_map<const void*, uint8_t>;  // by address of the storage
+auto& marks_mutex = *new std::mutex;
+std::atomic<int64_t> made_real = 0;  // ever: most scripts have none, and need not look
+
+// The host gets its pages back, which the next tensor there need not have.
+void give_back_pages(void* address, size_t size) {
+  constexpr uintptr_t kPage = 4096;
+  const auto from = (reinterpret_cast<uintptr_t>(address) + kPage - 1) / kPage * kPage;
+  const auto to = (reinterpret_cast<uintptr_t>(address) + size) / kPage * kPage;
+  if (to > from) madvise(reinterpret_cast<void*>(from), to - from, MADV_DONTNEED);
+}
 
 }  // namespace
 
@@ -34,8 +47,12 @@ void note_freed(const Block& block) {
   recorder().freed(block.id, static_cast<int64_t>(block.address), static_cast<int64_t>(block.size), block.stream);
   auto* address = reinterpret_cast<void*>(block.address);
   values_are_freed(address, block.size);
-  std::lock_guard unknown_guard(unknown_mutex);
-  unknown_addresses.erase(address);
+  std::lock_guard marks_guard(marks_mutex);
+  const auto found = marks.find(address);
+  if (found == marks.end()) return;
+  const bool real = found->second & static_cast<uint8_t>(Mark::Real);
+  if (real && block.size > kResidentIntegers) give_back_pages(address, block.size);
+  marks.erase(found);
 }
 
 void note_allocated(const Block& block) {
@@ -225,24 +242,29 @@ bool resident(const at::Tensor& tensor) {
   if (!device().dry()) return true;
   const auto size = tensor.storage().nbytes();
   return size <= kResidentFloats ||
-         (size <= resident_integers && c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true));
+         (size <= resident_integers && c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true)) ||
+         (made_real && marked(tensor, Mark::Real));
 }
 
 size_t keep_values(size_t most) { return std::exchange(resident_integers, most); }
 
 size_t kept_values_limit() { return resident_integers; }
 
-bool unknown(const at::Tensor& tensor) {
-  std::lock_guard guard(unknown_mutex);
-  return unknown_addresses.contains(tensor.storage().data());
+bool marked(const at::Tensor& tensor, Mark mark) {
+  std::lock_guard guard(marks_mutex);
+  const auto found = marks.find(tensor.storage().data());
+  return found != marks.end() && (found->second & static_cast<uint8_t>(mark));
 }
 
-void set_unknown(const at::Tensor& tensor, bool unknown) {
-  std::lock_guard guard(unknown_mutex);
-  if (unknown) {
-    unknown_addresses.insert(tensor.storage().data());
-  } else {
-    unknown_addresses.erase(tensor.storage().data());
+void set_mark(const at::Tensor& tensor, Mark mark, bool on) {
+  const auto bit = static_cast<uint8_t>(mark);
+  std::lock_guard guard(marks_mutex);
+  if (on) {
+    marks[tensor.storage().data()] |= bit;
+    made_real += mark == Mark::Real;
+  } else if (const auto found = marks.find(tensor.storage().data()); found != marks.end()) {
+    found->second &= static_cast<uint8_t>(~bit);
+    if (!found->second) marks.erase(found);
   }
 }
 
@@ -253,8 +275,8 @@ void forget_value(c10::DeviceIndex index, const void* address) {
     const auto* block = device().memory(index).find(reinterpret_cast<uintptr_t>(address));
     if (block) start = reinterpret_cast<const void*>(block->address);
   }
-  std::lock_guard guard(unknown_mutex);
-  if (start) unknown_addresses.insert(start);
+  std::lock_guard guard(marks_mutex);
+  if (start) marks[start] |= static_cast<uint8_t>(Mark::Unknown);
 }
 
 void resize_storage(c10::StorageImpl& storage, size_t size) {

@@ -40,16 +40,22 @@ int64_t block_at(c10::DeviceIndex device, const void* address);
 void keep_until_passed(c10::DeviceIndex device, const void* address, StreamId stream);
 void record_stream(c10::DeviceIndex device, const void* address, StreamId stream);
 
-// Whether the tensor's bytes exist. In host compute all do. In a dry run those of small tensors do: frameworks read
-// counts, shapes and flags back, and compute with integers what they then do.
+// Whether the tensor's bytes exist. In host compute all do. In a dry run those of small tensors do, since frameworks read
+// counts, shapes and flags back, and compute with integers what they then do; and those that are marked as real.
 bool resident(const at::Tensor& tensor);
 // The most bytes of integers that have their values in memory, for this thread from now on. Returns what it was.
 size_t keep_values(size_t most);
 size_t kept_values_limit();
-// Whether a resident tensor's values come from ones that were never computed.
-bool unknown(const at::Tensor& tensor);
-void set_unknown(const at::Tensor& tensor, bool unknown);
-// The same of the block that holds this address, if any does.
+
+// What is known of a storage's values. Unknown: they come from ones that were never computed. Assumed: they follow from
+// a choice that an assumption made (routing.h). Real: they exist, though the storage is large. Chosen: they are a choice
+// that nothing has used yet.
+enum class Mark : uint8_t { Unknown = 1, Assumed = 2, Real = 4, Chosen = 8 };
+bool marked(const at::Tensor& tensor, Mark mark);
+void set_mark(const at::Tensor& tensor, Mark mark, bool on);
+inline bool unknown(const at::Tensor& tensor) { return marked(tensor, Mark::Unknown); }
+inline void set_unknown(const at::Tensor& tensor, bool on) { set_mark(tensor, Mark::Unknown, on); }
+// Marks the block that holds this address, if any does, as unknown.
 void forget_value(c10::DeviceIndex device, const void* address);
 // What a float reads as that nobody has computed. No check has it as its boundary: it is a share, its logarithm, its
 // inverse and what it lacks to 1 are finite and not 0, and bf16 and fp8 hold it exactly.

@@ -65,6 +65,10 @@ Tensor bincount(const Tensor& self, const std::optional<Tensor>& weights, c10::S
   return at::empty({std::max<int64_t>(1, minlength.expect_int())}, options);
 }
 
+Tensor histogram(const Tensor& self, int64_t bins, const at::Scalar&, const at::Scalar&) {
+  return at::empty({bins}, self.options());
+}
+
 // Fake quantisation: the rounded values, and which of them were not clamped.
 
 template <typename... Rest>
@@ -133,6 +137,7 @@ TORCH_LIBRARY_IMPL(aten, Meta, library) {
   library.impl("unique_consecutive", unique_consecutive);
   library.impl("unique_dim_consecutive", unique_dim_consecutive);
   library.impl("bincount", bincount);
+  library.impl("histc", histogram);
   library.impl("_ctc_loss_backward", like_second<T, IntList, IntList, T, T, int64_t, bool>);
   library.impl("_ctc_loss_backward.Tensor", like_second<T, T, T, T, T, int64_t, bool>);
   library.impl("multi_margin_loss_backward",

@@ -13,14 +13,37 @@
 #include "graphs.h"
 #include "host_work.h"
 #include "known_shapes.h"
+#include "known_values.h"
 #include "large_integers.h"
 #include "launch.h"
 #include "memory.h"
+#include "routing.h"
 #include "translation.h"
 #include "workspaces.h"
 
+extern "C" {
+// OpenMP's, which torch's CPU build brings; nothing where it is built without.
+__attribute__((weak)) int omp_get_max_threads();
+__attribute__((weak)) void omp_set_num_threads(int count);
+}
+
 namespace refshard {
 namespace {
+
+// A dry run computes little at a time: to wait for other threads takes longer than they save, above all on a busy
+// machine.
+class OneThread {
+ public:
+  OneThread() : before_(omp_get_max_threads ? omp_get_max_threads() : 1) { set(1); }
+  ~OneThread() { set(before_); }
+  OneThread(const OneThread&) = delete;
+
+ private:
+  void set(int count) const {
+    if (before_ > 1) omp_set_num_threads(count);
+  }
+  int before_;
+};
 
 // Operators whose CUDA kernels let the host wait, since the size of their result depends on values.
 const std::unordered_set<std::string_view> kSynchronising = {
@@ -29,6 +52,8 @@ const std::unordered_set<std::string_view> kSynchronising = {
 };
 // Above this, an operator on known values is looked at on meta before it is computed: its result may be huge.
 constexpr size_t kComputeUnseen = 16384;
+// From so many bytes of arguments on, results of operators on what follows from a choice are remembered.
+constexpr size_t kRemembered = size_t{256} << 10;
 // Operators that no meta kernel can size. Their results are at most a few times as large as their arguments.
 const std::unordered_set<std::string_view> kSizedByValues = {"aten::nonzero", "aten::index"};
 // An operator that makes a result of any size from no arguments.
@@ -39,6 +64,7 @@ struct Known {
   bool integers = false;
   bool in_runs = false;
   bool unknown = false;
+  bool assumed = false;
   size_t bytes = 0;
 };
 
@@ -48,6 +74,8 @@ Known known_arguments(const torch::jit::Stack& stack, size_t first) {
     for_each_tensor(stack[place], [&](const at::Tensor& tensor) {
       if (!tensor.is_cuda()) return;
       found.unknown = found.unknown || unknown(tensor);
+      found.assumed = found.assumed || marked(tensor, Mark::Assumed);
+      note_use(tensor);
       found.bytes += tensor.nbytes();
       found.all_resident = found.all_resident && resident(tensor);
       if (!c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true)) return;
@@ -58,11 +86,29 @@ Known known_arguments(const torch::jit::Stack& stack, size_t first) {
   return found;
 }
 
-void run(c10::DeviceType target, const c10::OperatorHandle& op, torch::jit::Stack& stack, size_t first) {
-  Translation translation(target);
+// histc(self, bins, min, max, out): the CPU's kernel takes floats alone, a GPU's integers as well.
+void count_in_bins(torch::jit::Stack& stack, size_t first) {
+  const auto self = stack[first].toTensor();
+  auto counts = at::histc(self.is_floating_point() ? self : self.to(at::kDouble), stack[first + 1].toInt(),
+                          stack[first + 2].toScalar(), stack[first + 3].toScalar()).to(self.scalar_type());
+  if (stack.size() - first > 4) {
+    auto out = stack[first + 4].toTensor();
+    counts = out.resize_(counts.sizes()).copy_(counts);
+  }
+  stack.resize(first);
+  stack.emplace_back(counts);
+}
+
+void run(c10::DeviceType target, const c10::OperatorHandle& op, torch::jit::Stack& stack, size_t first,
+         bool keeps = false) {
+  Translation translation(target, keeps);
   translation.arguments(op, stack, first);
   const auto key = target == c10::DeviceType::CPU ? c10::DispatchKey::CPU : c10::DispatchKey::Meta;
-  op.redispatchBoxed(c10::DispatchKeySet(key), &stack);
+  if (target == c10::DeviceType::CPU && op.schema().name() == "aten::histc") {
+    count_in_bins(stack, first);
+  } else {
+    op.redispatchBoxed(c10::DispatchKeySet(key), &stack);
+  }
   translation.results(stack, first);
 }
 
@@ -90,29 +136,29 @@ void run_meta(const c10::OperatorHandle& op, torch::jit::Stack& stack, size_t fi
   if (key) keep_made(op, *key, arguments, stack, first);
 }
 
+bool has_meta_kernel(const c10::OperatorHandle& op) {
+  const auto has = [&](c10::DispatchKey key) { return op.hasKernelForDispatchKey(key); };
+  return has(c10::DispatchKey::Meta) || has(c10::DispatchKey::CompositeExplicitAutograd) ||
+         has(c10::DispatchKey::CompositeImplicitAutograd);
+}
+
 // Whether an operator on these arguments gives results that are small enough to be computed.
 bool gives_little(const c10::OperatorHandle& op, const Known& known, const torch::jit::Stack& stack, size_t first) {
   const auto& name = op.schema().name();
   if (known.bytes <= kComputeUnseen && name != kArange) return true;
-  if (!known.unknown && kSizedByValues.contains(name)) return true;
+  if (!known.unknown && (kSizedByValues.contains(name) || (known.assumed && !has_meta_kernel(op)))) return true;
   torch::jit::Stack trial(stack.begin() + static_cast<std::ptrdiff_t>(first), stack.end());
   Translation(c10::DeviceType::Meta).arguments(op, trial, 0);
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &trial);
   size_t bytes = 0;
+  bool worth = known.assumed && !known.unknown;
   for (const auto& value : trial) {
-    for_each_tensor(value, [&](const at::Tensor& tensor) { bytes += tensor.nbytes(); });
+    for_each_tensor(value, [&](const at::Tensor& tensor) {
+      bytes += tensor.nbytes();
+      worth = worth && worth_computing(tensor);
+    });
   }
-  return bytes <= kept_values_limit();
-}
-
-// How many places there are to choose from, for an operator that returns places in its first argument; else 0.
-int64_t choices(std::string_view name, const torch::jit::Stack& stack, size_t first) {
-  const bool along_last = name == "aten::multinomial";
-  if (!along_last && name != "aten::topk" && name != "aten::argmax") return 0;
-  const auto& from = stack[first].toTensor();
-  const auto& dim = stack[first + (name == "aten::argmax" ? 1 : 2)];
-  if (!along_last && !dim.isInt()) return from.numel();
-  return from.dim() ? from.size(along_last ? -1 : dim.toInt()) : 1;
+  return worth || bytes <= kept_values_limit();
 }
 
 // What a comparison gives if the values that nobody has are those that they read as; nothing for other operators.
@@ -132,15 +178,10 @@ std::optional<bool> compared(std::string_view name, const torch::jit::Stack& sta
 }
 
 // A value where there is none: kPlaceholder for a float, 0 for a count.
-void put_placeholder(const at::Tensor& tensor, std::string_view name, int64_t choices, std::optional<bool> truth) {
+void put_placeholder(const at::Tensor& tensor, std::string_view name, std::optional<bool> truth) {
   if (!resident(tensor) || !tensor.numel()) return;
   auto host = on_host(tensor);
-  if (choices) {
-    if (c10::isIntegralType(host.scalar_type(), false)) {
-      // As even as can be: a router that sends all tokens to one expert would be the worst case, not the usual one.
-      host.copy_(at::arange(host.numel(), host.options()).remainder_(choices).view(host.sizes()));
-    }
-  } else if (!truth && c10::isFloatingType(host.scalar_type())) {
+  if (!truth && c10::isFloatingType(host.scalar_type())) {
     host.fill_(kPlaceholder);
   } else {
     host.fill_(truth.value_or(name == "aten::all") ? 1 : 0);
@@ -163,12 +204,6 @@ void keep_finite(const at::Tensor& tensor) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       false, path, " has no CPU kernel, so the fake CUDA device cannot run it on the host. Give it one that computes ",
       "the values: @torch.library.register_kernel(\"", path, "\", \"cpu\")");
-}
-
-bool has_meta_kernel(const c10::OperatorHandle& op) {
-  const auto has = [&](c10::DispatchKey key) { return op.hasKernelForDispatchKey(key); };
-  return has(c10::DispatchKey::Meta) || has(c10::DispatchKey::CompositeExplicitAutograd) ||
-         has(c10::DispatchKey::CompositeImplicitAutograd);
 }
 
 // An operator in place, such as an optimizer's, or one that is given its results in their sizes: it makes no tensor that
@@ -200,21 +235,50 @@ bool run_on_runs(const c10::OperatorHandle& op, torch::jit::Stack& stack, size_t
     run(c10::DeviceType::Meta, op, stack, first);
   }
   const auto made = stack[first].toTensor();
-  if (!result->values || !put_values(made, *result->values)) put_placeholder(made, name, 0, truth);
+  if (!result->values || !put_values(made, *result->values)) put_placeholder(made, name, truth);
   return true;
 }
 
-void run_dry(const c10::OperatorHandle& op, torch::jit::Stack& stack, size_t first) {
+// Gives memory to large tensors of an operator on what follows from a choice: integers that are known as runs, and its
+// outputs if all else then has values.
+void make_arguments_resident(const c10::FunctionSchema& schema, const torch::jit::Stack& stack, size_t first) {
+  std::vector<at::Tensor> outputs;
+  bool all_resident = true;
+  for (size_t place = 0; place < schema.arguments().size(); ++place) {
+    const bool out = schema.arguments()[place].is_out();
+    for_each_tensor(stack[first + place], [&](const at::Tensor& tensor) {
+      if (!tensor.is_cuda() || resident(tensor)) return;
+      if (out) return outputs.push_back(tensor);
+      if (worth_computing(tensor)) make_resident(tensor);
+      all_resident = all_resident && resident(tensor);
+    });
+  }
+  if (!all_resident) return;
+  for (const auto& tensor : outputs) {
+    if (worth_computing(tensor)) set_mark(tensor, Mark::Real, true);
+  }
+}
+
+void run_dry(const c10::OperatorHandle& op, torch::jit::Stack& stack, size_t first, const Known& known) {
   const auto& name = op.schema().name();
-  const auto known = known_arguments(stack, first);
+  const auto choice = choosing(op, stack, first);
   if (known.integers && (known.in_runs || !known.all_resident) && run_on_runs(op, stack, first)) return;
-  if (known.all_resident && gives_little(op, known, stack, first)) {
+  const bool chooses_unknown = choice && known.unknown;
+  if (known.all_resident && !chooses_unknown && gives_little(op, known, stack, first)) {
     if (op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU)) {
-      run(c10::DeviceType::CPU, op, stack, first);
-      if (!known.unknown) return;
+      OneThread alone;
+      const bool keeps = known.assumed && !known.unknown;
+      const auto key = keeps && known.bytes >= kRemembered ? values_key(op, stack, first) : std::nullopt;
+      if (!key || !compute_as_before(op, *key, stack, first)) {
+        run(c10::DeviceType::CPU, op, stack, first, keeps);
+        if (key) keep_computed(*key, stack, first);
+      }
+      if (!known.unknown && !known.assumed) return;
       for (size_t place = first; place < stack.size(); ++place) {
-        for_each_tensor(stack[place], [](const at::Tensor& tensor) {
+        for_each_tensor(stack[place], [&](const at::Tensor& tensor) {
           if (!tensor.is_cuda() || !resident(tensor)) return;
+          if (known.assumed) set_mark(tensor, Mark::Assumed, true);
+          if (!known.unknown) return;
           set_unknown(tensor, true);
           keep_finite(tensor);
         });
@@ -227,15 +291,17 @@ void run_dry(const c10::OperatorHandle& op, torch::jit::Stack& stack, size_t fir
     give_back_arguments(op.schema(), stack, first);
     return;
   }
-  const auto to_choose_from = choices(name, stack, first);
   const auto truth = compared(name, stack, first);
   run_meta(op, stack, first);
   const auto& arguments = op.schema().arguments();
   const bool writes_out = std::any_of(arguments.begin(), arguments.end(), [](const auto& one) { return one.is_out(); });
   for (size_t place = 0; place < op.schema().returns().size(); ++place) {
-    if (op.schema().returns()[place].alias_info() && !writes_out) continue;
+    if (op.schema().returns()[place].alias_info() && !writes_out && !choice) continue;
     for_each_tensor(stack[first + place], [&](const at::Tensor& tensor) {
-      if (tensor.is_cuda()) put_placeholder(tensor, name, to_choose_from, truth);
+      if (!tensor.is_cuda()) return;
+      put_placeholder(tensor, name, truth);
+      // Values come before the places that they were chosen from.
+      if (choice && place + 1 == op.schema().returns().size()) assume(name, *choice, tensor);
     });
   }
 }
@@ -270,7 +336,7 @@ std::vector<Workspace> workspaces_of(const c10::OperatorHandle& op, const Launch
 
 }  // namespace
 
-void not_computed(const at::Tensor& tensor) { put_placeholder(tensor, "", 0, std::nullopt); }
+void not_computed(const at::Tensor& tensor) { put_placeholder(tensor, "", std::nullopt); }
 
 void drop_cublas_workspaces() {
   std::vector<c10::DataPtr> dropped;
@@ -292,6 +358,11 @@ void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   Launch launch(op);
   launch.arguments(*stack, first);
+  auto known = known_arguments(*stack, first);
+  if (known.assumed && !known.unknown) {
+    make_arguments_resident(op.schema(), *stack, first);
+    known = known_arguments(*stack, first);
+  }
   launch.overwrites_values();
   const auto scratch = workspaces_of(op, launch, *stack, first);
   {
@@ -303,9 +374,12 @@ void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     return take(scratch, moment, allocate_workspace);
   };
   const auto before = take_at(Moment::BeforeResults);
+  if (kSynchronising.contains(name)) {
+    for (auto place = first; place < stack->size(); ++place) for_each_tensor((*stack)[place], note_read);
+  }
   try {
     if (device().dry()) {
-      run_dry(op, *stack, first);
+      run_dry(op, *stack, first, known);
     } else {
       run(c10::DeviceType::CPU, op, *stack, first);
     }

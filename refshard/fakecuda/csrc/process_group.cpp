@@ -12,6 +12,7 @@
 #include "large_integers.h"
 #include "launch.h"
 #include "memory.h"
+#include "routing.h"
 #include "translation.h"
 
 namespace refshard {
@@ -90,6 +91,20 @@ void FakeNccl::record(const Call& call, StreamId stream) {
 
 void FakeNccl::move(const Call& call) {
   if (!call.alike) return;
+  const bool assumed = std::any_of(call.in.begin(), call.in.end(), [](const at::Tensor& tensor) {
+    return tensor.is_cuda() && marked(tensor, Mark::Assumed);
+  });
+  for (const auto& tensor : call.in) {
+    if (tensor.is_cuda()) note_use(tensor);
+  }
+  if (assumed) {
+    if (std::string_view(call.op) == "all_to_all") note_exchange(getRank(), getSize());
+    for (const auto& tensor : call.out) {
+      if (!tensor.is_cuda()) continue;
+      set_mark(tensor, Mark::Assumed, true);
+      if (!resident(tensor) && worth_computing(tensor)) set_mark(tensor, Mark::Real, true);
+    }
+  }
   const auto here = [](const at::Tensor& tensor) { return tensor.is_cpu() || resident(tensor); };
   const bool known = std::all_of(call.in.begin(), call.in.end(), [&](const at::Tensor& tensor) {
     return here(tensor) && !(tensor.is_cuda() && unknown(tensor));

@@ -9,6 +9,7 @@
 
 #include "large_integers.h"
 #include "memory.h"
+#include "routing.h"
 
 namespace refshard {
 namespace {
@@ -112,6 +113,7 @@ c10::Storage Translation::storage_there(const at::Tensor& tensor) {
 
 at::Tensor Translation::made(const at::Tensor& like) {
   auto fresh = at::empty_strided(like.sizes(), like.strides(), like.options().device(*device_).pinned_memory(false));
+  if (keeps_ && !resident(fresh) && worth_computing(fresh)) set_mark(fresh, Mark::Real, true);
   if (target_ == c10::DeviceType::CPU && resident(fresh)) copy_bytes(fresh, like);
   return fresh;
 }
@@ -131,6 +133,7 @@ void Translation::grow_outputs() {
     if (there.sizes() == here.sizes() && there.strides() == here.strides()) continue;
     here.resize_(there.sizes());
     here.unsafeGetTensorImpl()->set_sizes_and_strides(there.sizes(), there.strides());
+    if (keeps_ && !resident(here) && worth_computing(here)) set_mark(here, Mark::Real, true);
     const bool moved = there.storage().data() != here.storage().data();
     if (target_ == c10::DeviceType::CPU && moved && resident(here)) copy_bytes(here, there);
   }

@@ -13,8 +13,8 @@ namespace refshard {
 
 class Translation {
  public:
-  // `target` is CPU or Meta.
-  explicit Translation(c10::DeviceType target) : target_(target) {}
+  // `target` is CPU or Meta. With `keeps`, large results of the CPU keep their values.
+  explicit Translation(c10::DeviceType target, bool keeps = false) : target_(target), keeps_(keeps) {}
 
   // Replaces the operator's arguments on the stack, from `first` on.
   void arguments(const c10::OperatorHandle& op, torch::jit::Stack& stack, size_t first);
@@ -34,6 +34,7 @@ class Translation {
   void grow_outputs();
 
   c10::DeviceType target_;
+  bool keeps_;
   std::optional<c10::Device> device_;
   bool host_tensor_ = false;
   std::vector<Pair> tensors_;

@@ -11,7 +11,7 @@ import msgspec
 from refshard.analysis.figures import TraceFigures
 from refshard.dryrun.analyse import Analysis
 from refshard.dryrun.memory import Held
-from refshard.dryrun.recording import Category, Flag, Kind, Phase, Recording
+from refshard.dryrun.recording import ROOT, Category, Flag, Kind, Phase, Recording
 from refshard.dryrun.request import Request
 from refshard.events.writer import as_kineto
 from refshard.quantities import format_bytes, format_percent, format_seconds, format_times
@@ -52,6 +52,7 @@ CATEGORIES = {
     Category.OTHER: "other",
 }
 _PHASES = {Phase.OTHER: "outside modules", Phase.OPTIMIZER: "the optimizer step"}
+_UNNAMED = {"": "the script", ROOT: "the model"}
 _LIMITS = (
     "Exact: operators, their order, streams, waits, collectives and allocations are the script's own. Reserved memory "
     "is a simulation of torch's allocator. Durations are modelled.",
@@ -174,13 +175,14 @@ def _verdict(found: Analysis) -> Verdict:
     if (why := unanswered(found)) is not None:
         return _unanswered_verdict(found, *why)
     usable, peak = format_bytes(found.usable_bytes), answer.peak
+    routing = [f"Routing {one}" for one in _peaks_by_routing(found)]
     if found.fits:
         fits = (
             f"FITS: peak reserved {format_bytes(peak.reserved)} of {usable} usable "
             f"({format_bytes(found.headroom_bytes)} headroom); peak allocated {format_bytes(peak.allocated)}"
         )
         lead = [] if found.traced is None else [finding_of(found.traced.figures).lead]
-        return Verdict(sentences=[fits, *_pace(found), *lead], style="good")
+        return Verdict(sentences=[fits, *routing, *_pace(found), *lead], style="good")
     needed = f"needs more than {usable}"
     if found.run.refused is not None:
         needed = (
@@ -191,7 +193,7 @@ def _verdict(found: Analysis) -> Verdict:
     refused = found.run.refused or answer
     refusal = f"{refused.error.partition(' Including')[0]} At {refused.where or 'a line inside torch'}."
     pace = [f"Without the memory limit: {words}" for words in _pace(found)]
-    return Verdict(sentences=[f"DOES NOT FIT: {needed}", refusal, *pace], style="bad")
+    return Verdict(sentences=[f"DOES NOT FIT: {needed}", refusal, *routing, *pace], style="bad")
 
 
 def _blamed(found: Analysis) -> Iterator[str]:
@@ -252,9 +254,46 @@ def _facts(found: Analysis) -> Iterator[Fact]:
         share = sum(step.exposed_ns for step in steps) / sum(step.span_ns for step in steps)
         detail = "Communication that runs while nothing computes."
         yield Fact(label="exposed communication", value=format_percent(share), detail=detail)
+    if answer.choices:
+        detail = "; ".join(_peaks_by_routing(found)) or "No size in the model depends on it."
+        yield Fact(label="routing", value=f"assumed {found.run.request.routing}", detail=detail)
     count = sum(one.count for one in found.synchronisations)
     detail = "Calls that hold the GPU up are listed below." if count else "No line waits for the GPU."
     yield Fact(label="host synchronisations per step", value=f"{count:,}", detail=detail)
+
+
+def _routing(found: Analysis) -> Iterator[str]:
+    """Which choices an assumption made. Nothing if there were none."""
+    choices = {(one.count, one.among, one.module) for one in found.run.answer.choices}
+    modules = Counter((count, among, _without_numbers(module)) for count, among, module in choices)
+    if not modules:
+        return
+    chosen = ", ".join(
+        f"{times} modules ({module}) choose {count} of {among:,}"
+        if times > 1
+        else f"{_UNNAMED.get(module, module)} chooses {count} of {among:,}"
+        for (count, among, module), times in sorted(modules.items(), key=lambda item: (-item[1], item[0]))[:_LISTED]
+    )
+    sizes = "" if found.run.answer.chosen_sizes else " No size in the model depends on it."
+    yield f"Routing: assumed {found.run.request.routing}; {chosen}.{sizes}"
+
+
+def _peaks_by_routing(found: Analysis) -> Iterator[str]:
+    """Memory under the assumed routing and at worst, if sizes depend on it."""
+    for rule, answer in found.run.by_routing.items():
+        reserved, allocated = format_bytes(answer.peak.reserved), format_bytes(answer.peak.allocated)
+        if answer.outcome == "failed":
+            yield f"{rule}: failed ({answer.error})"
+            continue
+        own = rule == found.run.request.routing
+        does_not_fit = not found.fits if own else answer.peak.allocated > found.usable_bytes
+        may_not_fit = not own and answer.peak.reserved > found.usable_bytes
+        doubt = "does not fit, " if does_not_fit else "may not fit, " if may_not_fit else ""
+        yield f"{rule}: {doubt}peak reserved {reserved}, peak allocated {allocated}"
+
+
+def _without_numbers(module: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in module.split("."))
 
 
 def _memory(found: Analysis) -> Iterator[Block]:
@@ -332,8 +371,7 @@ def _merged(held: tuple[Held, ...]) -> list[Held]:
     sizes: Counter[tuple[object, ...]] = Counter()
     blocks: Counter[tuple[object, ...]] = Counter()
     for one in held:
-        module = ".".join("*" if part.isdigit() else part for part in one.module.split("."))
-        key = (one.category, module, one.operator, one.phase)
+        key = (one.category, _without_numbers(one.module), one.operator, one.phase)
         sizes[key] += one.bytes
         blocks[key] += one.blocks
     return [
@@ -400,7 +438,8 @@ def sentences(found: Analysis) -> list[str]:
     """Where memory peaks, how certain the figures are, and what to change about memory and the host."""
     return [
         *_explained(found), *_loading(found), *_paged(found), *_batches(found), *_first_step_only(found),
-        *_compiled(found), *_held_back(found), *_doubted(found), *_unknown_values(found), *_advice(found),
+        *_compiled(found), *_routing(found), *_held_back(found), *_doubted(found), *_unknown_values(found),
+        *_advice(found),
     ]  # fmt: skip
 
 
@@ -587,6 +626,7 @@ def as_object(found: Analysis) -> dict[str, Any]:
         "peak_allocated_bytes": answer.peak.allocated,
         "nvidia_smi_bytes": found.nvidia_smi_bytes,
         "refused": msgspec.to_builtins(found.run.refused),
+        "by_routing": msgspec.to_builtins(found.run.by_routing),
         "usable_bytes": found.usable_bytes,
         "headroom_bytes": found.headroom_bytes,
         "overheads": [{"name": o.name, "bytes": o.bytes, "source": o.source} for o in found.overheads],

@@ -13,6 +13,7 @@ from refshard.dryrun.memory import account_memory
 from refshard.dryrun.price import Doubt
 from refshard.dryrun.races import find_races
 from refshard.dryrun.recording import Category, Phase
+from refshard.dryrun.request import Choice
 from refshard.quantities import axis_unit, format_percent, format_seconds
 from refshard.report.blocks import Fact, Facts
 from refshard.report.dryrun.answer import CATEGORIES, dryrun_answer, sentences
@@ -117,6 +118,18 @@ def test_the_verdict_comes_first_and_has_the_figures(found: Analysis, seen: Page
     assert told["exposed communication"][0] == format_percent(breakdown.exposed_ns / breakdown.span_ns)
     assert told["host synchronisations per step"][0] == "1"
     assert "8,192 tokens per step and GPU" in text
+
+
+def test_the_assumed_routing_is_among_the_first_figures(found: Analysis) -> None:
+    assert "routing" not in facts(found)
+    routed = analysed(choices=(Choice(operator="aten::topk", module="moe", count=8, among=128, times=3),))
+    fact = facts(routed)["routing"]
+    assert (fact.value, fact.detail) == ("assumed balanced", "No size in the model depends on it.")
+    worst = msgspec.structs.replace(routed.run.answer, outcome="failed", error="ValueError: none")
+    both = replace(routed, run=replace(routed.run, by_routing={"balanced": routed.run.answer, "worst": worst}))
+    assert facts(both)["routing"].detail == (
+        "balanced: peak reserved 20.0 GiB, peak allocated 17.0 GiB; worst: failed (ValueError: none)"
+    )
 
 
 def test_the_picture_of_memory_is_stacked_to_what_is_allocated(found: Analysis) -> None:
