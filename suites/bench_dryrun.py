@@ -26,7 +26,8 @@ LAYERS = {"train_fsdp2.py": 32, "train_tp_fsdp2.py": 126, "qlora.py": 32, "train
 def dry_run(cluster: str, script: str, layers: int) -> dict[str, Any]:
     """What ``refshard dryrun --json`` says."""
     gpus = ("--gpus", "1") if script == "qlora.py" else ()
-    trained = (str(EXAMPLES / script), "--layers", str(layers))
+    name, *options = script.split()
+    trained = (str(EXAMPLES / name), *options, "--layers", str(layers))
     command = [sys.executable, "-m", "refshard", "dryrun", "--json", "--cluster", cluster, *gpus, "--", *trained]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
@@ -47,7 +48,7 @@ def dry_run(cluster: str, script: str, layers: int) -> dict[str, Any]:
 def test_dry_run(benchmark: BenchmarkFixture, request: pytest.FixtureRequest, cluster: str, script: str) -> None:
     """From the command to its answer; of two layers without measuring."""
     extension()
-    layers = 2 if request.config.getoption("--benchmark-disable") else LAYERS[script]
+    layers = 2 if request.config.getoption("--benchmark-disable") else LAYERS[script.split()[0]]
     found = benchmark.pedantic(dry_run, args=(cluster, script, layers), rounds=3, iterations=1)
     assert found["answer"]["steps_taken"] == 3
     assert found["answer"]["host_peak_bytes"] < 2e9
