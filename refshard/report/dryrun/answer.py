@@ -504,7 +504,8 @@ def _compiled(found: Analysis) -> Iterator[str]:
     """What torch.compile made, and each line that made it stop or start over."""
     if (compiled := found.run.answer.compiled) is None:
         return
-    yield f"torch.compile: {compiled.graphs:,} {'graph' if compiled.graphs == 1 else 'graphs'}, no time counted for it."
+    graphs = f"{compiled.graphs:,} {'graph' if compiled.graphs == 1 else 'graphs'}"
+    yield f"torch.compile made {graphs}; the time to compile is not part of a step."
     for what, places in (("Graph break", compiled.breaks), ("Compiled again", compiled.recompiled)):
         for place in places[:_LISTED]:
             times = f" ({format_times(place.count)})" if place.count > 1 else ""
