@@ -21,14 +21,13 @@ from refshard.dryrun.request import UNLIMITED_BYTES, Answer, Choice, Outcome, Re
 from refshard.errors import RefshardError
 from refshard.fakecuda import activate
 from refshard.fakecuda.bitsandbytes import managed_bytes
+from refshard.fakecuda.inductor import keep_apart
 from refshard.fakecuda.without_triton import Refused
 from refshard.specs.cluster import load_cluster
 
 if TYPE_CHECKING:
     from refshard.dryrun.observe import Observer, Peaks
 
-_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-"""Where compiled code is kept: in the request's folder, since it holds code for a device that does not exist."""
 REQUEST, ANSWER, RECORDING = "request.json", "answer.json", "recording.npz"
 
 
@@ -36,7 +35,7 @@ def main(folder: Path) -> int:
     """Run the request in ``folder`` and return the process's exit status: 0 if an answer was written."""
     request = msgspec.json.decode((folder / REQUEST).read_bytes(), type=Request)
     os.environ.update(request.environment)
-    os.environ.update({name: str(folder / place) for name, place in _CACHES.items()})
+    keep_apart(folder)
     hardware = load_cluster(request.cluster).accelerator
     if not request.limited:
         hardware = msgspec.structs.replace(hardware, memory_bytes=UNLIMITED_BYTES)

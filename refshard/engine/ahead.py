@@ -50,7 +50,7 @@ def unshard(module: nn.Module) -> Unsharding:
     Raises:
         EngineError: ``module`` is no part of a sharded model.
     """
-    units = _asked(module)
+    units = torch.compiler.disable(_asked)(module)  # else dynamo iterates over all models' hooks as some are freed
     for executor, unit in units:
         torch.compiler.disable(executor.unshard)(unit)
     return Unsharding(units)
@@ -62,7 +62,7 @@ def reshard(module: nn.Module) -> None:
     Raises:
         EngineError: ``module`` is no part of a sharded model, or is computing.
     """
-    for executor, unit in _asked(module):
+    for executor, unit in torch.compiler.disable(_asked)(module):
         torch.compiler.disable(executor.reshard)(unit)
 
 

@@ -8,8 +8,10 @@ inductor's caches, and :class:`GeneratedKernel` reads it back.
 
 import functools
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -21,6 +23,12 @@ _LARGEST_MASK = 1 << 30
 """Bytes: that of 32,768 queries and keys, without a batch."""
 _CAUSAL_PART = 0.5
 """Part of the scores that a block mask leaves, where its values were not computed."""
+
+
+def keep_apart(folder: Path) -> None:
+    """Keep what inductor and Triton cache in this folder from now on: it is code for a device that does not exist."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
+    os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
 
 
 def install(ext: ModuleType) -> None:

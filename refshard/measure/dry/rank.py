@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import NoReturn, TypeVar
 
@@ -17,6 +18,7 @@ from refshard.dryrun.overheads import overheads
 from refshard.dryrun.request import UNLIMITED_BYTES, Pool
 from refshard.errors import RefshardError
 from refshard.fakecuda import activate
+from refshard.fakecuda.inductor import keep_apart
 from refshard.folders import replace_file
 from refshard.measure.worker import end_with_parent, request_file
 from refshard.records import Census, CollectiveCount, State, StepTrace
@@ -167,7 +169,9 @@ def run_case(request: DryCase, device: Prepared, folder: Path) -> NoReturn:
     def run(rank: int) -> DryResult:
         take_place(rank, request.case.job.gpus, cluster.ranks_per_node)
         own = msgspec.structs.replace(request, rank=rank)
-        result = run_steps(own, cluster, device.ext, rank_folder(folder, rank))
+        with TemporaryDirectory(prefix="refshard-inductor-") as caches:
+            keep_apart(Path(caches))
+            result = run_steps(own, cluster, device.ext, rank_folder(folder, rank))
         return msgspec.structs.replace(result, usable_bytes=device.usable_bytes)
 
     ranks = ranks_of(request.case)
