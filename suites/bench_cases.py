@@ -15,12 +15,12 @@ import msgspec
 import pytest
 
 from refshard.commands.progress import Lines
-from refshard.commands.run import Asked, launcher_of
+from refshard.commands.run import Options, launcher_of
 from refshard.errors import RefshardError
 from refshard.measure.run import new_run_folder, round_order, run_suite
 from refshard.records import LaunchRecord
 from refshard.replay import Replay
-from refshard.specs.case import Case
+from refshard.specs.case import KEYS, Case
 from refshard.specs.suite import SuiteSpec, find_suite, load_suite
 
 Launch = tuple[Case, int]
@@ -53,7 +53,7 @@ def of_launches(suite: SuiteSpec, launches: list[Launch]) -> SuiteSpec:
     for case, at in launches:
         rounds[case] = max(rounds.get(case, 0), at + 1)
     tables = [
-        {**{field: [value] for field, value in msgspec.to_builtins(case).items()}, "rounds": count}
+        {**{field: [value] for field, value in case.fields.items() if field in KEYS}, "rounds": count}
         for case, count in rounds.items()
     ]
     return msgspec.structs.replace(suite, matrix=tables, case={})
@@ -67,7 +67,7 @@ def records(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     kept = not request.config.getoption("--benchmark-disable")
     folder = new_run_folder(suite.name) if kept else tmp_path_factory.mktemp("runs") / suite.name
     try:
-        with Lines() as lines, launcher_of(suite, Asked(suite=suite)) as launcher:
+        with Lines() as lines, launcher_of(suite, Options(suite=suite)) as launcher:
             environment = launcher.environment(suite.cases()[0].threads_per_rank, folder, print)
             run = run_suite(suite, folder, launcher, lines, environment)
     except RefshardError as error:
