@@ -68,7 +68,7 @@ def records(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder = new_run_folder(suite.name) if kept else tmp_path_factory.mktemp("runs") / suite.name
     try:
         with Lines() as lines, launcher_of(suite, Options(suite=suite)) as launcher:
-            environment = launcher.environment(suite.cases()[0].threads_per_rank, folder, print)
+            environment = launcher.environment(suite.cases()[0].protocol.threads_per_rank, folder, print)
             run = run_suite(suite, folder, launcher, lines, environment)
     except RefshardError as error:
         pytest.fail(str(error), pytrace=False)
