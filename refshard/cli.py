@@ -4,6 +4,7 @@ Exit status: 0 if all that was requested was done and every case ended ok or is 
 nothing fits, 2 for a mistake in the arguments, 130 if interrupted. ``refshard gate`` has its own.
 """
 
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -455,7 +456,7 @@ def dryrun(
     """
     from refshard.commands import dryrun as made
 
-    if steps != "auto" and not steps.lstrip("-").isdigit():
+    if steps != "auto" and not re.fullmatch(r"-?\d+", steps):
         raise SpecError(f"dryrun: steps must be a number or auto, got '{steps}'")
     words = made.words_of(command or [])
     if model is not None:

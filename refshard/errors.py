@@ -37,6 +37,16 @@ class StoreError(RefshardError):
     """A run folder is missing, torn, or written by a newer refshard."""
 
 
+def first_line(error: BaseException) -> str:
+    r"""The first line of an error's message, with the next one where it only announces that.
+
+    >>> first_line(RuntimeError("backend='inductor' raised:\nKeyError: 'x'\n\nSet TORCHDYNAMO_VERBOSE=1"))
+    "backend='inductor' raised: KeyError: 'x'"
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
+
+
 def nearest(name: str, known: list[str]) -> str:
     """Return the remedy for an unknown name: the closest known one, or all of them.
 

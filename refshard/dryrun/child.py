@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from refshard.dryrun.failures import before_capture_failed, first_line, is_missing_module, message, of_script, place
+from refshard.dryrun.failures import before_capture_failed, is_missing_module, message, of_script, place
 from refshard.dryrun.launchers import Launchers, is_program, run_python
 from refshard.dryrun.request import UNLIMITED_BYTES, Answer, Choice, Outcome, Request, read_routing
-from refshard.errors import RefshardError
+from refshard.errors import RefshardError, first_line
 from refshard.fakecuda import activate
 from refshard.fakecuda.bitsandbytes import managed_bytes
 from refshard.fakecuda.inductor import keep_apart

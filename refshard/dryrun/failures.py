@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+from refshard.errors import first_line
 from refshard.fakecuda.torch_c import is_internal, short
 from refshard.fakecuda.without_triton import MISSING, Refused
 
@@ -30,8 +31,8 @@ def before_capture_failed(error: BaseException) -> BaseException:
 
 def message(error: BaseException, command: Sequence[str]) -> str:
     """What went wrong, and what to do about it where that is known."""
-    name, said = type(error).__name__, first_line(error)
     frames = traceback.extract_tb(error.__traceback__)
+    name, said = type(error).__name__, first_line(error) if str(error).strip() else frames[-1].line or "no message"
     functions = [frame.name for frame in frames]
     if isinstance(error, SystemExit):
         if error.code == 2 and "parse_args" in functions:
@@ -86,12 +87,6 @@ def _in_environment(error: BaseException) -> bool:
     """Whether ``os.environ[...]`` raised it."""
     *_, last = traceback.extract_tb(error.__traceback__)
     return last.filename in ("<frozen os>", os.__file__)
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of its message; without one, the line of code that raised it."""
-    *_, last = traceback.extract_tb(error.__traceback__)
-    return (str(error).strip() or last.line or "no message").splitlines()[0]
 
 
 def place(error: BaseException) -> str:

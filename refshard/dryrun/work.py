@@ -76,7 +76,7 @@ TRITON = ("inductor::", "triton::")
 WorkKind = Literal["product", "attention", "optimizer", "move"]
 _NO_FORMULA = "priced by its bytes: no FLOP formula; register one (torch.utils.flop_counter.register_flop_formula)"
 _OWN_PRODUCTS = "priced by its bytes: a Triton kernel that multiplies matrices, and its FLOPs are not known"
-_MASK_UNKNOWN = "its block mask was not computed; half of the scores are taken to be"
+_MASK_UNKNOWN = "its block mask was not computed, so half of the scores count"
 _EVEN_LENGTHS = "sequences of one packed batch are taken to be equally long"
 
 _FIRST_OPERAND = {

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from refshard.errors import UnsupportedError
+from refshard.errors import UnsupportedError, first_line
 
 CommMemory = Literal["default", "allocator", "group", "symmetric"]
 """The process group's memory where there is some (``"default"``), torch's caching allocator's, the process group's, or
@@ -95,8 +95,7 @@ def _make_symmetric_ready(group: dist.ProcessGroup) -> None:
     try:
         symmetric.set_backend("NCCL")
     except RuntimeError as error:
-        said = (str(error) or "nothing").splitlines()[0]
         raise UnsupportedError(
-            f"comm_memory: 'symmetric' needs torch built with NCCL >= 2.27, and this one says: {said}"
+            f"comm_memory: 'symmetric' needs torch built with NCCL >= 2.27, and this one says: {first_line(error)}"
         ) from None
     dist.barrier(group=group)  # the communicator must be there before memory is registered with it

@@ -10,12 +10,12 @@ import functools
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from refshard.fakecuda.triton_kernels import ON_HOST, PRODUCTS, VALUE_UNKNOWN, accessed, multiplies
+from refshard.fakecuda.triton_kernels import ON_HOST, accessed, multiplies
 from refshard.specs.hardware import HardwareSpec
 
 _COMMENT = "# refshard: "
@@ -64,7 +64,7 @@ def install(ext: ModuleType) -> None:
         enter(self, node)
         from torch._inductor.virtualized import V
 
-        V.graph.wrapper_code.writeline(f"torch._C._compiled_module({module_of(node)!r})")
+        V.graph.wrapper_code.writeline(f"torch._C._compiled_module({module_of(node, self.origin_to_index)!r})")
 
     def run_graph(self: Any, inputs: Sequence[Any]) -> Any:
         ext.compiled(True)
@@ -155,13 +155,13 @@ def _choose_without_benchmarks() -> None:
     _replace(type(benchmarker), benchmark=lambda *_, **__: 1.0, benchmark_gpu=lambda *_, **__: 1.0)
 
 
-def module_of(node: Any) -> str:
-    """The path, below the compiled module, of the one that the last of a scheduler's node's operators was called in."""
+def module_of(node: Any, order: Mapping[Any, int]) -> str:
+    """The path, below the compiled module, of the one that the last of a scheduler's node's operators was called in.
+
+    ``order`` has the place of each operator in its graph.
+    """
     origins = {e for n in node.get_nodes() if n.node is not None for e in n.node.get_origins()}
-    if not origins:
-        return ""
-    order = {n: i for i, n in enumerate(next(iter(origins)).graph.nodes)}
-    for origin in sorted(origins, key=lambda e: order.get(e, -1), reverse=True):
+    for origin in sorted(origins, key=order.__getitem__, reverse=True):
         stack = origin.meta.get("nn_module_stack") or origin.meta.get("fwd_nn_module_stack")
         if stack:
             path, _ = list(stack.values())[-1]
@@ -249,7 +249,7 @@ class GeneratedKernel:
         _, marked, comment = source.rpartition(_COMMENT)
         self._facts: dict[str, Any] = json.loads(comment.splitlines()[0]) if marked else {}
         self._user = None if marked else _UserKernel(name, source)
-        self._flags = PRODUCTS if multiplies(source) and not self._facts.keys() & {"flops", "flex"} else 0
+        self._multiplies = multiplies(source) and not self._facts.keys() & {"flops", "flex"}
         self._block = _block_sizes(source) if "flex" in self._facts else (0, 0)
 
     def run(self, *args: Any, stream: int, **_: Any) -> None:
@@ -264,11 +264,12 @@ class GeneratedKernel:
         nbytes = [tensor.numel() * tensor.element_size() for tensor in tensors]
         reads = [round(part * size) for part, size in zip(parts["reads"], nbytes, strict=True)]
         writes = [round(part * size) for part, size in zip(parts["writes"], nbytes, strict=True)]
-        flops, flags = parts.get("flops", 0), self._flags
+        flops, known = parts.get("flops", 0), True
         if "flex" in parts:
             flops, known = self._flex_flops(dict(zip(parts["flex"], tensors)))
-            flags |= 0 if known else VALUE_UNKNOWN
-        self._ext.launch(self._name, tensors, reads, writes, flops, stream, flags)
+        self._ext.launch(
+            self._name, tensors, reads, writes, flops, stream, products=self._multiplies, value_unknown=not known
+        )
 
     def precompile(self, *_: Any, **__: Any) -> None:
         """Nothing is compiled."""

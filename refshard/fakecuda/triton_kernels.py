@@ -13,8 +13,6 @@ ON_HOST = (
     "the fake CUDA device does not compute Triton kernels on the host; run without them (and without torch.compile, or "
     "with backend='aot_eager'), or in a dry run"
 )
-VALUE_UNKNOWN, PRODUCTS = 16, 64
-"""As in ``refshard.dryrun.recording.Flag``."""
 
 
 def install(ext: ModuleType) -> None:
@@ -39,9 +37,10 @@ def install(ext: ModuleType) -> None:
         reads = [_nbytes(tensor) if name in read else 0 for name, tensor in tensors.items()]
         writes = [_nbytes(tensor) if name in written else 0 for name, tensor in tensors.items()]
         device = next((tensor.device.index for tensor in tensors.values()), ext.current_device())
-        flags = PRODUCTS if multiplies(str(self.src)) else 0
-        stream = ext.current_stream(device)[0]
-        ext.launch(f"triton::{self.fn.__name__}", list(tensors.values()), reads, writes, 0, stream, flags)
+        ext.launch(
+            f"triton::{self.fn.__name__}", list(tensors.values()), reads, writes, 0, ext.current_stream(device)[0],
+            products=multiplies(str(self.src)),
+        )  # fmt: skip
 
     JITFunction.run = run
 

@@ -37,7 +37,7 @@ from torch import nn
 from torch.distributed.rendezvous import rendezvous
 
 from refshard.analysis.recording import WARMUP_STEPS, AllocatorPeak, GpuPeaks, OperatorCensus, capture_steps
-from refshard.errors import RefshardError, UnsupportedError
+from refshard.errors import RefshardError, UnsupportedError, first_line
 from refshard.measure.flight import answering
 from refshard.measure.load import RankLoad, watched_gpus, watched_load
 from refshard.measure.reduced import Reduced, ReducedLosses, losses_of, reduced_file
@@ -417,8 +417,7 @@ def state_of(error: BaseException) -> State:
 
 def describe(error: BaseException) -> str:
     """An error in one line."""
-    first_line = (str(error).strip() or "no message").splitlines()[0]
-    return first_line if isinstance(error, RefshardError) else f"{type(error).__name__}: {first_line}"
+    return first_line(error) if isinstance(error, RefshardError) else f"{type(error).__name__}: {first_line(error)}"
 
 
 def _replace(path: Path, data: bytes) -> None:

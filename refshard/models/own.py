@@ -33,7 +33,7 @@ from typing import Any, Self, final
 import torch
 from torch import Tensor, nn
 
-from refshard.errors import SpecError, nearest
+from refshard.errors import SpecError, first_line, nearest
 from refshard.models.data import Batch
 
 Blocks = Sequence[str | type[nn.Module]]
@@ -172,4 +172,4 @@ def build_own(name: str, seed: int, device: torch.device) -> OwnModel:
 
 def line_of(error: BaseException) -> str:
     """Its type and the first line of its message."""
-    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+    return f"{type(error).__name__}: {first_line(error)}"

@@ -133,11 +133,13 @@ void bind_device(py::module_& m) {
 // What generated code calls instead of the dispatcher.
 void bind_generated(py::module_& m) {
   m.def("launch", [](std::string_view name, const std::vector<at::Tensor>& tensors, const std::vector<int64_t>& reads,
-                     const std::vector<int64_t>& writes, int64_t flops, int64_t stream, int32_t flags) {
+                     const std::vector<int64_t>& writes, int64_t flops, int64_t stream, bool products,
+                     bool value_unknown) {
     std::vector<Operand> operands;
     for (size_t i = 0; i < tensors.size(); ++i) operands.push_back({tensors[i], reads.at(i), writes.at(i)});
-    launch_kernel(name, operands, flops, stream, flags);
-  });
+    launch_kernel(name, operands, flops, stream, (products ? kProducts : 0) | (value_unknown ? kValueUnknown : 0));
+  }, py::arg("name"), py::arg("tensors"), py::arg("reads"), py::arg("writes"), py::arg("flops"), py::arg("stream"),
+     py::arg("products") = false, py::arg("value_unknown") = false);
   m.def("keep_values", &keep_values);
   // The sum of a tensor of integers, None if its values were not computed.
   m.def("known_sum", [](const at::Tensor& tensor) -> std::optional<int64_t> {
