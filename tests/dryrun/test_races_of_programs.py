@@ -39,6 +39,24 @@ while True:
 """The usual prefetcher of batches. Without ``record_stream`` a copy may overwrite a batch that backward still reads."""
 
 
+COMPILED = """
+import torch
+
+side, weight = torch.cuda.Stream(), torch.nn.Parameter(torch.randn(1024, 1024, device="cuda"))
+optimizer = torch.optim.SGD([weight], lr=1e-3)
+doubled = torch.compile(lambda x: torch.relu(x) * 2)
+while True:
+    batch = torch.randn(1024, 1024, device="cuda")
+    {wait}
+    with torch.cuda.stream(side):
+        made = doubled(batch)
+    torch.cuda.current_stream().wait_stream(side)
+    (weight * made.detach()).sum().backward()
+    optimizer.step()
+"""
+"""A generated kernel on another stream reads what the current stream writes."""
+
+
 def recorded(folder: Path, script: str, world_size: int = 1) -> Recording:
     path = folder / "train.py"
     path.write_text(script)
@@ -63,6 +81,15 @@ def test_a_prefetcher_must_tell_the_allocator_who_reads_the_batch(tmp_path: Path
         (Conflict.REUSE, "aten::addmm", 0, "aten::copy_"),
         (Conflict.REUSE, "aten::mm", 0, "aten::copy_"),
     }
+
+
+def test_generated_kernels_must_wait_for_what_they_read(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    assert find_races(recorded(tmp_path, COMPILED.format(wait="side.wait_stream(torch.cuda.current_stream())"))) == ()
+    found = find_races(recorded(tmp_path, COMPILED.format(wait="pass")))
+    assert any(
+        race.conflict == Conflict.READ_WRITE and "inductor::triton_poi_fused_mul_relu_0" in str(race) for race in found
+    )
 
 
 def waits(recording: Recording, before: set[int], after: set[int]) -> list[int]:
