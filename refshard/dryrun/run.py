@@ -31,11 +31,11 @@ class DryRun:
     by_routing: dict[str, Answer] = field(default_factory=dict)
 
 
-def dry_run(request: Request) -> DryRun:
+def dry_run(request: Request, *, also_at_worst: bool = True) -> DryRun:
     """Run the script that the request names. Its output goes to this process's standard error.
 
-    If sizes depend on an assumed routing, the script runs again at worst. Where its experts lie is known from the first
-    run, so that one is balanced if the request is for the worst.
+    If sizes depend on an assumed routing, the script runs again at worst, unless ``also_at_worst`` is false. Where its
+    experts lie is known from the first run, so that one is balanced if the request is for the worst.
 
     Raises:
         RefshardError: the device could not be created, or the script's process ended without an answer.
@@ -49,6 +49,8 @@ def dry_run(request: Request) -> DryRun:
     if at_worst:
         found = _dry_run(worst)
         return replace(found, by_routing={"balanced": answer, WORST: found.answer})
+    if not also_at_worst:
+        return run
     other = _run(msgspec.structs.replace(worst, limited=False))
     return replace(run, by_routing={request.routing: answer, WORST: other.answer})
 
