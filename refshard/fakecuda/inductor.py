@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +22,8 @@ from refshard.specs.hardware import HardwareSpec
 _COMMENT = "# refshard: "
 _LARGEST_MASK = 1 << 30
 """Bytes: that of 32,768 queries and keys, without a batch."""
+_LARGE_GRAPH = 500
+"""Operators of a graph that takes inductor so long that users should see it at work."""
 _CAUSAL_PART = 0.5
 """Part of the scores that a block mask leaves, where its values were not computed."""
 
@@ -39,6 +42,7 @@ def install(ext: ModuleType) -> None:
     from torch._inductor import config
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.codegen.triton import TritonScheduling
+    from torch._inductor.graph import GraphLowering
     from torch._inductor.output_code import CompiledFxGraph
     from torch._inductor.scheduler import Scheduler
 
@@ -51,6 +55,7 @@ def install(ext: ModuleType) -> None:
     define: Any = TritonScheduling.define_kernel
     enter: Any = Scheduler.enter_context
     call: Any = CompiledFxGraph.__call__
+    lower: Any = GraphLowering.run
 
     def load(self: Any, kernel_name: str, source_code: str, device_str: str = "cuda") -> Any:
         if device_str != "cuda":
@@ -73,7 +78,14 @@ def install(ext: ModuleType) -> None:
         finally:
             ext.compiled(False)
 
+    def run_lowering(self: Any, *args: Any) -> Any:
+        if (operators := len(self.module.graph.nodes)) >= _LARGE_GRAPH:
+            way = "backward" if self.is_backward else "forward"
+            print(f"refshard: torch.compile: {way} graph of {operators:,} operators", file=sys.stderr, flush=True)
+        return lower(self, *args)
+
     _choose_without_benchmarks()
+    _replace(GraphLowering, run=run_lowering)
     _replace(AsyncCompile, triton=load)
     _replace(TritonScheduling, define_kernel=define_kernel)
     _replace(Scheduler, enter_context=enter_context)

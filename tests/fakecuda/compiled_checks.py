@@ -3,6 +3,8 @@
 Each check returns the launches of one function, as dictionaries of what the recording has.
 """
 
+import contextlib
+import io
 import os
 import sys
 import tempfile
@@ -21,6 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from refshard.dryrun.compiled import compilation
 from refshard.dryrun.observe import Observer
 from refshard.dryrun.recording import Kind
+from refshard.fakecuda import inductor
 from refshard.fakecuda.build import NAME
 from tests.fakecuda.child import check
 
@@ -275,6 +278,20 @@ def summary() -> Any:
         "graphs": found.graphs, "breaks": [(one.line, one.reason, one.count) for one in found.breaks],
         "recompiled": [(one.line, one.reason, one.count) for one in found.recompiled],
     }  # fmt: skip
+
+
+@check
+def progress() -> Any:
+    """What a graph that counts as large prints, forward and backward, and one that does not."""
+    printed = []
+    for large in (2, 500):
+        inductor._LARGE_GRAPH = large
+        torch._dynamo.reset()
+        fast = torch.compile(lambda x: torch.sin(x) * 3)
+        with contextlib.redirect_stderr(io.StringIO()) as output:
+            fast(rows(48, 16, requires_grad=True)).sum().backward()
+        printed.append([line for line in output.getvalue().splitlines() if line.startswith("refshard")])
+    return printed
 
 
 @check

@@ -1,6 +1,7 @@
 """Compiled code and Triton kernels in a dry run: launches, bytes, FLOPs, modules, without a compiled kernel."""
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -152,6 +153,13 @@ def test_graph_breaks_and_recompilations_have_lines(seen: Seen) -> None:
     assert "graph_break()" in reason
     assert count == 2
     assert "size mismatch at index 0. expected 16, actual 32" in found["recompiled"][0][1]
+
+
+def test_a_large_graph_is_named_while_it_compiles(seen: Seen) -> None:
+    large, small = seen("progress")
+    ways = [re.sub(r"\d+", "N", line) for line in large]
+    assert ways == [f"refshard: torch.compile: {way} graph of N operators" for way in ("forward", "backward")]
+    assert small == []
 
 
 def test_compiling_is_no_work_of_a_step(seen: Seen) -> None:
