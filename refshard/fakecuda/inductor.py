@@ -17,11 +17,16 @@ from types import ModuleType
 from typing import Any
 
 from refshard.fakecuda.triton_kernels import ON_HOST, accessed, multiplies
+from refshard.fakecuda.without_triton import Refused
 from refshard.specs.hardware import HardwareSpec
 
 _COMMENT = "# refshard: "
 _LARGEST_MASK = 1 << 30
 """Bytes: that of 32,768 queries and keys, without a batch."""
+_CPP_WRAPPER = (
+    "inductor's cpp_wrapper builds C++ code with CUDA's headers, which a dry run does not have: unset "
+    "torch._inductor.config.cpp_wrapper (or TORCHINDUCTOR_CPP_WRAPPER); kernels and memory are the same without it"
+)
 _LARGE_GRAPH = 500
 """Operators of a graph that takes inductor so long that users should see it at work."""
 _CAUSAL_PART = 0.5
@@ -79,6 +84,8 @@ def install(ext: ModuleType) -> None:
             ext.compiled(False)
 
     def run_lowering(self: Any, *args: Any) -> Any:
+        if self.cpp_wrapper:
+            raise Refused(_CPP_WRAPPER)
         if (operators := len(self.module.graph.nodes)) >= _LARGE_GRAPH:
             way = "backward" if self.is_backward else "forward"
             print(f"refshard: torch.compile: {way} graph of {operators:,} operators", file=sys.stderr, flush=True)

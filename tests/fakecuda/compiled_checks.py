@@ -25,6 +25,7 @@ from refshard.dryrun.observe import Observer
 from refshard.dryrun.recording import Kind
 from refshard.fakecuda import inductor
 from refshard.fakecuda.build import NAME
+from refshard.fakecuda.without_triton import Refused
 from tests.fakecuda.child import check
 
 ROWS, COLUMNS = 4096, 1024
@@ -292,6 +293,14 @@ def progress() -> Any:
             fast(rows(48, 16, requires_grad=True)).sum().backward()
         printed.append([line for line in output.getvalue().splitlines() if line.startswith("refshard")])
     return printed
+
+
+@check
+def wrapper_in_cpp() -> Any:
+    try:
+        torch.compile(torch.sin, options={"cpp_wrapper": True})(rows(40, 16))
+    except Refused as error:
+        return str(error)
 
 
 @check

@@ -162,6 +162,10 @@ def test_a_large_graph_is_named_while_it_compiles(seen: Seen) -> None:
     assert small == []
 
 
+def test_a_wrapper_in_cpp_is_refused_by_name(seen: Seen) -> None:
+    assert "cpp_wrapper" in seen("wrapper_in_cpp")
+
+
 def test_compiling_is_no_work_of_a_step(seen: Seen) -> None:
     first, second = seen("host_work")
     assert first < second + 1000
