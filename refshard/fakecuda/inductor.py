@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from refshard.fakecuda.chosen_integers import LINE, KnownIntegers, Sources, line_before
 from refshard.fakecuda.triton_kernels import ON_HOST, accessed, multiplies
 from refshard.fakecuda.without_triton import Refused
 from refshard.specs.hardware import HardwareSpec
@@ -55,9 +56,12 @@ def install(ext: ModuleType) -> None:
     guards: Any = torch._C._dynamo.guards
     guards._empty_strided_cuda = ext.empty_strided
     torch._C._compiled_module = ext.compiled_module  # type: ignore[attr-defined]
+    integers = KnownIntegers(ext)
+    setattr(torch._C, LINE, integers.expect)
 
     triton: Any = AsyncCompile.triton
     define: Any = TritonScheduling.define_kernel
+    lower_node: Any = GraphLowering.run_node
     enter: Any = Scheduler.enter_context
     call: Any = CompiledFxGraph.__call__
     lower: Any = GraphLowering.run
@@ -65,9 +69,19 @@ def install(ext: ModuleType) -> None:
     def load(self: Any, kernel_name: str, source_code: str, device_str: str = "cuda") -> Any:
         if device_str != "cuda":
             return triton(self, kernel_name, source_code, device_str)
-        return GeneratedKernel(ext, kernel_name, source_code)
+        return GeneratedKernel(ext, kernel_name, source_code, integers)
+
+    def run_node(self: Any, node: Any) -> Any:
+        result = lower_node(self, node)
+        vars(self).setdefault("_refshard_sources", Sources()).note(node, result)
+        return result
 
     def define_kernel(self: Any, source: str, nodes: Any, kernel: Any) -> Any:
+        from torch._inductor.virtualized import V
+
+        graph: Any = V.graph
+        if line := line_before(graph._refshard_sources, kernel, nodes):
+            graph.wrapper_code.writeline(line)
         return define(self, f"{source}\n{_COMMENT}{json.dumps(facts(source, nodes, kernel))}\n", nodes, kernel)
 
     def enter_context(self: Any, node: Any) -> None:
@@ -78,9 +92,11 @@ def install(ext: ModuleType) -> None:
 
     def run_graph(self: Any, inputs: Sequence[Any]) -> Any:
         ext.compiled(True)
+        before, integers.values = integers.values, {}
         try:
             return call(self, inputs)
         finally:
+            integers.values = before
             ext.compiled(False)
 
     def run_lowering(self: Any, *args: Any) -> Any:
@@ -92,7 +108,7 @@ def install(ext: ModuleType) -> None:
         return lower(self, *args)
 
     _choose_without_benchmarks()
-    _replace(GraphLowering, run=run_lowering)
+    _replace(GraphLowering, run=run_lowering, run_node=run_node)
     _replace(AsyncCompile, triton=load)
     _replace(TritonScheduling, define_kernel=define_kernel)
     _replace(Scheduler, enter_context=enter_context)
@@ -261,10 +277,10 @@ def _elements(dep: Any) -> int:
 class GeneratedKernel:
     """Where inductor's wrapper expects a compiled kernel: records each launch, and computes nothing."""
 
-    def __init__(self, ext: ModuleType, name: str, source: str) -> None:
+    def __init__(self, ext: ModuleType, name: str, source: str, integers: KnownIntegers) -> None:
         if not ext.is_dry():
             raise NotImplementedError(ON_HOST)
-        self._ext, self._name = ext, f"inductor::{name}"
+        self._ext, self._name, self._integers = ext, f"inductor::{name}", integers
         _, marked, comment = source.rpartition(_COMMENT)
         self._facts: dict[str, Any] = json.loads(comment.splitlines()[0]) if marked else {}
         self._user = None if marked else _UserKernel(name, source)
@@ -289,6 +305,9 @@ class GeneratedKernel:
         self._ext.launch(
             self._name, tensors, reads, writes, flops, stream, products=self._multiplies, value_unknown=not known
         )
+        if self._integers.expected:
+            with self._ext.Uncounted():
+                self._integers.launched(tensors)
 
     def precompile(self, *_: Any, **__: Any) -> None:
         """Nothing is compiled."""

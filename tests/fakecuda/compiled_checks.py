@@ -304,6 +304,22 @@ def wrapper_in_cpp() -> Any:
 
 
 @check
+def chosen_counts() -> Any:
+    """Tokens of each of 16 experts, of which each token chooses two: counted in compiled code, and in eager code."""
+
+    def counts(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen = scores.topk(2, dim=-1).indices.flatten()
+        return F.one_hot(chosen, 16).sum(0), F.one_hot(chosen, 16).sum(0).cumsum(0)
+
+    found = {}
+    for rule in ("balanced", "worst"):
+        EXT.set_routing(rule, 0.0, 0, 1)
+        scores = rows(ROWS, COLUMNS) @ rows(COLUMNS, 16)
+        found[rule] = [[one.tolist() for one in run(scores)] for run in (torch.compile(counts), counts)]
+    return found
+
+
+@check
 def host_work() -> Any:
     """Calls of Python functions in the call that compiles, and in the next."""
     EXT.count_host_work()

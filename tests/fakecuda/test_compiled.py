@@ -166,6 +166,15 @@ def test_a_wrapper_in_cpp_is_refused_by_name(seen: Seen) -> None:
     assert "cpp_wrapper" in seen("wrapper_in_cpp")
 
 
+def test_what_follows_from_a_choice_is_computed_in_generated_kernels(seen: Seen) -> None:
+    found = seen("chosen_counts")
+    counts, ends = found["balanced"][0]
+    assert counts == [2 * ROWS // 16] * 16
+    assert ends == [2 * ROWS // 16 * place for place in range(1, 17)]
+    assert found["worst"][0][0] == [ROWS, ROWS] + [0] * 14
+    assert all(compiled == eager for compiled, eager in found.values())
+
+
 def test_compiling_is_no_work_of_a_step(seen: Seen) -> None:
     first, second = seen("host_work")
     assert first < second + 1000

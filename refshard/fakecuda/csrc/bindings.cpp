@@ -148,6 +148,26 @@ void bind_generated(py::module_& m) {
     if (tensor.is_cuda() && (!resident(tensor) || unknown(tensor))) return std::nullopt;
     return on_host(tensor).sum().item<int64_t>();
   });
+  // A copy of integers on the host, and whether they follow from a choice. Nothing if they were not computed.
+  m.def("known_integers", [](const at::Tensor& tensor) -> std::optional<std::pair<at::Tensor, bool>> {
+    StandIn stand_in;
+    if (!tensor.is_cuda()) return {{tensor, false}};
+    if (in_runs(tensor)) make_resident(tensor);
+    if (!resident(tensor) || unknown(tensor)) return std::nullopt;
+    note_use(tensor);
+    return {{on_host(tensor).clone(), marked(tensor, Mark::Assumed)}};
+  });
+  // Gives a tensor integers that follow from a choice, unless it is too large for them.
+  m.def("assume_integers", [](const at::Tensor& tensor, const at::Tensor& values) {
+    StandIn stand_in;
+    if (!resident(tensor)) {
+      if (!worth_computing(tensor)) return;
+      set_mark(tensor, Mark::Real, true);
+    }
+    on_host(tensor).copy_(values);
+    set_unknown(tensor, false);
+    set_mark(tensor, Mark::Assumed, true);
+  });
   m.def("empty_strided", [](const std::vector<int64_t>& size, const std::vector<int64_t>& stride,
                             at::ScalarType dtype) -> at::Tensor {
     return at::detail::empty_strided_generic(size, stride, &device_allocator(),
