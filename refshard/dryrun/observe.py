@@ -5,7 +5,7 @@ All of it comes from hooks that torch offers for every module and every optimize
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -193,11 +193,32 @@ class Observer:
         for parameter in self._parameters():
             self._label(getattr(parameter, "ds_tensor", parameter), Category.PARAMETERS)  # ZeRO-3 keeps its part there
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, named: dict[str, Any]) -> Any:
         if self._outermost is not None and self._outermost is not optimizer:
-            return
+            return None
         self._outermost = optimizer
         self._ext.in_optimizer(True)
+        self._label_optimized(optimizer)
+        if callable(closure := named.get("closure")):
+            return args, {**named, "closure": self._outside(optimizer, closure)}
+        if len(args) == 2 and callable(args[1]):  # the optimizer, and the closure
+            return (optimizer, self._outside(optimizer, args[1])), named
+        return None
+
+    def _outside(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A step's closure runs forward and backward: no work of the optimizer."""
+
+        def call() -> Any:
+            self._ext.in_optimizer(False)
+            try:
+                return closure()
+            finally:
+                self._ext.in_optimizer(True)
+                self._label_optimized(optimizer)
+
+        return call
+
+    def _label_optimized(self, optimizer: torch.optim.Optimizer) -> None:
         if self._leading in (None, optimizer):
             self._label_parameters()
         self.stepped = sum(_local(p).numel() for p in _optimized(optimizer) if p.grad is not None)

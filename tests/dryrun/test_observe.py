@@ -110,3 +110,30 @@ def test_optimizers_that_step_within_another_are_a_part_of_its_step() -> None:
     assert done.returncode == 0, done.stderr
     step = ["in", "part", "part", "out", "step"]
     assert done.stdout.splitlines() == [*step, "5 1", *step, "5 2"]
+
+
+CLOSURE = (
+    NESTED[: NESTED.index("class Both")]
+    + """
+weight = torch.nn.Parameter(torch.ones(3))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+
+def closure():
+    print("forward")
+    weight.sum().backward()
+
+observer = Observer(Ext(), 9)
+observer.install()
+optimizer.step(CLOSURE)
+print(observer.stepped)
+"""
+)
+
+
+@pytest.mark.parametrize("given", ["closure", "closure=closure"])
+def test_a_closure_of_a_step_is_no_part_of_the_optimizer(given: str) -> None:
+    """Lightning's Trainer runs forward and backward in one."""
+    code = CLOSURE.replace("CLOSURE", given)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["in", "out", "forward", "in", "out", "step", "3"]
