@@ -4,9 +4,10 @@ All of it comes from hooks that torch offers for every module and every optimize
 """
 
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import msgspec
@@ -121,10 +122,10 @@ class Observer:
             compile_in_place(module, *args, **options)
             compiled: Any = module._compiled_call_impl
 
-            def call(*args: Any, **named: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
                 self._enter(module, args)
                 try:
-                    return compiled(*args, **named)
+                    return compiled(*args, **kwargs)
                 finally:
                     self._leave()
 
@@ -157,6 +158,7 @@ class Observer:
             self._name(module)
         if self._depth == 0:
             self._uncounted = module.training and id(module) in self._roots and _has_parameters(module)
+            inputs = (*inputs, _ids_by_name(sys._getframe(1)))
         if self._uncounted and (self._depth == 0 or isinstance(module, nn.Embedding)):
             self._count_tokens(inputs)
         self._depth += 1
@@ -177,7 +179,7 @@ class Observer:
 
     def _count_tokens(self, inputs: tuple[Any, ...]) -> None:
         """Token ids are what a language model's outermost module is given: integers, of (sequences, tokens). Where it
-        was given them by name, which hooks do not see, they are what its first embedding is given.
+        was given them by a name other than Hugging Face's, they are what its first embedding is given.
         """
         for value in inputs:
             if isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32) and value.dim() == 2:
@@ -274,6 +276,13 @@ class Observer:
 def _uncompiled(path: str) -> str:
     """A module's path without the wrappers that ``torch.compile(module)`` puts around modules."""
     return ".".join(part for part in path.split(".") if part != "_orig_mod")
+
+
+def _ids_by_name(caller: FrameType) -> Any:
+    """Hooks for all modules are not given what a module is given by name; torch's frame that calls them has it. In a
+    compiled module no other hook sees token ids.
+    """
+    return caller.f_locals.get("kwargs", {}).get("input_ids")
 
 
 def _has_parameters(module: nn.Module) -> bool:
