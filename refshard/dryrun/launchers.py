@@ -2,7 +2,8 @@
 
 ``accelerate launch``, ``deepspeed``, ``tune run`` and similar launchers read their own options and files, and set their
 own environment variables. This module reimplements none of that: it runs the launcher, and intercepts the calls that
-start ranks. These are torch's elastic agent, ``torch.multiprocessing.spawn`` and ``subprocess.Popen``.
+start ranks. These are torch's elastic agent, ``torch.multiprocessing.spawn`` and ``subprocess.Popen``. Where a launcher
+replaces itself by another one (``os.execvp``, as ``axolotl train`` does), that one runs here.
 """
 
 import os
@@ -61,6 +62,7 @@ class Launchers:
             self._replace(multiprocessing, "spawn", self._spawn)
             if program:
                 self._replace(subprocess, "Popen", self._popen_class())
+                self._replace(os, "_execvpe", self._replacing(os._execvpe))  # type: ignore[attr-defined]
             yield
         finally:
             self._stand_aside()
@@ -127,6 +129,20 @@ class Launchers:
                 return 0 if self.followed else super().wait(timeout)
 
         return Followed
+
+    def _replacing(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """What ``os.execvp`` and ``os.execvpe`` call."""
+
+        def execute(file: str, args: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+            program = find_program(file)
+            command = [sys.executable, program, *args[1:]] if program and is_program(program) else [file, *args[1:]]
+            if not _is_this_python(command):
+                real(file, args, env)
+            os.environ.update(env or {})
+            _follow(command)
+            sys.exit()
+
+        return execute
 
     def _follow_process(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """Run a process of this Python here. With a ``LOCAL_RANK`` it is a rank: others are skipped, and the launcher

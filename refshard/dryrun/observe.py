@@ -4,9 +4,10 @@ All of it comes from hooks that torch offers for every module and every optimize
 """
 
 import math
+import sys
 import warnings
-from collections.abc import Iterator
-from types import ModuleType
+from collections.abc import Callable, Iterator
+from types import FrameType, ModuleType
 from typing import Any
 
 import msgspec
@@ -121,10 +122,10 @@ class Observer:
             compile_in_place(module, *args, **options)
             compiled: Any = module._compiled_call_impl
 
-            def call(*args: Any, **named: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
                 self._enter(module, args)
                 try:
-                    return compiled(*args, **named)
+                    return compiled(*args, **kwargs)
                 finally:
                     self._leave()
 
@@ -157,6 +158,7 @@ class Observer:
             self._name(module)
         if self._depth == 0:
             self._uncounted = module.training and id(module) in self._roots and _has_parameters(module)
+            inputs = (*inputs, _ids_by_name(sys._getframe(1)))
         if self._uncounted and (self._depth == 0 or isinstance(module, nn.Embedding)):
             self._count_tokens(inputs)
         self._depth += 1
@@ -177,7 +179,7 @@ class Observer:
 
     def _count_tokens(self, inputs: tuple[Any, ...]) -> None:
         """Token ids are what a language model's outermost module is given: integers, of (sequences, tokens). Where it
-        was given them by name, which hooks do not see, they are what its first embedding is given.
+        was given them by a name other than Hugging Face's, they are what its first embedding is given.
         """
         for value in inputs:
             if isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32) and value.dim() == 2:
@@ -193,11 +195,32 @@ class Observer:
         for parameter in self._parameters():
             self._label(getattr(parameter, "ds_tensor", parameter), Category.PARAMETERS)  # ZeRO-3 keeps its part there
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, named: dict[str, Any]) -> Any:
         if self._outermost is not None and self._outermost is not optimizer:
-            return
+            return None
         self._outermost = optimizer
         self._ext.in_optimizer(True)
+        self._label_optimized(optimizer)
+        if callable(closure := named.get("closure")):
+            return args, {**named, "closure": self._outside(optimizer, closure)}
+        if len(args) == 2 and callable(args[1]):  # the optimizer, and the closure
+            return (optimizer, self._outside(optimizer, args[1])), named
+        return None
+
+    def _outside(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A step's closure runs forward and backward: no work of the optimizer."""
+
+        def call() -> Any:
+            self._ext.in_optimizer(False)
+            try:
+                return closure()
+            finally:
+                self._ext.in_optimizer(True)
+                self._label_optimized(optimizer)
+
+        return call
+
+    def _label_optimized(self, optimizer: torch.optim.Optimizer) -> None:
         if self._leading in (None, optimizer):
             self._label_parameters()
         self.stepped = sum(_local(p).numel() for p in _optimized(optimizer) if p.grad is not None)
@@ -253,6 +276,13 @@ class Observer:
 def _uncompiled(path: str) -> str:
     """A module's path without the wrappers that ``torch.compile(module)`` puts around modules."""
     return ".".join(part for part in path.split(".") if part != "_orig_mod")
+
+
+def _ids_by_name(caller: FrameType) -> Any:
+    """Hooks for all modules are not given what a module is given by name; torch's frame that calls them has it. In a
+    compiled module no other hook sees token ids.
+    """
+    return caller.f_locals.get("kwargs", {}).get("input_ids")
 
 
 def _has_parameters(module: nn.Module) -> bool:

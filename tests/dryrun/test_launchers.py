@@ -85,6 +85,19 @@ def test_a_program_that_starts_processes_of_python_is_followed_to_this_rank(here
     assert environment["OF_LAUNCHER"] == "1"
 
 
+@pytest.mark.parametrize("first", ["accelerate", sys.executable])
+def test_a_launcher_that_replaces_itself_by_another_is_followed(
+    here: Path, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Axolotl's."""
+    monkeypatch.setattr("runpy.run_path", lambda path, **_: SEEN.append((Path(path).name, sys.argv[1:])))
+    with Launchers(RANK).following(program=True), pytest.raises(SystemExit):
+        os.execvpe(first, [first, "train.py", "x"], {**os.environ, "OF_LAUNCHER": "1"})
+    ((ran, arguments),) = SEEN
+    assert [ran, *arguments] == (["accelerate", "train.py", "x"] if first == "accelerate" else ["train.py", "x"])
+    assert os.environ["OF_LAUNCHER"] == "1"
+
+
 def test_other_programs_are_started_and_all_is_as_before_afterwards(here: Path) -> None:
     before = (elastic.launch_agent, MULTIPROCESSING.spawn, subprocess.Popen)
     with Launchers(RANK).following(program=True):

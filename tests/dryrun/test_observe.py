@@ -110,3 +110,68 @@ def test_optimizers_that_step_within_another_are_a_part_of_its_step() -> None:
     assert done.returncode == 0, done.stderr
     step = ["in", "part", "part", "out", "step"]
     assert done.stdout.splitlines() == [*step, "5 1", *step, "5 2"]
+
+
+CLOSURE = (
+    NESTED[: NESTED.index("class Both")]
+    + """
+weight = torch.nn.Parameter(torch.ones(3))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+
+def closure():
+    print("forward")
+    weight.sum().backward()
+
+observer = Observer(Ext(), 9)
+observer.install()
+optimizer.step(CLOSURE)
+print(observer.stepped)
+"""
+)
+
+
+@pytest.mark.parametrize("given", ["closure", "closure=closure"])
+def test_a_closure_of_a_step_is_no_part_of_the_optimizer(given: str) -> None:
+    """Lightning's Trainer runs forward and backward in one."""
+    code = CLOSURE.replace("CLOSURE", given)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["in", "out", "forward", "in", "out", "step", "3"]
+
+
+BY_NAME = """
+import sys
+import torch
+from torch import nn
+from refshard.dryrun.observe import Observer
+
+class Ext:
+    def __getattr__(self, name):
+        return lambda *_: 0
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(16, 4)
+
+    def forward(self, input_ids=None, mask=None):
+        return self.embedding(input_ids)
+
+model = Model()
+observer = Observer(Ext(), 9)
+observer.install()
+if sys.argv[1] == "wrapped":
+    model = torch.compile(model, backend="eager")
+if sys.argv[1] == "in place":
+    model.compile(backend="eager")
+for _ in range(2):
+    model(mask=torch.ones(2, 3, dtype=torch.long), input_ids=torch.zeros(2, 5, dtype=torch.long))
+print(observer.tokens)
+"""
+
+
+@pytest.mark.parametrize("how", ["eager", "wrapped", "in place"])
+def test_token_ids_given_by_name_are_counted_in_compiled_modules(how: str) -> None:
+    done = subprocess.run([sys.executable, "-c", BY_NAME, how], capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[10, 10]"]

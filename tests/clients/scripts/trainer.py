@@ -1,8 +1,13 @@
-"""Train a Llama of 1.2 billion parameters from scratch with transformers' Trainer, sharded by FSDP2."""
+"""Train a Llama of 1.2 billion parameters from scratch with transformers' Trainer, sharded by FSDP2.
+
+``trainer.py FILE [--option value ...]``: TrainingArguments from a YAML file; options override it.
+"""
 # mypy: ignore-errors
 
 import sys
+from pathlib import Path
 
+import yaml
 from datasets import load_dataset
 from transformers import (
     AutoModelForCausalLM,
@@ -29,7 +34,9 @@ def blocks(texts, tokenizer):
 
 
 def main():
-    (arguments,) = HfArgumentParser(TrainingArguments).parse_yaml_file(sys.argv[1])
+    parser = HfArgumentParser(TrainingArguments)
+    parser.set_defaults(**yaml.safe_load(Path(sys.argv[1]).read_text()))
+    (arguments,) = parser.parse_args_into_dataclasses(sys.argv[2:])
     tokenizer = AutoTokenizer.from_pretrained("standins/tokenizer")
     corpus = load_dataset("json", data_files="standins/corpus/data.json", split="train")
     data = corpus.map(lambda batch: blocks(batch["text"], tokenizer), batched=True, remove_columns=["text"])
