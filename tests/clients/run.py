@@ -2,6 +2,9 @@
 
 Makes an environment for each set of pins in ``.clients/``, runs what ``clients.toml`` lists and prints a table. The
 exit status is 1 if a run did not end as expected. ``make clients`` runs all of them.
+
+A client that is not on PyPI is a commit of its repository, which is cloned, or lies in ``$CLIENTS_CHECKOUTS``. If there
+is neither, the client is skipped with a message.
 """
 
 import hashlib
@@ -31,7 +34,9 @@ class Client(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """A framework's command line and how it should end; the fields are explained in ``clients.toml``."""
 
     name: str
-    package: str
+    package: str = ""
+    checkout: str = ""
+    commit: str = ""
     pins: str
     command: tuple[str, ...]
     prepare: tuple[str, ...] = ()
@@ -53,6 +58,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     error: str
     wall_s: float
     peak_reserved_bytes: int
+    peak_active_bytes: int = 0
     step_s: float | None
 
     @property
@@ -94,11 +100,30 @@ def environment_of(pins: str) -> Path:
     return python
 
 
+def repository_of(client: Client) -> Path | None:
+    """A clone with the client's commit, or None if there is none and git cannot fetch it."""
+    given = os.environ.get("CLIENTS_CHECKOUTS")
+    folder = Path(given or CLIENTS / "checkouts") / client.checkout.rsplit("/", 1)[-1]
+    if not given and not folder.exists():
+        subprocess.run(["git", "clone", "--quiet", client.checkout, str(folder)])
+    has = ["git", "-C", str(folder), "cat-file", "-e", client.commit]
+    return folder if subprocess.run(has, capture_output=True).returncode == 0 else None
+
+
+def check_out(client: Client, folder: Path) -> None:
+    """Put the client's commit into a folder, and leave the clone as it is."""
+    archive = ["git", "-C", str(repository_of(client)), "archive", client.commit]
+    tar = subprocess.run(archive, capture_output=True, check=True).stdout
+    subprocess.run(["tar", "--extract", "--directory", str(folder)], input=tar, check=True)
+
+
 def run(client: Client) -> Ended:
     """Run a client; what it prints goes to ``log`` in its folder."""
-    python = environment_of(client.pins)
     folder = CLIENTS / "work" / client.name
     folder.mkdir(parents=True, exist_ok=True)
+    if client.checkout:
+        check_out(client, folder)
+    python = environment_of(client.pins)
     for script in (("standins.py", "standins"), client.prepare):
         if script:
             subprocess.run([str(python), str(SCRIPTS / script[0]), *script[1:]], cwd=folder, check=True)
@@ -109,7 +134,8 @@ def run(client: Client) -> Ended:
         )  # fmt: skip
     if not done.stdout:
         raise RuntimeError(f"{client.name}: refshard ended with status {done.returncode}; see {folder / 'log'}")
-    return ended(client, version_of(client.package, python), msgspec.json.decode(done.stdout))
+    version = version_of(client.package, python) if client.package else client.commit[:8]
+    return ended(client, version, msgspec.json.decode(done.stdout))
 
 
 def command_of(client: Client) -> tuple[str, ...]:
@@ -135,8 +161,17 @@ def ended(client: Client, version: str, found: dict[str, Any]) -> Ended:
     answer = found["answer"]
     return Ended(
         client=client, version=version, outcome=answer["outcome"], error=answer["error"], wall_s=answer["wall_s"],
-        peak_reserved_bytes=answer["peak"]["reserved"], step_s=found["step_s"],
+        peak_reserved_bytes=answer["peak"]["reserved"], peak_active_bytes=answer["peak"]["active"],
+        step_s=found["step_s"],
     )  # fmt: skip
+
+
+def published(one: Ended) -> str:
+    """The published run's memory: reserved, or if it only has that, active with this run's."""
+    run = scripted_runs()[one.client.published].run
+    if run.reserved_gib is not None:
+        return f"{run.reserved_gib} GiB"
+    return f"{run.active_gib} GiB active (here {one.peak_active_bytes / GIB:.2f})"
 
 
 def row(one: Ended) -> tuple[str, ...]:
@@ -149,7 +184,7 @@ def row(one: Ended) -> tuple[str, ...]:
         outcome,
         f"{one.wall_s:.0f} s",
         f"{one.peak_reserved_bytes / GIB:.2f} GiB" if one.outcome == "stepped" else "-",
-        f"{scripted_runs()[one.client.published].run.reserved_gib} GiB" if one.client.published else "-",
+        published(one) if one.client.published else "-",
         f"{one.step_s * 1000:.0f} ms" if one.step_s else "-",
         (one.error or one.client.needed)[:120],
     )
@@ -159,7 +194,10 @@ def run_all(clients: Sequence[Client]) -> Iterator[Ended]:
     """Run one after the other, and say so."""
     for client in clients:
         print(f"{client.name} ...", file=sys.stderr, flush=True)
-        yield run(client)
+        if client.checkout and repository_of(client) is None:
+            print(f"skipped: {client.checkout} cannot be cloned; see CLIENTS_CHECKOUTS", file=sys.stderr, flush=True)
+        else:
+            yield run(client)
 
 
 def main(names: Sequence[str]) -> int:
