@@ -91,7 +91,7 @@ def _request(options: Options, command: TrainingCommand, cluster: ClusterSpec) -
         local_ranks=cluster.ranks_per_node, rank=options.rank, routing=options.routing,
         steps=MOST_STEPS if options.steps is None else options.steps, until_stable=options.steps is None,
         unusable_bytes=sum(one.bytes for one in overheads(world_size)),
-        environment=_EAGER if options.compile == "off" else {},
+        environment=_EAGER if options.compile == "off" else {}, rank_variables=world_size > 1 or not command.python,
     )  # fmt: skip
 
 

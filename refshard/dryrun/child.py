@@ -62,7 +62,7 @@ def main(folder: Path) -> int:
     unknown.install()
     launched = not request.module and is_program(request.command[0])
     rank = _rank_environment(request)
-    if not launched:  # a launcher's process becomes the rank when the launcher would start it
+    if request.rank_variables and not launched:  # a launcher's process becomes the rank when it would start it
         os.environ.update(rank)
     ext.count_host_work()
     with Launchers(rank).following(program=launched):

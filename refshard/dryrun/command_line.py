@@ -6,7 +6,7 @@ This module parses torchrun's options. Other launchers that are Python programs 
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from refshard.dryrun.launchers import find_program
@@ -29,13 +29,14 @@ _NOT_PYTHON = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingCommand:
     """``command`` is a script (with ``module``, a module) and its arguments. ``nodes`` and ``ranks_per_node`` are
-    torchrun's options, None if not given.
+    torchrun's options, None if not given. With ``python`` the command line began with that word: no launcher.
     """
 
     command: tuple[str, ...]
     module: bool = False
     nodes: int | None = None
     ranks_per_node: int | None = None
+    python: bool = False
 
 
 @dataclass(slots=True)
@@ -54,13 +55,13 @@ def read_command(words: Sequence[str]) -> TrainingCommand:
         SpecError: it names no script, a script that does not exist, or an unsupported launcher.
     """
     left = list(words)
-    if left and Path(left[0]).name.startswith("python"):
+    if python := bool(left) and Path(left[0]).name.startswith("python"):
         left = left[1:]
         while left and left[0] in ("-u", "-O", "-B"):
             left = left[1:]
     if left and (Path(left[0]).name == "torchrun" or (left[0] == "-m" and left[1:2] and left[1] in _TORCHRUN_MODULES)):
         return _read_torchrun(left[2:] if left[0] == "-m" else left[1:])
-    return _read_script(left)
+    return replace(_read_script(left), python=python)
 
 
 def _read_script(

@@ -1,6 +1,7 @@
 """What a script's error tells its user: what went wrong, where, and what to do about it."""
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -68,6 +69,11 @@ def message(error: BaseException, command: Sequence[str]) -> str:
         return (
             f"{name}: the script unpickles an object that another rank would have sent, but a dry run runs one rank "
             "only; run the rank that sends it (--rank, usually 0)"
+        )
+    if re.search(r"\bu\d+\b", said) and frames[-1].name == "call":  # a size that inductor's wrapper has read
+        return (
+            f"{name}: {said}: compiled code reads sizes that its own kernels would compute, which a dry run does not. "
+            "Compile less: of a mixture of experts not the routing, or --compile off"
         )
     return f"{name}: {said}"
 

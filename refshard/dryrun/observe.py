@@ -183,11 +183,12 @@ class Observer:
         """
         for value in inputs:
             if isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32) and value.dim() == 2:
-                self.batches[tuple(value.shape)] = None
+                tokens = _local(value).numel() * _split_by(value)
+                self.batches[tuple(_local(value).shape)] = None
                 if (graph := self._captured_into()) is None:
-                    self.tokens.append(value.numel())
+                    self.tokens.append(tokens)
                 else:
-                    graph.captured_tokens = [*getattr(graph, "captured_tokens", ()), value.numel()]
+                    graph.captured_tokens = [*getattr(graph, "captured_tokens", ()), tokens]
                 self._uncounted = False
                 return
 
@@ -298,6 +299,14 @@ def _optimized(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 def _local(value: Any) -> Any:
     """What this rank has of a tensor that is a DTensor, a peer's own kind included."""
     return getattr(value, "_local_tensor", value)
+
+
+def _split_by(value: Any) -> int:
+    """How many ranks that share tokens each hold an own part of a DTensor's."""
+    if (mesh := getattr(value, "device_mesh", None)) is None:
+        return 1
+    axes = zip(value.placements, mesh.mesh_dim_names or (), mesh.shape)
+    return math.prod(size for how, name, size in axes if name in _SHARING_AXES and how.is_shard())
 
 
 def _parts(value: Any) -> Iterator[torch.Tensor]:

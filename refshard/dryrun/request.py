@@ -44,9 +44,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     ``command`` is the script's command line: ``[script.py, *arguments]``, or with ``module`` ``[package.module,
     *arguments]``. ``local_ranks`` GPUs are on each node. ``unusable_bytes`` of a GPU's memory are not the allocator's.
     With ``until_stable`` it stops earlier than after ``steps``, once its peak is stable. Unless ``limited``, a GPU's
-    memory has no end. ``environment`` is added to the script's environment variables before the device is made.
-    ``routing`` is how choices from values that are not computed are assumed to fall. At worst, they fall on the first
-    experts of the rank ``expert_rank[0]``, of ``expert_rank[1]`` that experts are spread over.
+    memory has no end. ``environment`` is added to the script's environment variables before the device is made, and
+    with ``rank_variables`` what torchrun sets for a rank. ``routing`` is how choices from values that are not computed
+    are assumed to fall. At worst, they fall on the first experts of the rank ``expert_rank[0]``, of ``expert_rank[1]``
+    that experts are spread over.
     """
 
     command: tuple[str, ...]
@@ -60,6 +61,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     unusable_bytes: int = 0
     limited: bool = True
     environment: dict[str, str] = {}
+    rank_variables: bool = True
     routing: str = "balanced"
     expert_rank: tuple[int, int] = (0, 1)
 

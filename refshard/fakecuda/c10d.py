@@ -42,6 +42,7 @@ def install(ext: ModuleType) -> None:
     real_gloo = c10d.ProcessGroupGloo
     ext.make_process_group_classes(make_gloo)
     ext.ProcessGroupNCCL.Options = _Options
+    ext.ProcessGroupNCCL._add_ephemeral_timeout = lambda *_: None  # inductor asks for it when its cache saved time
     # torch splits NCCL's communicator where a device is bound to it, and else makes the same groups one by one.
     c10d.ProcessGroup.bound_device_id = property(lambda *_: None, lambda *_: None)  # type: ignore[assignment]
     c10d._DEFAULT_PG_NCCL_TIMEOUT = _TIMEOUT

@@ -107,6 +107,16 @@ def test_expandable_segments_have_addresses_where_memory_has_no_limit(
 
 
 @pytest.mark.full
+def test_python_on_one_gpu_has_no_launcher(tmp_path: Path) -> None:
+    """Scripts choose between one process and DDP by torchrun's variables."""
+    (tmp_path / "train.py").write_text("import os\nraise ValueError(os.environ.get('RANK'))\n")
+    for words, rank in ((("python", "train.py"), "None"), (("train.py",), "0")):
+        command = [sys.executable, "-m", "refshard", "dryrun", "--cluster", "dgx-h100", "--gpus", "1", "--", *words]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=1800)
+        assert f"FAILED: ValueError: {rank}" in done.stdout
+
+
+@pytest.mark.full
 def test_what_would_not_fit_any_gpu_says_so(tmp_path: Path) -> None:
     done = run(tmp_path, scripts.ENDLESS, "--gpus", "1")
     assert done.returncode == 1

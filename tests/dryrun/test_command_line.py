@@ -20,7 +20,7 @@ def script(tmp_path: Path) -> str:
 
 def test_a_script_and_a_module_are_taken_as_they_are(script: str) -> None:
     assert read_command([script, "--lr", "1"]) == TrainingCommand(command=(script, "--lr", "1"))
-    assert read_command(["python", "-u", script]) == TrainingCommand(command=(script,))
+    assert read_command(["python", "-u", script]) == TrainingCommand(command=(script,), python=True)
     assert read_command(["-m", "a.b", "x"]) == TrainingCommand(command=("a.b", "x"), module=True)
 
 

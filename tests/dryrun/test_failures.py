@@ -43,6 +43,13 @@ def wrong_gpu() -> None:
     raise RuntimeError("CUDA error: invalid device ordinal 3; this node has 2 GPUs")
 
 
+def sizes_in_compiled_code() -> None:
+    def call() -> None:
+        raise RuntimeError("Eq(u48 + u49, 65536)")
+
+    call()
+
+
 def fails_without_a_word() -> None:
     raise AssertionError
 
@@ -52,6 +59,11 @@ def refused() -> None:
 
 
 SAYS = [
+    (
+        sizes_in_compiled_code,
+        "RuntimeError: Eq(u48 + u49, 65536): compiled code reads sizes that its own kernels would compute, which a dry "
+        "run does not. Compile less: of a mixture of experts not the routing, or --compile off",
+    ),
     (unknown_option, "the script rejected its own arguments (exit status 2); its message is above"),
     (missing_variable, "KeyError: the environment variable 'NO_SUCH_DATA_DIR' is not set; set it as for a run on GPUs"),
     (

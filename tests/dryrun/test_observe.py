@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,6 +69,33 @@ def test_a_peak_before_the_script_reset_its_statistics_counts(answer: dict[str, 
     assert answer["peak"]["allocated"] >= 4 * GIB
     assert answer["peak"]["reserved"] >= 4 * GIB
     assert answer["now"]["reserved"] < GIB
+
+
+DISTRIBUTED = """
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+
+mesh = init_device_mesh("cuda", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+model = distribute_module(nn.Sequential(nn.Embedding(512, 64), nn.Linear(64, 512)).cuda(), mesh)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+part = torch.zeros(4, 128, dtype=torch.long, device="cuda")
+ids = DTensor.from_local(part, mesh, [Shard(0), Shard(1), Replicate()])
+for _ in range(3):
+    model(ids).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_tokens_of_a_distributed_tensor_are_counted_by_the_rank(tmp_path: Path) -> None:
+    """A batch of 8 x 256 over 8 ranks, of which four share a sequence: each has its part of the tokens."""
+    (tmp_path / "train.py").write_text(DISTRIBUTED)
+    command = [sys.executable, "-m", "refshard", "dryrun", "--cluster", "dgx-h100", "--json", "--", "train.py"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=1800)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["tokens_per_s_gpu"] == pytest.approx(8 * 256 / 8 / found["step_s"])
 
 
 NESTED = """

@@ -242,6 +242,14 @@ def futures() -> list[Any]:
 
 
 @check
+def timeouts() -> bool:
+    """Inductor gives collectives more time after a hit in its cache."""
+    dist.distributed_c10d._add_ephemeral_timeout_for_all_pgs(timedelta(seconds=1))
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
+    return True
+
+
+@check
 def random_dtensors() -> dict[str, list[float]]:
     """Replicas come out alike on all ranks, shards apart: DTensor moves the generator's offset to the shard's place."""
     from torch.distributed.device_mesh import init_device_mesh

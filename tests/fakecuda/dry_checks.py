@@ -349,6 +349,7 @@ def groups() -> dict[str, Any]:
 
 @check
 def scalars_of_the_host() -> list[str]:
-    """Products with a tensor of no dimension on the host, in either order."""
+    """With a tensor of no dimension on the host, in either order, and with a number before the operator."""
     x, scalar = torch.ones(WIDE, WIDE, device="cuda", dtype=torch.bfloat16), torch.tensor(0.5)
-    return [f"{made.device} {made.dtype} {list(made.shape)}" for made in (scalar * x, x * scalar, scalar - x)]
+    made = (scalar * x, x * scalar, scalar - x, 1.0 - x)
+    return [f"{each.device} {each.dtype} {list(each.shape)}" for each in made]

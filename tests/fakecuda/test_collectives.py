@@ -134,6 +134,11 @@ def test_futures(world: tuple[Seen, int]) -> None:
     assert seen.on_all("futures") == [[[2 * total] * 2, True, [total] * 2]] * size
 
 
+def test_timeouts_can_be_set(world: tuple[Seen, int]) -> None:
+    seen, size = world
+    assert seen.on_all("timeouts") == [True] * size
+
+
 def test_meshes_and_dtensor(world: tuple[Seen, int]) -> None:
     seen, size = world
     shards = size // 2

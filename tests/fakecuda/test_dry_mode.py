@@ -28,7 +28,7 @@ def test_operators_that_torch_cannot_shape(seen: Seen) -> None:
 
 
 def test_a_scalar_of_the_host_may_come_first(seen: Seen) -> None:
-    assert seen("scalars_of_the_host") == 3 * [f"cuda:0 torch.bfloat16 [{WIDE}, {WIDE}]"]
+    assert seen("scalars_of_the_host") == 4 * [f"cuda:0 torch.bfloat16 [{WIDE}, {WIDE}]"]
 
 
 def test_a_fused_optimizer_is_one_launch(seen: Seen) -> None:

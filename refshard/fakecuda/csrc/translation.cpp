@@ -50,13 +50,13 @@ void Translation::arguments(const c10::OperatorHandle& op, torch::jit::Stack& st
       change_tensors(value, [this](const at::Tensor& tensor) { return there(tensor); });
     }
   }
-  // Some meta kernels insist that the first argument lies where the result does, also if it is a scalar of the host.
+  // Some meta kernels insist that the first argument lies where the result does, also if it is a scalar of the host. A
+  // number that torch has wrapped stays there: meta kernels in Python are given it as a number again.
   if (target_ == c10::DeviceType::Meta && op.hasTag(at::Tag::pointwise) && stack[first].isTensor()) {
     const auto& scalar = stack[first].toTensor();
-    if (scalar.defined() && scalar.is_cpu() && scalar.dim() == 0) {
-      auto made = at::empty({}, scalar.options().device(at::kMeta));
-      made.unsafeGetTensorImpl()->set_wrapped_number(scalar.unsafeGetTensorImpl()->is_wrapped_number());
-      stack[first] = made;
+    const bool on_host = scalar.defined() && scalar.is_cpu() && scalar.dim() == 0;
+    if (on_host && !scalar.unsafeGetTensorImpl()->is_wrapped_number()) {
+      stack[first] = at::empty({}, scalar.options().device(at::kMeta));
     }
   }
   const auto& name = op.schema().name();

@@ -49,15 +49,28 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.model").write_text("".join(lines))
 
 
+WORDS = ["shard", "gather", "reduce", "overlap", "memory", "step", "token", "rank", "stream", "kernel"]
+
+
 def write_corpus(folder: Path, documents: int = 64, words: int = 2000) -> None:
     """Write ``data.json``: a line of JSON with a ``text`` for each document, the same each time."""
     folder.mkdir(parents=True, exist_ok=True)
     chosen = random.Random(0)
-    some = ["shard", "gather", "reduce", "overlap", "memory", "step", "token", "rank", "stream", "kernel"]
-    lines = (json.dumps({"text": " ".join(chosen.choices(some, k=words))}) for _ in range(documents))
+    lines = (json.dumps({"text": " ".join(chosen.choices(WORDS, k=words))}) for _ in range(documents))
     (folder / "data.json").write_text("\n".join(lines) + "\n")
+
+
+def write_instructions(path: Path, samples: int = 500, words: int = 100) -> None:
+    """Write a list of samples with Alpaca's fields, of up to so many words, the same each time."""
+    chosen = random.Random(0)
+    some = [
+        {"instruction": "Say it again.", "input": "", "output": " ".join(chosen.choices(WORDS, k=1 + n % words))}
+        for n in range(samples)
+    ]
+    path.write_text(json.dumps(some))
 
 
 if __name__ == "__main__":
     write_tokenizer(Path(sys.argv[1]) / "tokenizer")
     write_corpus(Path(sys.argv[1]) / "corpus")
+    write_instructions(Path(sys.argv[1]) / "instructions.json")
