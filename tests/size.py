@@ -15,7 +15,7 @@ SLACK = 100
 BUDGETS = {
     "refshard/analysis": 10_400,
     "refshard/commands": 2_900,
-    "refshard/dryrun": 4_650,
+    "refshard/dryrun": 4_700,
     "refshard/emit": 750,
     "refshard/emulate": 1_400,
     "refshard/engine": 8_000,
@@ -28,7 +28,7 @@ BUDGETS = {
     "refshard/specs": 2_350,
     "refshard/strategies": 3_150,
     "refshard/*.py": 2_050,
-    "tests": 70_050,
+    "tests": 70_600,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 
