@@ -2,7 +2,7 @@
 
 import pytest
 
-from refshard.dryrun.price import COSTS, PER_KERNEL_S, host_seconds
+from refshard.dryrun.price import CHUNK_CAT_ENTRY_S, COSTS, PER_KERNEL_S, host_seconds
 from refshard.dryrun.recording import Flag
 from tests.dryrun.made import Made
 
@@ -27,3 +27,14 @@ def test_a_host_twice_as_fast_needs_half() -> None:
     made.launch(host_calls=7)
     slow, fast = (host_seconds(made.recording(), host_s)[0] for host_s in (PER_KERNEL_S, PER_KERNEL_S / 2))
     assert slow == pytest.approx(2 * fast)
+
+
+def test_fsdp2s_copy_of_gradients_takes_the_host_time_by_size() -> None:
+    made = Made()
+    made.launch("aten::_chunk_cat", signature="bf16[4096,4096] bf16[4096] fp32[8,2048000]")
+    made.launch("aten::_chunk_cat", signature="bf16[4096,4096] bf16[4096] -> fp32[8,2048000]")
+    made.launch("aten::cat", signature="bf16[4096,4096] bf16[4096] -> fp32[8,2048000]")
+    entries = 2048000 * 4 / 2048
+    table = CHUNK_CAT_ENTRY_S * entries
+    expected = [COSTS.launch_s + table, COSTS.launch_s + table, COSTS.launch_s]
+    assert host_seconds(made.recording(), PER_KERNEL_S).tolist() == pytest.approx(expected)

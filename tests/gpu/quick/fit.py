@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import least_squares
 
-from refshard.dryrun.price import COSTS, HostCosts, host_work, price
+from refshard.dryrun.price import CHUNK_CAT_BLOCK, COSTS, HostCosts, host_work, price
 from refshard.dryrun.recording import Flag, Kind, Phase, Recording
 from refshard.dryrun.request import Request
 from refshard.dryrun.run import dry_run
@@ -68,11 +68,28 @@ def main() -> None:
     for group in sorted({group for half in kernels.values() for group, _ in half}):
         cells = [_cells(half[group, "measured"], half[group, "predicted"]) for half in kernels.values()]
         print(f"| {group} | {' | '.join(cells)} |")
+    print(f"CHUNK_CAT_ENTRY_S = {_entry_seconds(traces):.3g}")
     costs = _fit_host(np.array(work["fit"]), np.array(seconds["fit"]))
     print(*(f"{name} = {cost:.3g}" for name, cost in zip(HostCosts._fields, costs)), sep="\n")
     for half in ("fit", "held out"):
         errors = _step_errors(np.array(work[half]) @ costs, np.array(seconds[half]))
         print(f"host, {half}: {len(errors)} cases, median error {median(errors):.1%}, worst {max(errors):.1%}")
+
+
+def _entry_seconds(traces: dict[str, Any]) -> float:
+    """Seconds by entry of ``_chunk_cat``'s table in the fit half, of which each case counts alike."""
+    found = []
+    for case in read_cases():
+        trace = traces.get(case.name, {"host": [], "kernels": []})
+        own = [one for one in trace["host"] if one["name"] == "aten::_chunk_cat"]
+        copies = [one for one in trace["kernels"] if one["op"] == "aten::_chunk_cat" and "chunk_cat" in one["kernel"]]
+        if half_of(case) != "fit" or not own:
+            continue
+        sizes = [json.loads(one["shapes"])[0][-1][-1] * (4 if "<float" in one["kernel"] else 2) for one in copies]
+        entries = sum(one["n"] * size / CHUNK_CAT_BLOCK for one, size in zip(copies, sizes))
+        found.append((entries / sum(one["n"] for one in copies), 1e-6 * own[0]["self_us"] / own[0]["n"]))
+    entries_of, seconds = np.array(found).T
+    return float(np.polyfit(entries_of, seconds, 1, w=1 / seconds)[0])
 
 
 def _cells(measured: float, predicted: float) -> str:
