@@ -185,8 +185,9 @@ def assumptions(plan: Plan) -> list[str]:
     failures = plan.failures
     return [
         "The model leaves out: other jobs on the network; reading data and saving checkpoints; fragmentation of the "
-        "allocator, beyond a fixed allowance; uneven routing of tokens to experts.",
-        "It assumes fp32 masters, fused AdamW, clipped gradients, and synthetic data. Megatron has Transformer "
+        "allocator, beyond a fixed allowance.",
+        "It assumes fp32 masters, fused AdamW, clipped gradients, synthetic data, and balanced routing of tokens to "
+        "experts (refshard dryrun --routing has other assumptions). Megatron has Transformer "
         "Engine's fused kernels and cuDNN's attention; other strategies have eager blocks, unless --compile yes, and "
         "FlashAttention-2.",
         f"Tensors can use {format_bytes(plan.usable_bytes)} of {format_bytes(plan.available_bytes)}; the rest is for "
