@@ -65,7 +65,7 @@ dashboard: $(VENV)/.test
 	$(BIN)/refshard report $(MEASURED) --out $(PUBLISHED)/measured.html
 	$(BIN)/refshard trace $(MEASURED)/traces/fsdp2-tuned-*.json.gz --html $(PUBLISHED)/trace.html
 
-# Frameworks from PyPI under the dry run, each in an environment of its own in .clients: half an hour, and 10 GB of disk.
+# Frameworks from PyPI under the dry run, each in an environment of its own in .clients: 40 minutes, and 23 GB of disk.
 # Of some of them: make clients CLIENTS="torchtitan trl". Where the index serves CUDA builds of torch, set
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
 clients: $(VENV)/.test

@@ -15,7 +15,7 @@ SLACK = 100
 BUDGETS = {
     "refshard/analysis": 10_400,
     "refshard/commands": 2_900,
-    "refshard/dryrun": 4_700,
+    "refshard/dryrun": 4_750,
     "refshard/emit": 750,
     "refshard/emulate": 1_400,
     "refshard/engine": 8_000,

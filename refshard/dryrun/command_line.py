@@ -49,7 +49,7 @@ def read_command(words: Sequence[str]) -> TrainingCommand:
     """Find out what a command line runs.
 
     >>> read_command(["torchrun", "--nproc-per-node", "8", "-m", "mine.train", "--lr", "1"])
-    TrainingCommand(command=('mine.train', '--lr', '1'), module=True, nodes=None, ranks_per_node=8)
+    TrainingCommand(command=('mine.train', '--lr', '1'), module=True, nodes=None, ranks_per_node=8, python=False)
 
     Raises:
         SpecError: it names no script, a script that does not exist, or an unsupported launcher.

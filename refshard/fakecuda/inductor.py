@@ -73,14 +73,14 @@ def install(ext: ModuleType) -> None:
 
     def run_node(self: Any, node: Any) -> Any:
         result = lower_node(self, node)
-        vars(self).setdefault("_refshard_sources", Sources()).note(node, result)
+        vars(self).setdefault("refshard_sources", Sources()).note(node, result)
         return result
 
     def define_kernel(self: Any, source: str, nodes: Any, kernel: Any) -> Any:
         from torch._inductor.virtualized import V
 
         graph: Any = V.graph
-        if line := line_before(graph._refshard_sources, kernel, nodes):
+        if line := line_before(graph.refshard_sources, kernel, nodes):
             graph.wrapper_code.writeline(line)
         return define(self, f"{source}\n{_COMMENT}{json.dumps(facts(source, nodes, kernel))}\n", nodes, kernel)
 
