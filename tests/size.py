@@ -20,7 +20,7 @@ BUDGETS = {
     "refshard/emulate": 1_400,
     "refshard/engine": 8_000,
     "refshard/events": 2_100,
-    "refshard/fakecuda": 1_850,
+    "refshard/fakecuda": 1_900,
     "refshard/measure": 8_450,
     "refshard/models": 1_300,
     "refshard/plan": 2_550,

@@ -22,6 +22,8 @@ from refshard.fakecuda.without_triton import Refused
 from refshard.specs.hardware import HardwareSpec
 
 _COMMENT = "# refshard: "
+_ATTENDED = ("arg_Q", "arg_K", "arg_V")
+"""FlexAttention's names of queries, keys and values."""
 _LARGEST_MASK = 1 << 30
 """Bytes: that of 32,768 queries and keys, without a batch."""
 _CPP_WRAPPER = (
@@ -242,6 +244,7 @@ def facts(source: str, nodes: Iterable[Any], kernel: Any) -> dict[str, Any]:
             found[side].append(round(min(1.0, sum(_elements(d) for d in mine) / numel), 6))
     if "SPARSE_KV_BLOCK_SIZE" in source:
         found["flex"] = names
+        found["views"] = [_view(kernel.named_input_nodes[name]) for name in "QKV"]
     elif isinstance(kernel, TritonTemplateKernel):
         found["flops"] = sum(part.estimate_flops() or 0 for part in parts)
     return found
@@ -264,6 +267,34 @@ def _dependencies(parts: Sequence[Any]) -> tuple[set[Any], set[Any]]:
     reads = {dep for part in parts for dep in part.read_writes.reads if not isinstance(dep, WeakDep)}
     reads = {dep for dep in reads if dep.name not in made}
     return reads | {dep for dep in writes if getattr(dep, "mode", None) == "atomic_add"}, writes
+
+
+def _view(node: Any) -> dict[str, Any]:
+    """Where a tensor lies in its buffer: the offset, sizes and strides; ``fixed`` if none of these is symbolic."""
+    from torch._inductor.virtualized import V
+
+    layout = node.get_layout()
+    parts = {"offset": [layout.offset], "size": layout.size, "stride": layout.stride}
+    hint = functools.partial(V.graph.sizevars.optimization_hint, fallback=1)
+    fixed = not any(getattr(one, "free_symbols", ()) for part in parts.values() for one in part)
+    return {"fixed": fixed, **{name: [int(hint(one)) for one in part] for name, part in parts.items()}}
+
+
+def view_of(buffer: Any, at: Mapping[str, Any]) -> Any:
+    """The tensor that lies in a buffer where :func:`_view` says, in the order of its own dimensions.
+
+    Raises:
+        NotImplementedError: sizes vary, and the buffer has other dimensions than the tensor.
+    """
+    if at["fixed"]:
+        return buffer.as_strided(at["size"], at["stride"], *at["offset"])
+    if buffer.dim() != len(at["size"]):
+        raise NotImplementedError(
+            "a dry run does not know the sizes of FlexAttention's tensors where they vary and lie in another tensor: "
+            "compile with dynamic=False"
+        )
+    in_memory = sorted(range(buffer.dim()), key=lambda dim: -at["stride"][dim])
+    return buffer.permute(*(in_memory.index(dim) for dim in range(buffer.dim())))
 
 
 def _elements(dep: Any) -> int:
@@ -300,10 +331,16 @@ class GeneratedKernel:
         reads = [round(part * size) for part, size in zip(parts["reads"], nbytes, strict=True)]
         writes = [round(part * size) for part, size in zip(parts["writes"], nbytes, strict=True)]
         flops, known = parts.get("flops", 0), True
+        operands = list(zip(tensors, reads, writes))
         if "flex" in parts:
-            flops, known = self._flex_flops(dict(zip(parts["flex"], tensors)))
+            given = dict(zip(parts["flex"], operands))
+            attended = self._attended(given)
+            others = {name: one for name, one in given.items() if name not in _ATTENDED}
+            tensors_of_mask = {name: one for name, (one, *_) in others.items()}
+            flops, known = self._flex_flops(tensors_of_mask, *(one for one, *_ in attended))
+            operands = [*attended, *others.values()]
         self._ext.launch(
-            self._name, tensors, reads, writes, flops, stream, products=self._multiplies, value_unknown=not known
+            self._name, *map(list, zip(*operands)), flops, stream, products=self._multiplies, value_unknown=not known
         )
         if self._integers.expected:
             with self._ext.Uncounted():
@@ -312,9 +349,17 @@ class GeneratedKernel:
     def precompile(self, *_: Any, **__: Any) -> None:
         """Nothing is compiled."""
 
-    def _flex_flops(self, given: dict[str, Any]) -> tuple[int, bool]:
+    def _attended(self, given: Mapping[str, tuple[Any, int, int]]) -> list[tuple[Any, int, int]]:
+        """Queries, keys and values, with the bytes read and written. Arguments are the buffers that they lie in; what
+        lies in the same one comes once.
+        """
+        shared, *_ = next(given[name] for name in _ATTENDED if name in given)
+        found = [given.get(name, (shared, 0, 0)) for name in _ATTENDED]
+        with self._ext.Uncounted():
+            return [(view_of(one, at), *nbytes) for (one, *nbytes), at in zip(found, self._facts["views"])]
+
+    def _flex_flops(self, given: dict[str, Any], query: Any, key: Any, value: Any) -> tuple[int, bool]:
         """FLOPs of the blocks that the mask leaves, and whether that mask was known."""
-        query, key, value = (given[f"arg_{name}"] for name in "QKV")
         (batch, heads, queries, _), keys = query.shape, key.shape[2]
         everything = float(batch * heads * queries * keys)
         if self._block[0] >= queries and self._block[1] >= keys:  # no mask, for which torch makes one of one block

@@ -187,6 +187,25 @@ def flex_full() -> Any:
     return attend(None)
 
 
+def attend_within(attention: Callable[..., Any]) -> Any:
+    """Attention within a compiled function, which gives its kernel the buffers that its tensors are views of."""
+    mask = create_block_mask(lambda _b, _h, q, k: q >= k, None, None, ROWS, ROWS, device="cuda")
+    x = rows(2 * ROWS, COLUMNS, dtype=torch.bfloat16, requires_grad=True)
+    weight = rows(COLUMNS, COLUMNS, dtype=torch.bfloat16)
+    fast = torch.compile(lambda x: attention((x @ weight).view(2, ROWS, 8, 128).transpose(1, 2), mask))
+    return [one for one in launches(lambda: fast(x).sum().backward()) if "triton_tem" in one["name"]]
+
+
+@check
+def flex_projected() -> Any:
+    return attend_within(lambda q, mask: flex_attention(q, q * 2, q + 1, block_mask=mask))
+
+
+@check
+def flex_shared() -> Any:
+    return attend_within(lambda q, mask: flex_attention(q, q, q, block_mask=mask))
+
+
 @check
 def flex_unknown() -> Any:
     document = (rows(ROWS) > 0).cumsum(0)  # which document a token belongs to was not computed

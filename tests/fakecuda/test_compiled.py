@@ -106,6 +106,8 @@ def blocks_of_window() -> int:
         ("causal", math.comb(ROWS // BLOCK + 1, 2)),
         ("window", blocks_of_window()),
         ("full", (ROWS // BLOCK) ** 2),
+        ("projected", math.comb(ROWS // BLOCK + 1, 2)),
+        ("shared", math.comb(ROWS // BLOCK + 1, 2)),
     ],
 )
 def test_attention_computes_the_blocks_that_its_mask_leaves(seen: Seen, mask: str, blocks: int) -> None:
