@@ -72,8 +72,8 @@ def message(error: BaseException, command: Sequence[str]) -> str:
         )
     if re.search(r"\bu\d+\b", said) and frames[-1].name == "call":  # a size that inductor's wrapper has read
         return (
-            f"{name}: {said}: compiled code reads sizes that its own kernels would compute, which a dry run does not. "
-            "Compile less: of a mixture of experts not the routing, or --compile off"
+            f"{name}: {said}: compiled code reads a size that depends on values that a dry run does not compute. Leave "
+            "the routing of experts out of torch.compile, or use --compile off"
         )
     return f"{name}: {said}"
 

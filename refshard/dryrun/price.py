@@ -140,8 +140,8 @@ def _chunk_cat_entries(recording: Recording) -> npt.NDArray[np.float64]:
     named = np.array([name.endswith("::_chunk_cat") for name in recording.name_table], np.bool_)
     for row in np.flatnonzero(named[recording.names] & (recording.kinds == Kind.LAUNCH)):
         signature = parse(recording.signature_table[recording.signatures[row]])
-        for result in (*signature.inputs, *signature.results)[-1:]:
-            entries[row] = result.shape[-1] * element_bytes(result.dtype) / CHUNK_CAT_BLOCK
+        if tensors := (*signature.inputs, *signature.results):
+            entries[row] = tensors[-1].shape[-1] * element_bytes(tensors[-1].dtype) / CHUNK_CAT_BLOCK
     return entries
 
 

@@ -112,7 +112,7 @@ class KnownIntegers:
     def launched(self, tensors: Sequence[Any]) -> None:
         """Give the kernel's results their integers, if these follow from a choice."""
         (given, functions), self.expected = json.loads(self.expected), ""
-        for name, tensor in zip(given, tensors):
+        for name, tensor in zip(given, tensors, strict=True):
             if name is not None and name not in self.values:
                 self.values[name] = self._ext.known_integers(tensor)
         for place, function in functions.items():

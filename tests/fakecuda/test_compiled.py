@@ -5,9 +5,11 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 from refshard.dryrun.recording import GRAPH_LAUNCH, Flag, Phase
 from refshard.dryrun.work import work_of
+from refshard.fakecuda.inductor import view_of
 from tests.fakecuda.fresh import Seen, see
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -120,6 +122,14 @@ def test_attention_computes_the_blocks_that_its_mask_leaves(seen: Seen, mask: st
     assert work.scores is not None
     assert (work.scores.pairs, work.scores.length) == (HEADS * blocks * BLOCK * BLOCK, ROWS)
     assert not work.doubt
+
+
+def test_a_tensor_of_varying_size_is_found_in_its_buffer_by_the_order_of_dimensions() -> None:
+    """Sizes and strides are those that inductor saw first; heads lie behind tokens."""
+    at = {"fixed": False, "offset": [0], "size": [2, 8, 16, 4], "stride": [512, 4, 32, 1]}
+    assert view_of(torch.empty(2, 64, 8, 4), at).shape == (2, 8, 64, 4)
+    with pytest.raises(NotImplementedError, match="dynamic=False"):
+        view_of(torch.empty(128, 32), at)
 
 
 def test_a_mask_that_was_not_computed_counts_as_half_and_says_so(seen: Seen) -> None:

@@ -1,8 +1,8 @@
 """``python -m tests.gpu.quick.fit``: what dry runs assume of kernels and of the host, and what a GPU's records say.
 
 Half of the cases are fitted, the others held out (``cases.half_of``). Kernels: by group of operators, their time in the
-recorded traces, and that over the dry run's; 1.00 means that the constants of ``refshard/dryrun/moves.py`` and of the
-profile fit. Host: the costs of ``refshard/dryrun/host_time.py``. Each starts from what ``host.json`` has of calls in a
+recorded traces, and that over the dry run's; 1.00 means that the constants of ``refshard/dryrun/price.py`` and of the
+profile fit. Host: the costs there. Each starts from what ``host.json`` has of calls in a
 loop, times one factor for all, since code that runs once is slower than a loop. Least squares over the logarithms of
 the errors of forward, backward and optimizer in the cases with narrow layers, which only the host holds up, with a
 term (log(cost / start) / WIDTH)^2 for each cost.
