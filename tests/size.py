@@ -20,7 +20,7 @@ BUDGETS = {
     "refshard/emulate": 1_400,
     "refshard/engine": 8_000,
     "refshard/events": 2_100,
-    "refshard/fakecuda": 1_900,
+    "refshard/fakecuda": 1_950,
     "refshard/measure": 8_450,
     "refshard/models": 1_300,
     "refshard/plan": 2_550,
@@ -28,7 +28,7 @@ BUDGETS = {
     "refshard/specs": 2_350,
     "refshard/strategies": 3_150,
     "refshard/*.py": 2_050,
-    "tests": 70_600,
+    "tests": 70_650,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

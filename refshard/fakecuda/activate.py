@@ -88,7 +88,15 @@ class _Interception(importlib.abc.MetaPathFinder):
     """
 
     def __init__(self, loaded: ModuleType) -> None:
-        from refshard.fakecuda import bitsandbytes, c10d, inductor, torch_c, triton_kernels, without_triton
+        from refshard.fakecuda import (
+            bitsandbytes,
+            c10d,
+            flex_attention,
+            inductor,
+            torch_c,
+            triton_kernels,
+            without_triton,
+        )
 
         self._before: dict[str, Callable[[Any], None]] = {
             "torch.cuda": torch_c.install,
@@ -102,7 +110,7 @@ class _Interception(importlib.abc.MetaPathFinder):
         }
         self._after: dict[str, Callable[[Any], None]] = {
             "torch._inductor.utils": inductor.take_peaks,
-            "torch.nn.attention.flex_attention": inductor.compute_masks,
+            "torch.nn.attention.flex_attention": flex_attention.compute_masks,
             "triton.runtime.jit": triton_kernels.install,
         }
         self._loaded = loaded

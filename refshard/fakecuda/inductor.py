@@ -16,24 +16,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from refshard.fakecuda import flex_attention
 from refshard.fakecuda.chosen_integers import LINE, KnownIntegers, Sources, line_before
+from refshard.fakecuda.flex_attention import FlexAttention
 from refshard.fakecuda.triton_kernels import ON_HOST, accessed, multiplies
 from refshard.fakecuda.without_triton import Refused
 from refshard.specs.hardware import HardwareSpec
 
 _COMMENT = "# refshard: "
-_ATTENDED = ("arg_Q", "arg_K", "arg_V")
-"""FlexAttention's names of queries, keys and values."""
-_LARGEST_MASK = 1 << 30
-"""Bytes: that of 32,768 queries and keys, without a batch."""
 _CPP_WRAPPER = (
     "inductor's cpp_wrapper builds C++ code with CUDA's headers, which a dry run does not have: unset "
     "torch._inductor.config.cpp_wrapper (or TORCHINDUCTOR_CPP_WRAPPER); kernels and memory are the same without it"
 )
 _LARGE_GRAPH = 500
 """Operators of a graph that takes inductor so long that users should see it at work."""
-_CAUSAL_PART = 0.5
-"""Part of the scores that a block mask leaves, where its values were not computed."""
 
 
 def keep_apart(folder: Path) -> None:
@@ -50,7 +46,6 @@ def install(ext: ModuleType) -> None:
     from torch._inductor import config
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.codegen.triton import TritonScheduling
-    from torch._inductor.graph import GraphLowering
     from torch._inductor.output_code import CompiledFxGraph
     from torch._inductor.scheduler import Scheduler
 
@@ -63,20 +58,13 @@ def install(ext: ModuleType) -> None:
 
     triton: Any = AsyncCompile.triton
     define: Any = TritonScheduling.define_kernel
-    lower_node: Any = GraphLowering.run_node
     enter: Any = Scheduler.enter_context
     call: Any = CompiledFxGraph.__call__
-    lower: Any = GraphLowering.run
 
     def load(self: Any, kernel_name: str, source_code: str, device_str: str = "cuda") -> Any:
         if device_str != "cuda":
             return triton(self, kernel_name, source_code, device_str)
         return GeneratedKernel(ext, kernel_name, source_code, integers)
-
-    def run_node(self: Any, node: Any) -> Any:
-        result = lower_node(self, node)
-        vars(self).setdefault("refshard_sources", Sources()).note(node, result)
-        return result
 
     def define_kernel(self: Any, source: str, nodes: Any, kernel: Any) -> Any:
         from torch._inductor.virtualized import V
@@ -101,22 +89,38 @@ def install(ext: ModuleType) -> None:
             integers.values = before
             ext.compiled(False)
 
-    def run_lowering(self: Any, *args: Any) -> Any:
-        if self.cpp_wrapper:
-            raise Refused(_CPP_WRAPPER)
-        if (operators := len(self.module.graph.nodes)) >= _LARGE_GRAPH:
-            way = "backward" if self.is_backward else "forward"
-            print(f"refshard: torch.compile: {way} graph of {operators:,} operators", file=sys.stderr, flush=True)
-        return lower(self, *args)
-
     _choose_without_benchmarks()
-    _replace(GraphLowering, run=run_lowering, run_node=run_node)
+    _follow_lowering()
     _replace(AsyncCompile, triton=load)
     _replace(TritonScheduling, define_kernel=define_kernel)
     _replace(Scheduler, enter_context=enter_context)
     _replace(CompiledFxGraph, __call__=run_graph)
     for compiler, name in ((CatchErrorsWrapper, "__call__"), (_AutogradBackwardCompiler, "get_or_compile")):
         _replace(compiler, **{name: _uncounted(ext, getattr(compiler, name))})
+
+
+def _follow_lowering() -> None:
+    """Name large graphs as they begin, refuse wrappers in C++, and note which buffers hold what operators make."""
+    from torch._inductor.graph import GraphLowering
+
+    lower: Any = GraphLowering.run
+    lower_node: Any = GraphLowering.run_node
+
+    def run(self: Any, *args: Any) -> Any:
+        if self.cpp_wrapper:
+            raise Refused(_CPP_WRAPPER)
+        if (operators := len(self.module.graph.nodes)) >= _LARGE_GRAPH:
+            way = "backward" if self.is_backward else "forward"
+            print(f"refshard: torch.compile: {way} graph of {operators:,} operators", file=sys.stderr, flush=True)
+        self.refshard_sources = Sources()
+        return lower(self, *args)
+
+    def run_node(self: Any, node: Any) -> Any:
+        result = lower_node(self, node)
+        self.refshard_sources.note(node, result)
+        return result
+
+    _replace(GraphLowering, run=run, run_node=run_node)
 
 
 def _replace(owner: Any, **functions: Any) -> None:
@@ -140,28 +144,6 @@ def take_peaks(ext: ModuleType) -> None:
 
     bandwidth = hardware.memory_peak_bytes_per_s or hardware.memory_bytes_per_s
     _replace(utils, get_device_tflops=tflops, get_gpu_dram_gbps=lambda: bandwidth / 1e9)
-
-
-def compute_masks(ext: ModuleType) -> None:
-    """Compute the masks of FlexAttention, which are large, where their values are known: its kernels' FLOPs depend on
-    the blocks that a mask leaves.
-    """
-    import torch
-    from torch.nn.attention import flex_attention
-
-    create = flex_attention.create_block_mask
-
-    @functools.wraps(create)
-    def create_block_mask(*args: Any, **options: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return create(*args, **options)
-        before = ext.keep_values(_LARGEST_MASK)
-        try:
-            return create(*args, **options)
-        finally:
-            ext.keep_values(before)
-
-    flex_attention.create_block_mask = create_block_mask
 
 
 def _uncounted(ext: ModuleType, compiles: Callable[..., Any]) -> Callable[..., Any]:
@@ -221,7 +203,7 @@ def facts(source: str, nodes: Iterable[Any], kernel: Any) -> dict[str, Any]:
     filled = {given.get_name() for part in parts for given in getattr(part.node, "mutated_inputs", None) or ()}
     real = V.graph.scheduler.mutation_real_name
     found: dict[str, Any] = {"reads": [], "writes": []}
-    names = []
+    names, buffers = [], []
     definitions, _, arguments, _ = kernel.args.python_argdefs()
     for definition, argument in zip(definitions, arguments):
         if isinstance(argument, (SizeArg, ConstexprArg)):
@@ -229,6 +211,7 @@ def facts(source: str, nodes: Iterable[Any], kernel: Any) -> dict[str, Any]:
         if not isinstance(argument, WorkspaceArg) and V.graph.is_unspec_arg(argument.buffer):
             continue  # a tensor of one element on the CPU, which the wrapper gives as a number
         names.append(definition.name)
+        buffers.append(getattr(argument, "buffer", ""))
         if isinstance(argument, WorkspaceArg) or argument.buffer in filled:  # results that a template is given
             found["reads"].append(0)
             found["writes"].append(1)
@@ -242,9 +225,8 @@ def facts(source: str, nodes: Iterable[Any], kernel: Any) -> dict[str, Any]:
             if side == "reads" and definition.name.startswith("out_ptr"):
                 mine &= writes  # that it adds to
             found[side].append(round(min(1.0, sum(_elements(d) for d in mine) / numel), 6))
-    if "SPARSE_KV_BLOCK_SIZE" in source:
-        found["flex"] = names
-        found["views"] = [_view(kernel.named_input_nodes[name]) for name in "QKV"]
+    if flex := flex_attention.facts(source, kernel, names, buffers):
+        found["flex"] = flex
     elif isinstance(kernel, TritonTemplateKernel):
         found["flops"] = sum(part.estimate_flops() or 0 for part in parts)
     return found
@@ -269,34 +251,6 @@ def _dependencies(parts: Sequence[Any]) -> tuple[set[Any], set[Any]]:
     return reads | {dep for dep in writes if getattr(dep, "mode", None) == "atomic_add"}, writes
 
 
-def _view(node: Any) -> dict[str, Any]:
-    """Where a tensor lies in its buffer: the offset, sizes and strides; ``fixed`` if none of these is symbolic."""
-    from torch._inductor.virtualized import V
-
-    layout = node.get_layout()
-    parts = {"offset": [layout.offset], "size": layout.size, "stride": layout.stride}
-    hint = functools.partial(V.graph.sizevars.optimization_hint, fallback=1)
-    fixed = not any(getattr(one, "free_symbols", ()) for part in parts.values() for one in part)
-    return {"fixed": fixed, **{name: [int(hint(one)) for one in part] for name, part in parts.items()}}
-
-
-def view_of(buffer: Any, at: Mapping[str, Any]) -> Any:
-    """The tensor that lies in a buffer where :func:`_view` says, in the order of its own dimensions.
-
-    Raises:
-        NotImplementedError: sizes vary, and the buffer has other dimensions than the tensor.
-    """
-    if at["fixed"]:
-        return buffer.as_strided(at["size"], at["stride"], *at["offset"])
-    if buffer.dim() != len(at["size"]):
-        raise NotImplementedError(
-            "a dry run does not know the sizes of FlexAttention's tensors where they vary and lie in another tensor: "
-            "compile with dynamic=False"
-        )
-    in_memory = sorted(range(buffer.dim()), key=lambda dim: -at["stride"][dim])
-    return buffer.permute(*(in_memory.index(dim) for dim in range(buffer.dim())))
-
-
 def _elements(dep: Any) -> int:
     from torch._inductor.utils import sympy_product
     from torch._inductor.virtualized import V
@@ -316,7 +270,8 @@ class GeneratedKernel:
         self._facts: dict[str, Any] = json.loads(comment.splitlines()[0]) if marked else {}
         self._user = None if marked else _UserKernel(name, source)
         self._multiplies = multiplies(source) and not self._facts.keys() & {"flops", "flex"}
-        self._block = _block_sizes(source) if "flex" in self._facts else (0, 0)
+        flex = self._facts.get("flex")
+        self._flex = FlexAttention(ext, flex, backward="backward" in name) if flex else None
 
     def run(self, *args: Any, stream: int, **_: Any) -> None:
         """Launch it."""
@@ -332,13 +287,9 @@ class GeneratedKernel:
         writes = [round(part * size) for part, size in zip(parts["writes"], nbytes, strict=True)]
         flops, known = parts.get("flops", 0), True
         operands = list(zip(tensors, reads, writes))
-        if "flex" in parts:
-            given = dict(zip(parts["flex"], operands))
-            attended = self._attended(given)
-            others = {name: one for name, one in given.items() if name not in _ATTENDED}
-            tensors_of_mask = {name: one for name, (one, *_) in others.items()}
-            flops, known = self._flex_flops(tensors_of_mask, *(one for one, *_ in attended))
-            operands = [*attended, *others.values()]
+        if self._flex is not None:
+            given, operands = operands, self._flex.operands(operands)
+            flops, known = self._flex.flops(given, operands)
         self._ext.launch(
             self._name, *map(list, zip(*operands)), flops, stream, products=self._multiplies, value_unknown=not known
         )
@@ -348,36 +299,6 @@ class GeneratedKernel:
 
     def precompile(self, *_: Any, **__: Any) -> None:
         """Nothing is compiled."""
-
-    def _attended(self, given: Mapping[str, tuple[Any, int, int]]) -> list[tuple[Any, int, int]]:
-        """Queries, keys and values, with the bytes read and written. Arguments are the buffers that they lie in; what
-        lies in the same one comes once.
-        """
-        shared, *_ = next(given[name] for name in _ATTENDED if name in given)
-        found = [given.get(name, (shared, 0, 0)) for name in _ATTENDED]
-        with self._ext.Uncounted():
-            return [(view_of(one, at), *nbytes) for (one, *nbytes), at in zip(found, self._facts["views"])]
-
-    def _flex_flops(self, given: dict[str, Any], query: Any, key: Any, value: Any) -> tuple[int, bool]:
-        """FLOPs of the blocks that the mask leaves, and whether that mask was known."""
-        (batch, heads, queries, _), keys = query.shape, key.shape[2]
-        everything = float(batch * heads * queries * keys)
-        if self._block[0] >= queries and self._block[1] >= keys:  # no mask, for which torch makes one of one block
-            return self._products(everything, key, value), True
-        pairs, known = 0.0, True
-        for name in ("arg_KV_NUM_BLKS", "arg_FULL_KV_NUM_BLKS"):
-            if name in given:
-                blocks = self._ext.known_sum(given[name])
-                known = known and blocks is not None
-                shared = batch * heads / (given[name].shape[0] * given[name].shape[1])
-                pairs += (blocks or 0) * shared * self._block[0] * self._block[1]
-        return self._products(min(pairs, everything) if known else everything * _CAUSAL_PART, key, value), known
-
-    def _products(self, pairs: float, key: Any, value: Any) -> int:
-        """FLOPs of so many pairs of a query and a key."""
-        backward = "backward" in self._name
-        width: int = (3 if backward else 1) * key.shape[3] + (2 if backward else 1) * value.shape[3]
-        return round(2 * pairs * width)
 
 
 class _UserKernel:
@@ -400,11 +321,3 @@ class _UserKernel:
         tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
         read, written = accessed(self._kernel.fn, {**self._constants, **given}, tensors)
         return {"reads": [int(name in read) for name in tensors], "writes": [int(name in written) for name in tensors]}
-
-
-def _block_sizes(source: str) -> tuple[int, int]:
-    def size(name: str) -> int:
-        found = re.search(rf"SPARSE_{name}_BLOCK_SIZE\s*:\s*tl\.constexpr\s*=\s*(\d+)", source)
-        return int(found[1]) if found else 128
-
-    return size("Q"), size("KV")

@@ -207,6 +207,11 @@ def flex_shared() -> Any:
 
 
 @check
+def flex_shared_by_two() -> Any:
+    return attend_within(lambda q, mask: flex_attention(q * 2, q, q, block_mask=mask))
+
+
+@check
 def flex_unknown() -> Any:
     document = (rows(ROWS) > 0).cumsum(0)  # which document a token belongs to was not computed
     return attend(

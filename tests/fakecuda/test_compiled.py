@@ -9,7 +9,7 @@ import torch
 
 from refshard.dryrun.recording import GRAPH_LAUNCH, Flag, Phase
 from refshard.dryrun.work import work_of
-from refshard.fakecuda.inductor import view_of
+from refshard.fakecuda.flex_attention import view_of
 from tests.fakecuda.fresh import Seen, see
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -110,6 +110,7 @@ def blocks_of_window() -> int:
         ("full", (ROWS // BLOCK) ** 2),
         ("projected", math.comb(ROWS // BLOCK + 1, 2)),
         ("shared", math.comb(ROWS // BLOCK + 1, 2)),
+        ("shared_by_two", math.comb(ROWS // BLOCK + 1, 2)),
     ],
 )
 def test_attention_computes_the_blocks_that_its_mask_leaves(seen: Seen, mask: str, blocks: int) -> None:
