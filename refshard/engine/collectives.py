@@ -38,7 +38,7 @@ class Axis(Protocol):
 class Collectives(ABC):
     """Collectives of flat 1-D tensors over a shard axis of ``world_size`` ranks times a replicate axis of ``replicas``.
 
-    ``rank`` is this rank's place on the shard axis. The calls that return a :class:`Pending` return at once, and the
+    ``rank`` is this rank's place on the shard axis, and ``device`` has what the ranks tell each other. The calls that return a :class:`Pending` return at once, and the
     tensors must not be touched before its ``wait``. Multiply gradients by ``scale`` before a reduction: its result is
     then their mean.
     """
@@ -46,6 +46,7 @@ class Collectives(ABC):
     rank: int
     world_size: int
     replicas: int = 1
+    device: torch.device = torch.device("cpu")
 
     @property
     def scale(self) -> float:
@@ -104,8 +105,17 @@ class Collectives(ABC):
         """Replace the small ``tensor`` by its sum or maximum over the shard axis, synchronously."""
 
     @abstractmethod
+    def all_reduce_max(self, tensor: torch.Tensor) -> Pending:
+        """Replace the small ``tensor`` by its maximum over all ranks of both axes."""
+
     def agree(self, value: int) -> bool:
         """Whether every rank of both axes calls this with the same ``value`` (at most 32 bits), synchronously."""
+        if self.world_size * self.replicas == 1:
+            return True
+        extremes = torch.tensor([value, -value], dtype=torch.int64, device=self.device)
+        self.all_reduce_max(extremes).wait()
+        most, least = extremes.tolist()
+        return bool(most == -least)
 
     def gather_ranges(self, part: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
         """The whole of a 1-D tensor on ``part``'s device; each rank of the shard axis gives its range (``part``).
@@ -164,25 +174,25 @@ class GroupCollectives(Collectives):
         replicas = replicas if replicas and replicas.size() >= fewest else None
         self._shards, self._replicas = shards, replicas
         self._reducing = reducing or shards
-        self._device = device or torch.device("cpu")
+        self.device = device or torch.device("cpu")
         self._memory = memory
         for group in dict.fromkeys((shards, self._reducing) if shards else (replicas,)):
-            require_memory(memory, group, self._device)
+            require_memory(memory, group, self.device)
         self.rank = shards.rank() if shards else 0
         self.world_size = shards.size() if shards else 1
         self.replicas = replicas.size() if replicas else 1
-        libraries = {library_of(group, self._device) for group in (shards, replicas) if group is not None}
+        libraries = {library_of(group, self.device) for group in (shards, replicas) if group is not None}
         self._by_parts = "gloo" in libraries and self.world_size > 1
         # NCCL launches on the current stream, of high priority here, unless a handle is requested: then it hops to a
         # stream of its own, of ordinary priority, and back. A CPU that plays a part of a cluster has but handles.
-        self._handles = "nccl" not in libraries or self._device.type == "cpu"
+        self._handles = "nccl" not in libraries or self.device.type == "cpu"
         self._gather = None if shards is None else all_gather_call(shards, handles=self._handles)
         # NCCL averages inside its kernel, and scales before it sums, so that nothing overflows; torch's fake backend
         # stands for it. But in NVLink's switches, which its own memory is reduced in, it only sums; and it does not
         # average over a single rank.
         own_memory = gradients_kept and memory != "allocator"
         user = self._reducing or replicas
-        switches = own_memory and user is not None and has_group_memory(user, self._device)
+        switches = own_memory and user is not None and has_group_memory(user, self.device)
         averages = libraries in ({"nccl"}, {"fake"}) and self.world_size * self.replicas > 1 and not switches
         self._op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
         self._scatter = (
@@ -266,7 +276,7 @@ class GroupCollectives(Collectives):
     def reduce_over_shards(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> None:
         """See :meth:`Collectives.reduce_over_shards`."""
         if self._shards is not None:
-            there = tensor.to(self._device)  # offloaded gradients are on the CPU, the group may not be
+            there = tensor.to(self.device)  # offloaded gradients are on the CPU, the group may not be
             with self._told("all_reduce of a norm"):
                 dist.all_reduce(there, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self._shards)
             tensor.copy_(there)
@@ -275,7 +285,7 @@ class GroupCollectives(Collectives):
         """See :meth:`Collectives.gather_ranges`: each rank that holds something sends that, and no padding."""
         if self._shards is None:
             return part.clone()
-        whole = torch.empty(max(stop for _, stop in ranges), dtype=part.dtype, device=self._device)
+        whole = torch.empty(max(stop for _, stop in ranges), dtype=part.dtype, device=self.device)
         whole[slice(*ranges[self.rank])].copy_(part)
         with self._told("broadcast of parts of a parameter"):
             for rank, (start, stop) in enumerate(ranges):
@@ -283,15 +293,17 @@ class GroupCollectives(Collectives):
                     dist.broadcast(whole[start:stop], group_src=rank, group=self._shards)
         return whole.to(part.device)
 
-    def agree(self, value: int) -> bool:
-        """See :meth:`Collectives.agree`."""
-        extremes = torch.tensor([value, -value], dtype=torch.int64, device=self._device)
-        for group in (self._shards, self._replicas):
+    def all_reduce_max(self, tensor: torch.Tensor) -> Pending:
+        """See :meth:`Collectives.all_reduce_max`."""
+        work: Pending = _LAUNCHED
+        for group in (self._reducing, self._replicas):
             if group is not None:
-                with self._told("all_reduce that checks agreement"):
-                    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-        most, least = extremes.tolist()
-        return bool(most == -least)
+                with self._told("all_reduce of what the ranks tell each other"):
+                    work.wait()
+                    work = dist.all_reduce(
+                        tensor, op=dist.ReduceOp.MAX, group=group, async_op=self._handles
+                    ) or _LAUNCHED
+        return work
 
     @contextmanager
     def _told(self, what: str) -> Iterator[None]:

@@ -4,7 +4,8 @@ Six waits between lanes make it correct; the comment at each says why it is need
 masters in its own memory.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -16,10 +17,14 @@ from refshard.engine.device import Lane, Lanes
 from refshard.engine.labels import label, mark
 from refshard.engine.schedule import Op, OpKind, Phase, Presence
 from refshard.engine.unit import FlatParameter, Unit
+from refshard.errors import EngineError
 
 
 class Effects:
-    """Executes single ops. ``reducing`` lists units with a reduction in flight, oldest first."""
+    """Executes single ops. ``reducing`` lists units with a reduction in flight, oldest first.
+
+    While it is ``agreeing``, the ranks check before each collective of a unit that all issue the same one.
+    """
 
     def __init__(self, units: Sequence[Unit], collectives: Collectives, lanes: Lanes) -> None:
         self._units = tuple(units)
@@ -27,9 +32,13 @@ class Effects:
         self._lanes = lanes
         self._compute_so_far: object = None
         self._newly_released = False
+        self._awaited: dict[int, int] = {}
         self._host_memory_in_use = False
         self.reducing: list[int] = []
+        self.agreeing = False
         self._combined: set[int] = set()
+        self._all_used: torch.Tensor | None = None
+        self._telling: Pending = Together(())
         # What reducing amounts to where nothing is sharded.
         self._reduction = "reduce_scatter" if collectives.world_size > 1 else "all_reduce"
         self._of: dict[OpKind, Callable[[Unit], None]] = {
@@ -54,11 +63,12 @@ class Effects:
         """Do what ``op`` says."""
         self.of(op)()
 
-    def masters_changed(self) -> None:
-        """A pass begins: what the optimizer wrote must be there before a gather reads it (first wait)."""
+    def masters_changed(self, units: Iterable[Unit]) -> None:
+        """A pass begins: what the optimizer wrote must be there before a gather of ``units`` reads it (first wait)."""
         self._wait_for_compute("gather")
         self._lanes.alone()
         self._newly_released = False  # All that compute read so far is over then, too.
+        self._awaited.update((unit.index, unit.version) for unit in units)
 
     def settle(self) -> None:
         """A pass has ended: masters and gradients in the host's memory are the host's again.
@@ -86,6 +96,44 @@ class Effects:
         for index in tuple(self.reducing):
             self.finish(self._units[index])
 
+    def claim_gradients(self) -> None:
+        """All reductions of a backward have ended: give parameters that only other ranks have used their gradients.
+
+        The ranks tell each other which parameters they have used, in one small collective. A rank that has used all
+        need not hear what the others say: there, neither the host nor compute waits.
+        """
+        if self._collectives.world_size * self._collectives.replicas == 1:
+            return
+        self._agree("the end of backward", -1)
+        self._telling.wait()
+        device = self._units[0].device
+        left = {claim.parameter.layout.name: claim for unit in self._units for claim in unit.unclaimed}
+        names = [parameter.layout.name for unit in self._units for parameter in unit.trained]
+        if self._all_used is None:
+            self._all_used = torch.ones(len(names), dtype=torch.uint8, device=device)
+        used = torch.tensor([n not in left for n in names], dtype=torch.uint8, device=device) if left else self._all_used
+        lane: Lane = "combine" if self._collectives.legs == 2 else "reduce"
+        self._wait_for_compute(lane)
+        with self._lanes.use(lane):
+            self._telling = self._lanes.issued(lane, self._collectives.all_reduce_max(used))
+        if left:
+            self._telling.wait()
+            self._telling = Together(())
+            for name, by_any in zip(names, used.tolist()):
+                if by_any and name in left:
+                    left[name].flat.accept(left[name].parameter, left[name].part, foreign=False)
+        for unit in self._units:
+            unit.unclaimed.clear()
+
+    def _agree(self, what: str, index: int) -> None:
+        """Raise an error if another rank is about to issue another collective; only while ``agreeing``."""
+        if self.agreeing and not self._collectives.agree(zlib.crc32(f"{what} {index}".encode())):
+            of = f" of unit '{self._units[index].name}'" if index >= 0 else ""
+            raise EngineError(
+                f"rank {self._collectives.world_rank} is at {what}{of}, and another rank is not; all ranks must run the "
+                "same units in the same order: choose what runs by a seed that they share"
+            )
+
     def abandon(self, unit: Unit, *, keep_gradients: bool, keep_ahead: bool) -> None:
         """Give up what is under way of a unit: see :meth:`Unit.abandon`."""
         gathering = None if unit.ahead and keep_ahead else unit.gathering
@@ -101,25 +149,22 @@ class Effects:
             self._combined.discard(unit.index)
 
     def _gather(self, unit: Unit) -> None:
-        if unit.aliased or self._is_ahead(unit):
+        if unit.current:
+            unit.ahead = False  # The pass gives it up when it has used it.
             return
-        if self._newly_released:
-            # What compute did last with this storage must be over before it is written again (second wait).
+        self._release(unit)
+        self._evict(unit.slot)
+        self._agree("the gather", unit.index)
+        if self._newly_released or self._awaited.get(unit.index) != unit.version:
+            # What compute did last with this storage must be over before it is written again (second wait), and what
+            # it wrote to the masters since the pass began must be there.
             self._wait_for_compute("gather")
-            self._newly_released = False
+            self._newly_released, self._awaited[unit.index] = False, unit.version
         with label("all_gather", unit.name), self._lanes.use("gather"):
             unit.slot.acquire(unit.name)
             pairs = [(full, self._source(flat, full)) for flat, full in zip(unit.flats, unit.slot.flats)]
             works = (self._collectives.all_gather(full, shard) for full, shard in pairs)
             unit.start_gather(self._issue("gather", "all_gather", unit, works))
-
-    def _is_ahead(self, unit: Unit) -> bool:
-        """Whether the unit was gathered ahead from the present masters. If not, others are evicted from its slot."""
-        if unit.ahead and unit.current:
-            unit.ahead = False  # The pass gives it up when it has used it.
-            return True
-        self._evict(unit.slot)
-        return False
 
     def _evict(self, slot: Slot) -> None:
         """Release units that were gathered ahead into slots that overlap this one."""
@@ -147,6 +192,10 @@ class Effects:
         if phase == "backward":
             # A second part of its backward: the slot still holds what the first part left there.
             self.finish(unit)
+        if not unit.current and unit.presence is Presence.UNSHARDED:
+            # Its weights were written to since they were gathered, as a model's forward may do with a teacher's.
+            self._gather(unit)
+            self._wait(unit)
         unit.begin(phase)
 
     def _end(self, unit: Unit, phase: Phase) -> None:
@@ -160,6 +209,7 @@ class Effects:
             self._newly_released = True
 
     def _reduce(self, unit: Unit) -> None:
+        self._agree("the reduction", unit.index)
         # Gradients that are still where autograd has put them may have come, and be allocated, on several streams.
         self._lanes.join()
         if not unit.gradient_slot.accumulates:
@@ -203,7 +253,7 @@ class Effects:
         unit.reducing = None
         self.reducing.remove(unit.index)
         for flat, full in zip(unit.trained_flats, unit.gradient_slot.flats):
-            flat.take_reduced(full, unit.filled)
+            unit.unclaimed += flat.take_reduced(full, unit.filled)
             self._host_memory_in_use |= flat.offloaded
         unit.filled.clear()
         if unit.index in self._combined:

@@ -64,7 +64,7 @@ class Executor:
         self._backward_open = False
         self._open_forwards: set[object] = set()
         self._version = 0
-        self._awaited: dict[int, int] = {}
+        self._warned_of_left_out = False
         self.accumulating = False
         for unit in self._units:
             unit.computes = lanes.computes
@@ -106,7 +106,7 @@ class Executor:
                 self._open_forwards.add(forward)
         # An evaluation before the first training step is observed too: it may be all that the model is for.
         observes = self._order is Order.OBSERVING and (training or not self._followed)
-        self._await_masters(self._units)
+        self._effects.masters_changed(self._units)
         self._open(training=training, forward=True, record=[] if observes else None)
 
     def begin_call(self, unit: Unit, forward: object, *, training: bool) -> None:
@@ -121,7 +121,8 @@ class Executor:
             self._forget_barred_forwards()
             self._leave_arena()
             self._open_forwards.add(forward)
-        self._await_masters([unit])
+        self._effects.masters_changed([unit])
+        self._effects.agreeing = True
         self._pass = self._on_demand(self._kind(training=training, forward=True))
 
     def mark(self, marker: Op) -> None:
@@ -135,20 +136,16 @@ class Executor:
     def end_backward(self, forwards: Iterable[object]) -> None:
         """Flush what the backward of these ``forwards`` left open, and leave every gradient in its shard (or unsharded,
         while accumulating).
-
-        Raises:
-            EngineError: in debug, the ranks used different parameters.
         """
         for unit in self._units:
             if unit.in_backward:
                 self._on_gradients(unit)
         if not self._pass.expects(None):
             self._give_up_order("the end of backward")
-        self._pass.end()
-        if self._debug:
-            self._check_agreement()
+        self._end_pass()
         if self._pass.kind.reduce:
             self._effects.reduce_rest()
+            self._effects.claim_gradients()
         else:
             for unit in self._units:
                 unit.show_unreduced()
@@ -184,8 +181,6 @@ class Executor:
         needed = not unit.ended and (unit.facts.read_in_backward or not self._backward_open)
         if unit.presence is not Presence.SHARDED or not unit.slot.free or not needed:
             return
-        if self._awaited.get(unit.index) != unit.version:
-            self._await_masters([unit])
         self._effects.execute(Op(OpKind.GATHER, unit.index, "forward"))
         unit.ahead = True
 
@@ -224,6 +219,7 @@ class Executor:
         ``keep_ahead``, units that were gathered ahead stay, for the pass that begins.
         """
         self._pass = self._on_demand(self._pass.kind)
+        self._effects.agreeing = self._debug
         lost, self._backward_open = self._backward_open, False
         for unit in self._units:
             keep_gradients = self._mode.gradients == "replicate" and not lost
@@ -240,15 +236,12 @@ class Executor:
 
     def end_evaluation(self) -> None:
         """End a forward pass that has no backward; the first one shows the order of those to come."""
+        if self._pass.expects(None):
+            self._end_pass()
         observed = self._pass.record if isinstance(self._pass, OnDemand) else None
         self.abandon_pass()
         if observed is not None and not self._open_forwards:
             self._plan(tuple(observed), {False})
-
-    def _await_masters(self, units: Iterable[Unit]) -> None:
-        """Let gathers of ``units`` wait for what was last written to their masters."""
-        self._effects.masters_changed()
-        self._awaited.update((unit.index, unit.version) for unit in units)
 
     def _serve_on_demand(self) -> None:
         """End reductions that are under way, and serve the rest of the pass on demand, with gradients in units' own
@@ -257,6 +250,7 @@ class Executor:
         for index in tuple(self._effects.reducing):
             self._effects.finish(self._units[index])
         self._lay_gradients(self._own_gradients)
+        self._effects.agreeing = True
         self._pass = self._on_demand(self._pass.kind)
 
     def _bind(self, unit: Unit, slot: Slot, gradient_slot: Slot) -> None:
@@ -270,21 +264,19 @@ class Executor:
     def _reduces(self) -> bool:
         return not (self.accumulating and self._mode.gradients == "replicate")
 
-    def _kind(self, *, training: bool, forward: bool, gather: bool = True) -> PassKind:
-        return PassKind(
-            training=training,
-            forward=forward,
-            gather=gather,
-            reduce=training and self._reduces,
-            legs=self._collectives.legs,
-        )
+    def _kind(self, *, training: bool, forward: bool) -> PassKind:
+        reduce = training and self._reduces
+        return PassKind(training=training, forward=forward, reduce=reduce, legs=self._collectives.legs)
 
     def _open(self, *, training: bool, forward: bool, record: list[Op] | None = None) -> None:
         """Follow the schedule of a pass from its start, if one is known; without ``forward``, of a backward alone."""
-        known = training in self._followed
-        kind = self._kind(training=training, forward=forward, gather=(forward or known) and self._must_gather())
+        known, kind = training in self._followed, self._kind(training=training, forward=forward)
+        for unit in self._units:
+            if unit.presence is not Presence.SHARDED and not unit.current:  # before a gather has to wait for compute
+                self._effects.execute(Op(OpKind.RELEASE, unit.index, "forward"))
         self._lay_gradients(self._planned_gradients if known else self._own_gradients)
-        self._pass = Followed(kind, self._script_of(kind)) if known else self._on_demand(kind, record)
+        self._effects.agreeing = self._debug or not known
+        self._pass = Followed(kind, self._units, self._script_of(kind)) if known else self._on_demand(kind, record)
 
     def _open_backward(self) -> None:
         self._backward_open = True
@@ -331,9 +323,8 @@ class Executor:
         """
         if not self._collectives.agree(zlib.crc32(repr(observed).encode())):
             raise EngineError(
-                f"rank {self._collectives.world_rank} ran the units in another order, or used other parameters, than "
-                "another rank did in step 0; all ranks must call the same modules and use the same parameters in every "
-                "step"
+                f"rank {self._collectives.world_rank} ran the units in another order than another rank did in step 0; "
+                "all ranks must call the same modules in every step"
             )
         self._markers = observed
         self._rings = assign_rings(self._markers, self._facts, self._mode)
@@ -386,16 +377,6 @@ class Executor:
         if kind not in self._scripts:
             self._scripts[kind] = cut(self._build(kind), self._effects)
         return self._scripts[kind]
-
-    def _must_gather(self) -> bool:
-        """Whether this pass has to gather; replicated parameters that the optimizer changed are given up for it."""
-        if self._mode.parameters == "shard":
-            return True
-        stale = [unit for unit in self._units if not unit.aliased and not unit.current]
-        for unit in self._units if stale else ():
-            if not unit.aliased:
-                self._effects.execute(Op(OpKind.RELEASE, unit.index, "forward"))
-        return bool(stale)
 
     @torch.inference_mode(False)
     def _bind_first(self, unit: Unit) -> None:
@@ -459,13 +440,17 @@ class Executor:
         if kind.training:
             self._order = Order.ON_DEMAND
 
+    def _end_pass(self) -> None:
+        """Do what is due after the last marker; say once if a unit was left out."""
+        self._pass.end()
+        left_out = self._pass.left_out if isinstance(self._pass, Followed) and self._pass.kind.forward else None
+        if left_out is not None and not self._warned_of_left_out:
+            self._warned_of_left_out = True
+            warnings.warn(
+                f"refshard: unit '{left_out.name}' was left out, unlike in step 0; its collectives are issued all the "
+                "same in this and all later passes, so that every rank issues the same ones",
+                stacklevel=3,
+            )
+
     def _on_gradients(self, unit: Unit) -> None:
         self.mark(Op(OpKind.END, unit.index, "backward"))
-
-    def _check_agreement(self) -> None:
-        used = repr([sorted(unit.arrived) for unit in self._units])
-        if not self._collectives.agree(zlib.crc32(used.encode())):
-            raise EngineError(
-                f"rank {self._collectives.world_rank} used other parameters in this step than another rank did; all "
-                "ranks must use the same ones, if need be by adding 0 * parameter.sum() to the loss"
-            )

@@ -52,10 +52,16 @@ class Scene:
 
     marker: Op | None
     effects: tuple[Callable[[], None], ...]
+    skipping: tuple[Callable[[], None], ...]
 
     def play(self) -> None:
         """Do it."""
         for effect in self.effects:
+            effect()
+
+    def skip(self) -> None:
+        """Do it for a unit that does not begin to compute: its collectives, so that all ranks issue the same ones."""
+        for effect in self.skipping:
             effect()
 
 
@@ -67,18 +73,28 @@ def cut(stream: Sequence[Op], effects: Effects) -> tuple[Scene, ...]:
     first = next(i for i, op in enumerate(stream) if op.kind in awaited)
     scenes = []
     for marker_at, (start, stop) in zip([None, *starts, None], pairwise([0, first, *ends, len(stream)])):
+        effects_of = [(op, effects.of(op)) for op in stream[start:stop]]
         scenes.append(
-            Scene(None if marker_at is None else stream[marker_at], tuple(map(effects.of, stream[start:stop])))
+            Scene(
+                None if marker_at is None else stream[marker_at],
+                tuple(effect for _, effect in effects_of),
+                tuple(effect for op, effect in effects_of if op.kind is not OpKind.BEGIN),
+            )
         )
     return tuple(scenes)
 
 
 @final
 class Followed(Pass):
-    """A pass in a known order: scene after scene of its op stream. Its opening is played at once."""
+    """A pass in a known order: scene after scene of its op stream. Its opening is played at once.
 
-    def __init__(self, kind: PassKind, scenes: Sequence[Scene], position: int = 0) -> None:
+    A unit may be left out, on some ranks or on all: its collectives are issued all the same. ``left_out`` is the first.
+    """
+
+    def __init__(self, kind: PassKind, units: Sequence[Unit], scenes: Sequence[Scene], position: int = 0) -> None:
         self.kind = kind
+        self.left_out: Unit | None = None
+        self._units = units
         self._scenes = scenes
         self._next = position or 1
         if position == 0:
@@ -91,20 +107,43 @@ class Followed(Pass):
 
     def expects(self, marker: Op | None) -> bool:
         """See :meth:`Pass.expects`."""
-        return self.due == marker
+        return self.due == marker or self._place_of(marker) is not None
+
+    def _place_of(self, marker: Op | None) -> int | None:
+        """Where in the rest of the pass ``marker`` comes, if all that comes before can be left out."""
+        for place in range(self._next, len(self._scenes)):
+            due = self._scenes[place].marker
+            if due == marker:
+                return place
+            if due is None or (due.kind is OpKind.END and not self._units[due.unit].may_end(due.phase)):
+                return None
+        return None
 
     def mark(self, marker: Op) -> None:
         """See :meth:`Pass.mark`."""
-        self._next += 1
-        self._scenes[self._next - 1].play()
+        self._advance(marker)
 
     def end(self) -> None:
         """See :meth:`Pass.end`."""
-        self._scenes[self._next].play()
+        self._advance(None)
+
+    def _advance(self, marker: Op | None) -> None:
+        place: int | None = self._next
+        if self.due != marker:
+            place = self._place_of(marker)
+            assert place is not None
+            for scene in self._scenes[self._next : place]:
+                scene.skip()
+                if scene.marker is not None and scene.marker.kind is OpKind.BEGIN:
+                    self.left_out = self.left_out or self._units[scene.marker.unit]
+        self._next = place + 1
+        self._scenes[place].play()
 
     def turned(self, kind: PassKind, scenes_of: Callable[[PassKind], Sequence[Scene]]) -> Pass:
         """See :meth:`Pass.turned`."""
-        return Followed(kind, scenes_of(kind), self._next)
+        turned = Followed(kind, self._units, scenes_of(kind), self._next)
+        turned.left_out = self.left_out
+        return turned
 
 
 @final
@@ -128,8 +167,7 @@ class OnDemand(Pass):
         """See :meth:`Pass.mark`."""
         unit = self._units[marker.unit]
         if marker.kind is OpKind.BEGIN:
-            if not unit.aliased and unit.presence is not Presence.SHARDED and not unit.current:
-                self._effects.execute(Op(OpKind.RELEASE, unit.index, marker.phase))
+            self._end_others(unit)
             self._make_room(unit, marker.phase)
         reducing = self._effects.reducing
         for op in on_demand(marker, unit.presence, reducing, self._mode, unit.facts, self.kind):
@@ -143,6 +181,12 @@ class OnDemand(Pass):
     def turned(self, kind: PassKind, scenes_of: Callable[[PassKind], Sequence[Scene]]) -> Pass:
         """See :meth:`Pass.turned`."""
         return OnDemand(kind, self._units, self._mode, self._effects, self.record)
+
+    def _end_others(self, unit: Unit) -> None:
+        """End the backward of units that have nothing more to bring and no gradient that said so."""
+        for other in self._units:
+            if other is not unit and other.in_backward and other.complete:
+                other.on_gradients(other)
 
     def _make_room(self, unit: Unit, phase: Phase) -> None:
         """Free the unit's slot: another may hold it after a gather that was not used, or an unfinished backward."""

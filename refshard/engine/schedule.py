@@ -32,7 +32,7 @@ class OpKind(StrEnum):
     """What an op does to its unit."""
 
     GATHER = "gather"
-    """Issue the all-gather into the unit's parameter slot."""
+    """Issue the all-gather into the unit's parameter slot, unless that holds the current parameters."""
     WAIT = "wait"
     """Await that all-gather."""
     BEGIN = "begin"
@@ -88,13 +88,12 @@ class PassKind:
     """What one pass has to communicate.
 
     ``training`` passes have a backward; one without ``forward`` is that alone, where the pass before was another
-    microbatch's backward, as pipelines have it. ``gather`` is false where the replicated parameters are current,
-    ``reduce`` where the gradients stay unsharded for a later microbatch. ``legs`` is 2 where shards are replicated too.
+    microbatch's backward, as pipelines have it. ``reduce`` is false where the gradients stay unsharded for a later
+    microbatch. ``legs`` is 2 where shards are replicated too.
     """
 
     training: bool = True
     forward: bool = True
-    gather: bool = True
     reduce: bool = True
     legs: int = 1
 
@@ -160,7 +159,7 @@ def build(
     markers = [m for m in markers if (kind.forward if m.phase == "forward" else kind.training)]
     before: dict[int, list[Op]] = {i: [] for i in range(len(markers) + 1)}
     awaited: dict[int, list[Op]] = {i: [] for i in range(len(markers) + 1)}
-    reading = [u for u in _uses(markers, facts) if u.reads] if kind.gather else []
+    reading = [u for u in _uses(markers, facts) if u.reads]
     for position, use in enumerate(reading):
         if not _previous_residency(position, reading, rings, mode):
             issue = _issue_position(position, reading, rings, mode)

@@ -10,10 +10,11 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from refshard.engine.buffers import Places, Sizes, Slot
 from refshard.engine.collectives import Pending
@@ -131,8 +132,9 @@ class FlatParameter:
             self.target = full[self.own]
         return self.target
 
-    def take_reduced(self, full: torch.Tensor, filled: set[str]) -> None:
-        """Give each sharded parameter in ``filled`` its part of the reduced gradient. Others keep what they had.
+    def take_reduced(self, full: torch.Tensor, filled: set[str]) -> list["Unclaimed"]:
+        """Give each sharded parameter in ``filled`` its part of the reduced gradient; return the parts of the others,
+        which another rank may have used.
 
         ``full`` is the unsharded buffer that was reduced: what was reduced in place there must not stay there.
         """
@@ -147,12 +149,16 @@ class FlatParameter:
             # The host waits for its memory once, at the end of backward.
             kept = torch.empty_like(self.shard, pin_memory=self.shard.is_pinned())
             target, foreign = kept.copy_(target, non_blocking=True), False
+        unclaimed = []
         parts = target.split_with_sizes(self.cuts)
         for parameter, part in zip(self.parameters, parts[1::2]):
             if parameter.layout.name in filled:
-                self._accept(parameter, part, foreign=foreign)
+                self.accept(parameter, part, foreign=foreign)
+            elif self.reduced_over != 1:
+                unclaimed.append(Unclaimed(self, parameter, part.clone() if foreign else part))
+        return unclaimed
 
-    def _accept(self, parameter: "UnitParameter", part: torch.Tensor, *, foreign: bool) -> None:
+    def accept(self, parameter: "UnitParameter", part: torch.Tensor, *, foreign: bool) -> None:
         """Add ``part`` to the parameter's gradient; one that is ``foreign`` must not become the gradient itself.
 
         The user's hooks on the parameter run here, as they do when autograd accumulates a gradient.
@@ -182,6 +188,14 @@ class FlatParameter:
         return elements.data_ptr() == place.data_ptr() and elements.numel() == place.numel() > 0
 
 
+class Unclaimed(NamedTuple):
+    """A part of a reduced gradient of a parameter that this rank has not used."""
+
+    flat: FlatParameter
+    parameter: UnitParameter
+    part: torch.Tensor
+
+
 @dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class Unit:
     """A unit and its state, which its own methods alone change.
@@ -193,12 +207,14 @@ class Unit:
     in a backward, ``recomputed`` that activation checkpointing has begun it there, ``ended`` that it has ended there.
     ``gathering`` and ``reducing`` are under way. ``arrived`` names the parameters whose gradient has come in this
     backward, ``filled`` those with a gradient in the slot, from this backward or an earlier microbatch's;
-    ``shown`` is what :meth:`show_unreduced` has put in their place. ``read_outside`` says that one came to a sharded
-    parameter itself. ``inputs_awaited`` counts calls of a unit with frozen parameters whose inputs' gradients are still
-    to come. ``on_listed`` is called before anybody lists the modules' parameters. ``computes`` tells the lanes that
-    compute is on the current stream too: autograd calls hooks on those that forward ran on. ``lasts`` says that
-    something of the unit was seen to run after its last gradient: from then on it stays gathered until the backward has
-    ended.
+    ``unclaimed`` are reduced gradients of the others, until it is known whether another rank has used them. ``partial``
+    says that some parameter may take no part in a backward, so that autograd must be asked which still have a gradient
+    to come. ``shown`` is what :meth:`show_unreduced` has put in their place. ``read_outside`` says that one came to a
+    sharded parameter itself. ``inputs_awaited`` counts calls of a unit with frozen parameters whose inputs' gradients
+    are still to come. ``on_listed`` is called before anybody lists the modules' parameters. ``computes`` tells the
+    lanes that compute is on the current stream too: autograd calls hooks on those that forward ran on. ``lasts`` says
+    that something of the unit was seen to run after its last gradient: from then on it stays gathered until the
+    backward has ended.
 
     **Versions.** A slot is written to unseen by autograd, whose version counters are set here instead: to one number
     while the slot holds what was gathered from masters of ``gathered_version``, to another when it does not. What
@@ -232,6 +248,8 @@ class Unit:
     gathered_version: int = -1
     arrived: set[str] = field(default_factory=set)
     filled: set[str] = field(default_factory=set)
+    unclaimed: list[Unclaimed] = field(default_factory=list)
+    partial: bool = True
     shown: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
     read_outside: bool = False
     inputs_awaited: int = 0
@@ -286,12 +304,26 @@ class Unit:
     @property
     def current(self) -> bool:
         """Whether the slot holds the masters' values, or will when the gather under way is done."""
-        return self.presence is not Presence.SHARDED and self.gathered_version == self.version
+        return self.aliased or (self.presence is not Presence.SHARDED and self.gathered_version == self.version)
 
     @property
     def complete(self) -> bool:
         """Whether this backward has nothing more to bring."""
-        return not self.lasts and len(self.arrived) == len(self.trained) and self.inputs_awaited == 0
+        if self.lasts or self.inputs_awaited:
+            return False
+        missing = len(self.trained) - len(self.arrived)
+        return not missing or (self.partial and not any(map(_is_due, self._missing())))
+
+    def may_end(self, phase: Phase) -> bool:
+        """Whether this phase has nothing more to compute, though no gradient may have said so."""
+        if phase == "forward":
+            return not self.computing
+        self.partial = True
+        return not self.in_backward or self.complete
+
+    def _missing(self) -> Iterator[UnitParameter]:
+        """The parameters whose gradient has not come in this backward."""
+        return (p for p in self.trained if p.layout.name not in self.arrived)
 
     def expect_reads_in_backward(self) -> None:
         """From now on backward may read the parameters, though that of the modules' forward does not."""
@@ -370,11 +402,16 @@ class Unit:
 
     def _begin_backward(self) -> None:
         self._drop_cleared()
-        if self.trained and self.gradient_slot.accumulates and self.gradient_slot.owner != self.name:
+        if self.trained and self.gradient_slot.accumulates:
+            self._take_gradient_slot()
+        self.in_backward, self.ended = True, False
+
+    def _take_gradient_slot(self) -> None:
+        """Have the gradient slot, which may hold gradients of earlier microbatches."""
+        if self.gradient_slot.owner != self.name:
             self.gradient_slot.acquire(self.name)
             for flat in self.trained_flats:
                 flat.set_gradients_aside(self.filled)
-        self.in_backward, self.ended = True, False
 
     def end(self, phase: Phase) -> None:
         """Stop computing.
@@ -401,6 +438,7 @@ class Unit:
             self._expose(unsharded=False)
         self.computing = self.in_backward = self.recomputed = self.ended = False
         self.inputs_awaited = 0
+        self.unclaimed.clear()
         if self.reducing is None and keep_gradients:
             return
         self.reducing = None
@@ -561,14 +599,14 @@ class Unit:
     def complete_gradients(self) -> None:
         """Have all gradients in the slot. Those of parameters that took no part in this step are zero, not stale."""
         self._drop_cleared()
+        self._take_gradient_slot()
         if not self.gradient_slot.accumulates:
-            self.gradient_slot.acquire(self.name)
             for flat in self.trained_flats:
                 self._move_gradients(flat, [p for p in flat.parameters if p.unsharded.grad is not None])
-        if len(self.filled) < len(self.trained):
-            for parameter in self.trained:
-                if parameter.layout.name not in self.filled:
-                    parameter.gradient.zero_()
+        self.partial = len(self.filled) < len(self.trained)
+        for parameter in self.trained if self.partial else ():
+            if parameter.layout.name not in self.filled:
+                parameter.gradient.zero_()
 
     def _move_gradients(self, flat: FlatParameter, parameters: Sequence[UnitParameter]) -> None:
         """Into the slot. The first gradient is written and later ones are added: a preset ``.grad`` view would cost a
@@ -593,6 +631,12 @@ class Unit:
             self.filled.add(name)
         if together:
             torch._foreach_copy_([place for place, _ in together], [gradient for _, gradient in together])
+
+
+def _is_due(parameter: UnitParameter) -> bool:
+    """Whether the backward under way has yet to accumulate a gradient of the parameter."""
+    node = get_gradient_edge(parameter.unsharded).node
+    return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
 
 
 def _attributes(parameter: UnitParameter) -> Iterator[tuple[Any, str | int]]:

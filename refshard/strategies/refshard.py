@@ -73,15 +73,19 @@ class Refshard(Strategy):
         kept, microbatches = self._mode.parameters == "replicate", self._world.case.job.microbatches
         if self._world.case.job.workload == "training":
             reduced_once = self._mode.gradients == "replicate"
-            kinds = [
-                PassKind(gather=not (kept and i), reduce=not reduced_once or i == microbatches - 1)
-                for i in range(microbatches)
-            ]
+            kinds = [PassKind(reduce=not reduced_once or i == microbatches - 1) for i in range(microbatches)]
         else:
-            # Parameters that are kept and never change were gathered in the first pass, which is not counted.
-            kinds = [PassKind(training=False, gather=not kept, reduce=False)] * microbatches
+            kinds = [PassKind(training=False, reduce=False)] * microbatches
         streams = [build(markers, rings, mode, facts, kind) for kind in kinds]
-        issued = [c for stream in streams for op in stream for c in self._issued(op.kind, units[op.unit])]
+        # Parameters that are kept are gathered once after each optimizer step; without one, in a warm-up pass.
+        current = range(1 if kinds[0].training else 0, microbatches) if kept else ()
+        issued = [
+            c
+            for i, stream in enumerate(streams)
+            for op in stream
+            if not (op.kind is OpKind.GATHER and i in current)
+            for c in self._issued(op.kind, units[op.unit])
+        ]
         if self._world.tensor is not None:
             issued += announce_split(cast(Llama, self._model), self._world, self._world.computed)
         if self._muon is not None:

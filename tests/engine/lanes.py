@@ -304,6 +304,9 @@ class AlikeCollectives(Collectives):
     def reduce_over_shards(self, tensor: torch.Tensor, op: str) -> None:
         """All ranks are alike."""
 
+    def all_reduce_max(self, tensor: torch.Tensor) -> Pending:
+        return self._launch("all_reduce_max", [tensor], [tensor], lambda: None)
+
     def agree(self, value: int) -> bool:
         return True
 
@@ -330,7 +333,10 @@ class WatchedCollectives(AlikeCollectives):
         return WatchedWork(self._detector, dict(self._detector.clock(group)))
 
 
-WAITS = ("masters_changed", "_gather", "_wait", "_reduce", "_combine", "_finish", "abandon_pass", "settle")
+WAITS = (
+    "masters_changed", "_gather", "_wait", "_reduce", "_combine", "_finish", "claim_gradients",
+    "abandon_pass", "settle",
+)  # fmt: skip
 """Every place that waits, by the name of the function."""
 LANES_WAITS = ("issued", "follow")
 """Those of a lane other than compute for a collective: its own, and another lane's."""

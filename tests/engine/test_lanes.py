@@ -26,9 +26,14 @@ class Careful(Net):
     checkpointed = False
     reentrant = False
     fail = False
+    writes = False
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
+        if self.writes:
+            with torch.no_grad():
+                for parameter in self.layers[2].parameters():
+                    parameter.mul_(0.99)
         for index in self.order or range(len(self.layers)):
             layer = self.layers[index]
             x = checkpoint(layer, x, use_reentrant=self.reentrant) if self.checkpointed else layer(x)
@@ -64,6 +69,8 @@ class Scenario:
     runs_twice: bool = False
     two_backwards: bool = False
     asks_ahead: bool = False
+    writes_in_forward: bool = False
+    leaves_one_out: bool = False
     world_size: int = 2
     replicas: int = 1
     streams: int = 2
@@ -104,6 +111,9 @@ def make_model(scenario: Scenario) -> Careful:
     model = Careful(n_blocks=3, tied=scenario.tied)
     model.checkpointed, model.reentrant = scenario.checkpointed, scenario.reentrant
     model.order = [0, 1, 1, 2] if scenario.runs_twice else None
+    model.writes = scenario.writes_in_forward
+    if scenario.leaves_one_out:
+        model.layers[1].get_submodule("norm").register_parameter("spare", nn.Parameter(torch.ones(3)))
     if scenario.frozen:
         for layer in model.layers:
             layer.get_submodule("up").requires_grad_(False)
@@ -129,7 +139,7 @@ def train_step(model: Careful, optimizer: torch.optim.Optimizer, scenario: Scena
         model.order = [1, 0, 2]
     for microbatch in range(scenario.microbatches):
         with no_sync(model) if microbatch + 1 < scenario.microbatches else warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="refshard: the order of execution changed")
+            warnings.filterwarnings("ignore", message="refshard: (the order of execution changed|unit .* was left out)")
             loss = loss_of(model, make_batch(step))
             if scenario.two_backwards:
                 loss.backward(retain_graph=True)
@@ -191,6 +201,9 @@ WAYS: dict[str, dict[str, object]] = {
     "asked ahead, another order": {"asks_ahead": True, "changes_order": True},
     "asked ahead, offload": {"asks_ahead": True, "offload": True},
     "two backwards": {"two_backwards": True, "bf16": True},
+    "weights written in forward": {"writes_in_forward": True},
+    "a parameter without use": {"leaves_one_out": True},
+    "a parameter without use, hybrid, accumulation": {"leaves_one_out": True, "replicas": 2, "microbatches": 2},
     "hybrid": {"replicas": 2},
     "hybrid, bf16, accumulation, one stream": {"replicas": 2, "bf16": True, "microbatches": 2, "streams": 1},
     "replicas only": {"world_size": 1, "replicas": 2, "bf16": True},
@@ -230,11 +243,14 @@ NEEDED = {
     "_reduce": ("yafsdp", "plain", "mul (writes, on compute)", "reduce_scatter (reads,"),
     "_combine": ("fsdp", "hybrid", "reduce_scatter, in freed memory (", "(writes, on compute)"),
     "_finish": ("yafsdp", "plain", "reduce_scatter (writes,", "add_ (reads, on compute)"),
+    "claim_gradients": (
+        "yafsdp", "a parameter without use", "all_reduce_max, in freed memory (writes,", "(writes, on compute)"
+    ),
     "abandon_pass": ("fsdp", "failing", "reduce_scatter, in freed memory (", "(writes, on compute)"),
     "settle": ("fsdp", "offload, evaluation", "copy_ (reads, on gather)", "mul_ (writes, on host)"),
     "issued": ("yafsdp", "plain", "all_gather (writes,", "(reads, on compute)"),
     "follow": ("yafsdp", "hybrid", "reduce_scatter (writes,", "all_reduce (writes,"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("wait", WAITS + LANES_WAITS)

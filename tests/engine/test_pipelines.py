@@ -107,7 +107,7 @@ def test_a_backward_that_brings_no_parameter_a_gradient_is_told() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_second_backward_of_a_part_leaves_the_order_as_it_is(mode: str) -> None:
-    """An auxiliary loss on an early block, say: it is served on demand."""
+    """An auxiliary loss on an early block, say: the other blocks' collectives are issued all the same."""
 
     def both(model: torch.nn.Sequential, x: torch.Tensor) -> list[torch.Tensor]:
         seen: list[torch.Tensor] = []

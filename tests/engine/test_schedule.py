@@ -25,9 +25,7 @@ from refshard.errors import SpecError
 
 modes = st.sampled_from(sorted(MODES.values(), key=lambda m: m.name))
 sharding = st.sampled_from([m for m in MODES.values() if m.storage != "persistent"])
-kinds = st.builds(
-    PassKind, forward=st.booleans(), gather=st.booleans(), reduce=st.booleans(), legs=st.sampled_from([1, 2])
-)
+kinds = st.builds(PassKind, forward=st.booleans(), reduce=st.booleans(), legs=st.sampled_from([1, 2]))
 
 
 def chain(n_blocks: int, mode: Mode) -> tuple[tuple[Op, ...], Rings]:
@@ -98,7 +96,7 @@ def test_compute_finds_its_unit_gathered_and_alone_in_its_slot(
 ) -> None:
     markers, facts = given_order
     rings = assign_rings(markers, facts, mode)
-    state: dict[int, str] = {} if kind.gather else dict.fromkeys(range(len(facts)), "ready")
+    state: dict[int, str] = {}
     for op in build(markers, rings, mode, facts, kind):
         match op.kind:
             case OpKind.GATHER:
@@ -114,8 +112,8 @@ def test_compute_finds_its_unit_gathered_and_alone_in_its_slot(
                 assert unread or state[op.unit] == "ready"
             case OpKind.RELEASE:
                 assert state.pop(op.unit) == "ready"
-    read = {u for u, f in enumerate(facts) if kind.forward or f.read_in_backward or not kind.gather}
-    kept = read if mode.parameters == "replicate" or not kind.gather else set()
+    read = {u for u, f in enumerate(facts) if kind.forward or f.read_in_backward}
+    kept = read if mode.parameters == "replicate" else set()
     assert state.keys() == kept, "sharded parameters stay unsharded after the step, or replicated ones do not"
 
 
@@ -217,9 +215,8 @@ def test_zero2_keeps_parameters_from_forward_to_backward() -> None:
 def test_zero1_keeps_parameters_from_step_to_step_and_finishes_when_all_is_issued() -> None:
     stream, _ = chain(1, find_mode("zero1"))
     assert short(stream) == "g0 g1 w0 (0 )0 g2 w1 (1 )1 w2 (2 )2 (2b )2b R2b (1b )1b R1b (0b )0b R0b f2b f1b f0b"
-    markers, facts, mode = chain_markers(3), sized([1, 2, 3]), find_mode("zero1")
-    current = build(markers, {}, mode, facts, PassKind(gather=False, reduce=False))
-    assert current == markers, "a microbatch that is not the last communicates nothing"
+    unreduced = build(chain_markers(3), {}, find_mode("zero1"), sized([1, 2, 3]), PassKind(reduce=False))
+    assert short(unreduced) == "g0 g1 w0 (0 )0 g2 w1 (1 )1 w2 (2 )2 (2b )2b (1b )1b (0b )0b"
 
 
 def test_the_second_leg_overlaps_the_backward_after_the_next() -> None:

@@ -64,7 +64,7 @@ class ThreadCollectives(Collectives):
     """Collectives between threads. A seat that is None is that of an axis of one rank. ``pause`` slows each down."""
 
     def __init__(self, shards: Seat | None, replicas: Seat | None, device: torch.device, pause: Pause) -> None:
-        self._shards, self._replicas, self._device, self._pause = shards, replicas, device, pause
+        self._shards, self._replicas, self.device, self._pause = shards, replicas, device, pause
         self.rank = shards.place if shards else 0
         self.world_size = shards.table.size if shards else 1
         self.replicas = replicas.table.size if replicas else 1
@@ -100,9 +100,10 @@ class ThreadCollectives(Collectives):
         combine = _sum if op == "sum" else lambda tensors: torch.stack(tensors).amax(0)
         self._exchange(self._shards, tensor, tensor, combine)
 
-    def agree(self, value: int) -> bool:
-        seats = [seat for seat in (self._shards, self._replicas) if seat is not None]
-        return all(set(seat.share(value)) == {value} for seat in seats)
+    def all_reduce_max(self, tensor: torch.Tensor) -> Pending:
+        for seat in (self._shards, self._replicas):
+            self._exchange(seat, tensor, tensor, lambda tensors: torch.stack(tensors).amax(0))
+        return Together(())
 
     def _exchange(
         self,
@@ -126,7 +127,7 @@ class ThreadCollectives(Collectives):
         """What all ranks bring; the current stream goes on after those that they brought it on."""
         if seat is None:
             return [value]
-        event = torch.cuda.current_stream().record_event() if self._device.type == "cuda" else None
+        event = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
         everything = seat.share((value, event))
         for _, other in everything:
             if other is not None:
