@@ -62,10 +62,15 @@ class Slot:
         self, pool: Pool, tensors: Sequence[torch.Tensor], places: Places, *,
         accumulates: bool = False, debug: bool = False,
     ) -> None:  # fmt: skip
-        self.pool, self.flats, self.accumulates = pool, tuple(tensors[: len(places)]), accumulates
-        self.scratch = tuple(tensors[len(places) :]) or (None,) * len(places)
+        self.pool, self.accumulates = pool, accumulates
         self._debug = debug
         self.owner: str | None = None
+        self.lay(tensors, places)
+
+    def lay(self, tensors: Sequence[torch.Tensor], places: Places) -> None:
+        """Let the slot from now on be made of these tensors."""
+        self.flats = tuple(tensors[: len(places)])
+        self.scratch = tuple(tensors[len(places) :]) or (None,) * len(places)
         starts = [tensor.storage_offset() * tensor.itemsize for tensor in tensors]
         self._begin = min(starts, default=0)
         self._end = max((start + tensor.nbytes for start, tensor in zip(starts, tensors)), default=0)

@@ -38,9 +38,9 @@ class Axis(Protocol):
 class Collectives(ABC):
     """Collectives of flat 1-D tensors over a shard axis of ``world_size`` ranks times a replicate axis of ``replicas``.
 
-    ``rank`` is this rank's place on the shard axis, and ``device`` has what the ranks tell each other. The calls that return a :class:`Pending` return at once, and the
-    tensors must not be touched before its ``wait``. Multiply gradients by ``scale`` before a reduction: its result is
-    then their mean.
+    ``rank`` is this rank's place on the shard axis, and ``device`` has what the ranks tell each other. The calls that
+    return a :class:`Pending` return at once, and the tensors must not be touched before its ``wait``. Multiply
+    gradients by ``scale`` before a reduction: its result is then their mean.
     """
 
     rank: int

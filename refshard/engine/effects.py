@@ -42,7 +42,6 @@ class Effects:
         # What reducing amounts to where nothing is sharded.
         self._reduction = "reduce_scatter" if collectives.world_size > 1 else "all_reduce"
         self._of: dict[OpKind, Callable[[Unit], None]] = {
-            OpKind.GATHER: self._gather,
             OpKind.WAIT: self._wait,
             OpKind.RELEASE: self._release,
             OpKind.REDUCE: self._reduce,
@@ -57,6 +56,8 @@ class Effects:
             return partial(self._begin, unit, op.phase)
         if op.kind is OpKind.END:
             return partial(self._end, unit, op.phase)
+        if op.kind is OpKind.GATHER:
+            return partial(self._gather, unit, op.phase)
         return partial(self._of[op.kind], unit)
 
     def execute(self, op: Op) -> None:
@@ -111,7 +112,9 @@ class Effects:
         names = [parameter.layout.name for unit in self._units for parameter in unit.trained]
         if self._all_used is None:
             self._all_used = torch.ones(len(names), dtype=torch.uint8, device=device)
-        used = torch.tensor([n not in left for n in names], dtype=torch.uint8, device=device) if left else self._all_used
+        used = self._all_used
+        if left:
+            used = torch.tensor([name not in left for name in names], dtype=torch.uint8, device=device)
         lane: Lane = "combine" if self._collectives.legs == 2 else "reduce"
         self._wait_for_compute(lane)
         with self._lanes.use(lane):
@@ -130,8 +133,8 @@ class Effects:
         if self.agreeing and not self._collectives.agree(zlib.crc32(f"{what} {index}".encode())):
             of = f" of unit '{self._units[index].name}'" if index >= 0 else ""
             raise EngineError(
-                f"rank {self._collectives.world_rank} is at {what}{of}, and another rank is not; all ranks must run the "
-                "same units in the same order: choose what runs by a seed that they share"
+                f"rank {self._collectives.world_rank} is at {what}{of}, and another rank is not; all ranks must run "
+                "the same units in the same order: choose what runs by a seed that they share"
             )
 
     def abandon(self, unit: Unit, *, keep_gradients: bool, keep_ahead: bool) -> None:
@@ -148,10 +151,12 @@ class Effects:
             self.reducing.remove(unit.index)
             self._combined.discard(unit.index)
 
-    def _gather(self, unit: Unit) -> None:
-        if unit.current:
-            unit.ahead = False  # The pass gives it up when it has used it.
-            return
+    def _gather(self, unit: Unit, phase: Phase) -> None:
+        unit.ahead = False  # The pass gives it up when it has used it.
+        if not (unit.current or (phase == "forward" and unit.handed_out)):
+            self._fetch(unit)
+
+    def _fetch(self, unit: Unit) -> None:
         self._release(unit)
         self._evict(unit.slot)
         self._agree("the gather", unit.index)
@@ -192,9 +197,10 @@ class Effects:
         if phase == "backward":
             # A second part of its backward: the slot still holds what the first part left there.
             self.finish(unit)
-        if not unit.current and unit.presence is Presence.UNSHARDED:
-            # Its weights were written to since they were gathered, as a model's forward may do with a teacher's.
-            self._gather(unit)
+        if (phase == "forward" and unit.handed_out) or (unit.presence is Presence.UNSHARDED and not unit.current):
+            # Its weights were written to since they were gathered, as a model's forward may do with a teacher's; or
+            # they may have been.
+            self._fetch(unit)
             self._wait(unit)
         unit.begin(phase)
 

@@ -41,6 +41,8 @@ class _Part(torch.Tensor):
 
     def to_local(self) -> torch.Tensor:
         """This rank's elements, a plain 1-D tensor over the same memory, without a gradient."""
+        if self._whole.master is not None:
+            self._whole.master.hand_out(self._local_tensor)
         return self._local_tensor.detach()
 
     def full_tensor(self) -> torch.Tensor:
@@ -656,7 +658,8 @@ def _view_as_real(func: Operator, args: Sequence[Any], _: dict[str, Any]) -> Any
         raise _refused(func, whole)
     if whole.pairs is None:
         ranges = tuple((2 * start, 2 * stop) for start, stop in whole.ranges)
-        whole.pairs = Whole(whole.name, torch.Size([*whole.shape, 2]), ranges, whole.collectives, None, whole.mesh)
+        shape = torch.Size([*whole.shape, 2])
+        whole.pairs = Whole(whole.name, shape, ranges, whole.collectives, None, whole.mesh, whole.master)
     return LocalPart(torch.view_as_real(part._local_tensor).view(-1), whole.pairs)
 
 

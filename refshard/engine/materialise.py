@@ -18,7 +18,7 @@ from refshard.engine.precision import Precision
 from refshard.engine.schedule import UnitFacts
 from refshard.engine.split import Split
 from refshard.engine.unit import FlatParameter, Unit, UnitParameter
-from refshard.engine.whole import Whole
+from refshard.engine.whole import Master, Whole
 from refshard.errors import EngineError
 
 COMMUNICATED = frozenset(
@@ -176,11 +176,12 @@ def _flatten(
     own = slice(collectives.rank * layout.shard_numel, (collectives.rank + 1) * layout.shard_numel)
     keep = {"device": "cpu", "pin_memory": device.type == "cuda"} if offload else {"device": device}
     shard = torch.empty(layout.shard_numel, dtype=full.dtype, **keep).copy_(full[own])
+    master = Master(shard)
     parameters = []
     for member, place, split in zip(members, layout.parameters, splits):
         start, stop = layout.local_range(place, collectives.rank)
         local = shard[start:stop]
-        as_part = _parts_of(place, layout, collectives, split, mesh)
+        as_part = _parts_of(place, layout, collectives, split, mesh, master)
         listed = _listed(member)
         sharded = _put_in_place(member, nn.Parameter(as_part(local), requires_grad=trained), rescale)
         parameters.append(
@@ -189,7 +190,7 @@ def _flatten(
     flat = FlatParameter(
         layout=layout,
         parameters=tuple(parameters),
-        shard=shard,
+        master=master,
         trained=trained,
         dtype=computed,
         reduce_dtype=reduced,
@@ -240,14 +241,15 @@ def _put_in_place(member: Member, sharded: nn.Parameter, rescale: float) -> nn.P
 
 
 def _parts_of(
-    place: ParameterLayout, layout: UnitLayout, collectives: Collectives, split: Split | None, mesh: DeviceMesh | None
+    place: ParameterLayout, layout: UnitLayout, collectives: Collectives, split: Split | None, mesh: DeviceMesh | None,
+    master: Master,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """What makes a local part of this rank's elements; where they are all elements, a view of the true shape."""
     if collectives.world_size == 1 and not (split and split.divided):
         return lambda elements: elements.view(place.shape)
     bounds = [min(max(r * layout.shard_numel - place.offset, 0), place.numel) for r in range(layout.world_size + 1)]
     shape = torch.Size(place.shape) if split is None else split.shape
-    whole = Whole(place.name, shape, tuple(pairwise(bounds)), collectives, split, mesh)
+    whole = Whole(place.name, shape, tuple(pairwise(bounds)), collectives, split, mesh, master)
     return lambda elements: LocalPart(elements, whole)
 
 

@@ -128,16 +128,14 @@ class Followed(Pass):
         self._advance(None)
 
     def _advance(self, marker: Op | None) -> None:
-        place: int | None = self._next
-        if self.due != marker:
-            place = self._place_of(marker)
-            assert place is not None
-            for scene in self._scenes[self._next : place]:
-                scene.skip()
-                if scene.marker is not None and scene.marker.kind is OpKind.BEGIN:
-                    self.left_out = self.left_out or self._units[scene.marker.unit]
-        self._next = place + 1
-        self._scenes[place].play()
+        while self.due != marker:
+            left_out = self._scenes[self._next]
+            left_out.skip()
+            if left_out.marker is not None and left_out.marker.kind is OpKind.BEGIN:
+                self.left_out = self.left_out or self._units[left_out.marker.unit]
+            self._next += 1
+        self._next += 1
+        self._scenes[self._next - 1].play()
 
     def turned(self, kind: PassKind, scenes_of: Callable[[PassKind], Sequence[Scene]]) -> Pass:
         """See :meth:`Pass.turned`."""

@@ -22,6 +22,7 @@ from refshard.engine.layout import ParameterLayout, UnitLayout
 from refshard.engine.local_part import AsPart, UnreducedPart, local_of, whole_of
 from refshard.engine.schedule import Phase, Presence, UnitFacts
 from refshard.engine.split import Split
+from refshard.engine.whole import Master
 from refshard.errors import EngineError
 
 UNSHARDED_IN = "_refshard_unit"
@@ -62,7 +63,7 @@ class UnitParameter:
 class FlatParameter:
     """All parameters of a unit of one dtype that are trained, or all that are frozen, end to end.
 
-    ``shard`` is the 1-D master of ``layout.shard_numel`` elements; that of a frozen one is of the dtype that is
+    ``master`` holds ``shard``, 1-D and of ``layout.shard_numel`` elements; that of a frozen one is of the dtype that is
     computed with. ``dtype`` is that of the unsharded parameters, ``reduce_dtype`` that of their unsharded gradients.
     ``own`` is where this rank's part lies in the unsharded buffer. ``reduced_over`` is how many ranks' gradients are
     reduced, and ``scratch_numel`` how many more elements that needs. Gradients are multiplied by ``scale`` before the
@@ -71,12 +72,12 @@ class FlatParameter:
 
     Between steps no gradient shard exists: a reduction makes a new one where the parameters have no ``.grad``, and adds
     to it where they have. ``whole_gradient`` is the exception, where the shard is the whole: it is kept, and is itself
-    the slot that gradients arrive in.
+    the slot that gradients arrive in. ``users`` is how many tensors of the engine's lie in it.
     """
 
     layout: UnitLayout
     parameters: tuple[UnitParameter, ...]
-    shard: torch.Tensor
+    master: Master
     trained: bool
     dtype: torch.dtype
     reduce_dtype: torch.dtype
@@ -87,7 +88,9 @@ class FlatParameter:
     rescale: float = 1.0
     offloaded: bool = False
     whole_gradient: torch.Tensor | None = None
+    users: int = 0
     target: torch.Tensor | None = None
+    shard: torch.Tensor = field(init=False)
     cuts: list[int] = field(init=False)
     factor: torch.Tensor = field(init=False)
 
@@ -96,6 +99,7 @@ class FlatParameter:
 
         ``factor`` is ``scale`` as a tensor: torch would wrap a number anew, hundreds of times a step.
         """
+        self.shard = self.master.shard
         bounds = [0, *(bound for p in self.parameters for bound in (p.start, p.stop)), self.layout.shard_numel]
         self.cuts = [after - before for before, after in pairwise(bounds)]
         self.factor = torch.tensor(self.scale, dtype=torch.float64)
@@ -108,6 +112,15 @@ class FlatParameter:
     def has_gradients(self) -> bool:
         """Whether gradients of an earlier reduction are there, to be added to."""
         return any(p.sharded.grad is not None for p in self.parameters)
+
+    def kept_by_others(self) -> bool:
+        """Whether somebody holds on to gradients of an earlier backward, which the coming one would write over: to a
+        parameter's ``.grad`` that is no longer its own, or to a view of one.
+        """
+        if self.whole_gradient is None:
+            return False
+        own = sum(self.holds(parameter.sharded.grad, parameter) for parameter in self.parameters)
+        return _users_of(self.whole_gradient) > self.users + own
 
     def set_gradients_aside(self, pending: set[str]) -> None:
         """Copy reduced gradients out of the slot that the coming backward writes to; they stay each parameter's
@@ -173,8 +186,8 @@ class FlatParameter:
             gradient = gradient if changed is None else changed
         if held is None or self.holds(held, parameter):
             sharded.grad = gradient
-        elif self.whole_gradient is not None:
-            sharded.grad = gradient.add_(held)
+        elif self.whole_gradient is not None and _users_of(held) == 1:
+            sharded.grad = gradient.add_(held)  # which nobody else has, and which lay there before
         else:
             held += gradient
         for hook in _users(sharded._post_accumulate_grad_hooks):
@@ -237,6 +250,7 @@ class Unit:
     trained_flats: tuple[FlatParameter, ...] = field(init=False)
     _places: list[tuple[Any, str | int, nn.Parameter, nn.Parameter]] = field(init=False)
     _views: tuple[torch.Tensor, ...] = field(init=False)
+    _plain: bool = field(init=False)
     presence: Presence = Presence.SHARDED
     computing: bool = False
     in_backward: bool = False
@@ -352,6 +366,7 @@ class Unit:
                 module.__dict__["_parameters"] = _Listed(self, module._parameters)
         self.on_gradients = on_gradients
         self._views = tuple(p.unsharded for p in self.parameters)
+        self._plain = any(type(p.sharded) is nn.Parameter for p in self.parameters)
         self._places = [
             (container, key, p.sharded, p.unsharded)
             for p in self.parameters
@@ -366,6 +381,8 @@ class Unit:
         for flat, views in zip(self.trained_flats, slot.views):
             for parameter, view in zip(flat.parameters, views):
                 parameter.gradient = view
+            if flat.whole_gradient is not None:
+                flat.users = _users_of(flat.whole_gradient)
 
     def start_gather(self, pending: Pending) -> None:
         """The slot, which is the unit's, is being written to."""
@@ -410,8 +427,21 @@ class Unit:
         """Have the gradient slot, which may hold gradients of earlier microbatches."""
         if self.gradient_slot.owner != self.name:
             self.gradient_slot.acquire(self.name)
+            kept = [flat for flat in self.trained_flats if flat.kept_by_others()]
+            if kept:
+                self._leave_gradients(kept)
             for flat in self.trained_flats:
                 flat.set_gradients_aside(self.filled)
+
+    def _leave_gradients(self, kept: Sequence[FlatParameter]) -> None:
+        """Let gradients of ``kept`` from now on arrive in new memory: others hold on to what is in the present one."""
+        for flat in kept:
+            assert flat.whole_gradient is not None
+            flat.whole_gradient = torch.empty_like(flat.whole_gradient)
+        whole = [flat.whole_gradient for flat in self.trained_flats if flat.whole_gradient is not None]
+        self.gradient_slot.pool.memory = whole[0]
+        self.gradient_slot.lay(whole, self.gradient_places)
+        self.place_gradients(self.gradient_slot)
 
     def end(self, phase: Phase) -> None:
         """Stop computing.
@@ -475,13 +505,17 @@ class Unit:
             )
 
     def doubt(self) -> None:
-        """A forward begins: where what is computed with is a copy, a cast or of masters on the host, take it for old.
+        """A pass begins: where what is computed with is a copy, a cast or of masters on the host, take it for old.
 
         A write through ``.data`` of a plain parameter leaves no trace; that of a local part raises the version.
         """
-        plain = any(type(parameter.sharded) is nn.Parameter for parameter in self.parameters)
-        if plain and not (self.aliased or self.computing):
+        if self._plain and not (self.aliased or self.computing):
             self.gathered_version = -1
+
+    @property
+    def handed_out(self) -> bool:
+        """Whether the masters may be written to at any time without a trace: through what ``to_local()`` returned."""
+        return any(flat.master.handed_out for flat in self.flats)
 
     def check_parameters(self) -> None:
         """Check that the model still holds the parameters that the engine trains.
@@ -633,10 +667,15 @@ class Unit:
             torch._foreach_copy_([place for place, _ in together], [gradient for _, gradient in together])
 
 
+def _users_of(tensor: torch.Tensor) -> int:
+    """How many tensors, in Python and in C++, lie in the memory of this one."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
 def _is_due(parameter: UnitParameter) -> bool:
     """Whether the backward under way has yet to accumulate a gradient of the parameter."""
     node = get_gradient_edge(parameter.unsharded).node
-    return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
+    return bool(torch._C._will_engine_execute_node(node))
 
 
 def _attributes(parameter: UnitParameter) -> Iterator[tuple[Any, str | int]]:

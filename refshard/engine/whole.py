@@ -14,14 +14,28 @@ from refshard.errors import EngineError
 
 
 @dataclass(eq=False, slots=True)
+class Master:
+    """The ``shard`` that parts of parameters lie in. ``handed_out`` says that others were given plain tensors of that
+    memory, through which they may write unseen.
+    """
+
+    shard: torch.Tensor
+    handed_out: bool = False
+
+    def hand_out(self, local: torch.Tensor) -> None:
+        """Others are given ``local``; that of a gradient or of optimizer state lies elsewhere."""
+        self.handed_out |= local.untyped_storage().data_ptr() == self.shard.untyped_storage().data_ptr()
+
+
+@dataclass(eq=False, slots=True)
 class Whole:
     """One tensor that the ranks of a shard axis divide: each holds a range of the flattened tensor, possibly empty.
 
     ``ranges`` are ``[start, stop)`` by rank of ``collectives``' shard axis. If tensor parallelism has ``split`` the
     tensor too, ``shape`` is the global tensor's, and the ranges are of this rank's slab of it, flattened. ``mesh`` is
-    what torch's state-dict functions want to see on a DTensor; None where there are no process groups. A parameter, its
-    gradient and its optimizer state share one object. For a complex tensor, ``pairs`` is the real tensor with one
-    dimension more, made on first use.
+    what torch's state-dict functions want to see on a DTensor; None where there are no process groups. ``master`` is
+    the memory that the parameter lies in. A parameter, its gradient and its optimizer state share one object. For a
+    complex tensor, ``pairs`` is the real tensor with one dimension more, made on first use.
     """
 
     name: str
@@ -30,6 +44,7 @@ class Whole:
     collectives: Collectives
     split: Split | None = None
     mesh: DeviceMesh | None = None
+    master: "Master | None" = None
     start: int = field(init=False)
     stop: int = field(init=False)
     axis: Axis = field(init=False)
@@ -76,7 +91,7 @@ class Whole:
                     f"{self.label}: cannot be given the shape {tuple(shape)}, since tensor parallelism has split it; "
                     "call full_tensor() first"
                 )
-            made = Whole(self.name, shape, self.ranges, self.collectives, None, self.mesh)
+            made = Whole(self.name, shape, self.ranges, self.collectives, None, self.mesh, self.master)
             made._reshaped = self._reshaped
             self._reshaped[shape] = made
         return self._reshaped[shape]
