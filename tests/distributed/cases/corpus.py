@@ -6,6 +6,7 @@ from types import ModuleType
 from tests.distributed.cases import (
     accumulation,
     ahead,
+    by_rank,
     calls,
     checkpointing,
     compiled,
@@ -25,16 +26,19 @@ from tests.distributed.cases import (
     precision,
     reads,
     saving,
+    writes,
 )
 from tests.distributed.cases.case import Case
 
 THEMES: tuple[ModuleType, ...] = (
     calls,
+    by_rank,
     methods,
     ahead,
     forwards,
     evaluation,
     reads,
+    writes,
     inputs,
     hooks,
     losses,

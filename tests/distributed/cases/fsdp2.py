@@ -39,6 +39,30 @@ _ENDS: dict[Kind, tuple[str, ...]] = {
         "functional_call",
         "factor_over_replicas",
         "asked_between_passes",
+        "experts_that_some_ranks_use",
+        "experts_that_some_ranks_use_accumulated",
+        "hooks_on_experts_that_some_ranks_use",
+        "heads_by_rank_that_are_units",
+        "other_blocks_on_each_rank",
+        "other_blocks_on_each_rank_later",
+        "key_encoder_follows_by_assigned_data",
+        "key_encoder_follows_by_assigned_data_in_fp32",
+        "key_encoder_follows_by_assigned_data_at_the_start",
+        "key_encoder_follows_by_assigned_data_at_the_start_in_fp32",
+        "vector_to_parameters_then_wholes",
+        "vector_to_parameters_then_state_dict",
+        "vector_to_parameters_then_checkpoint",
+    ),
+    "crash": (
+        "other_blocks_of_other_sizes_on_each_rank",
+        "other_blocks_of_other_sizes_on_each_rank_in_debug",
+    ),
+    "hang": (
+        "block_in_the_loss_of_one_rank",
+        "block_in_the_loss_of_one_rank_later",
+        "block_skipped_by_one_rank_later",
+        "last_block_skipped_by_one_rank_later",
+        "block_skipped_by_one_rank_from_the_start",
     ),
     "obscure": (
         "factor_with_a_penalty_on_all_weights",
@@ -138,6 +162,7 @@ _ENDS: dict[Kind, tuple[str, ...]] = {
         "sharded_from_the_inside_out",
         "whole_state_dict_loaded_into_a_sharded_model",
         "model_saved_whole_by_torch",
+        "gradients_of_two_losses_kept_as_views",
     ),
 }
 

@@ -428,3 +428,54 @@ def hook_before_sharding_on_a_weight_in_the_loss(side: Side) -> None:
     model.head.weight.register_hook(lambda gradient: gradient * 0.5)
     side.shard(model, side.x())
     train(side, model, lambda step: mean_square(model(side.x(step))) + 0.1 * model.head.weight.sum())
+
+
+def _combined(name: str, keep: Callable[[torch.Tensor], torch.Tensor]) -> Case:
+    """Gradients of two losses, of which one is kept while the other is computed; conflicts are taken out (PCGrad)."""
+
+    def run(side: Side) -> None:
+        model = side.shard(Stack(), side.x())
+        optimizer = sgd(model)
+        for step in range(4):
+            kept: list[list[torch.Tensor]] = []
+            for target in (0.3, -2.0):
+                (model(side.x(step)) - target).square().mean().backward()
+                kept.append([keep(gradient) for gradient in _gradients(model)])
+                optimizer.zero_grad(set_to_none=True)
+            first, second = kept
+            product, size, other = (
+                torch.stack([_number((a * b).sum()) for a, b in zip(left, right)]).sum()
+                for left, right in ((first, second), (first, first), (second, second))
+            )
+            side.log(f"cosine {step}", product / (size * other).sqrt())
+            factor = (product / other).item()
+            for parameter, a, b in zip(model.parameters(), first, second):
+                parameter.grad = (a - factor * b).view(parameter.shape)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    run.__name__ = f"gradients_of_two_losses_{name}"
+    return case(table=True)(run)
+
+
+COMBINED = [
+    _combined("kept", lambda gradient: gradient),
+    _combined("kept_detached", lambda gradient: gradient.detach()),
+    _combined("kept_as_views", lambda gradient: gradient.view(-1)),
+    _combined("kept_as_data", lambda gradient: gradient.data),
+    _combined("cloned", lambda gradient: gradient.clone()),
+]
+
+
+@case(table=True)
+def gradient_kept_over_a_step(side: Side) -> None:
+    """The last step's gradients, as they were, beside this step's."""
+    model = side.shard(Stack(), side.x())
+    kept: list[torch.Tensor] = []
+
+    def compare(step: int) -> None:
+        for old, new in zip(kept, _gradients(model)):
+            side.log(f"product {step}", _number((old * new).sum()))
+        kept[:] = _gradients(model)
+
+    train(side, model, before_step=compare)

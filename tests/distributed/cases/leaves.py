@@ -1,5 +1,7 @@
 """Inputs that need gradients: prompts, adversarial examples, and gradients for them alone."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -194,3 +196,50 @@ def hook_on_the_input(side: Side) -> None:
 
     train(side, model, loss)
     side.log_rows("seen", seen[-1])
+
+
+def _between_steps(side: Side, look: Callable[[nn.Module, int], object]) -> None:
+    """Train, and look at the model before each step."""
+    model = side.shard(Stack(), side.x())
+    for step in range(4):
+        look(model, step)
+        side.after_evaluation(model)
+        train(side, model, start=step, steps=1)
+
+
+@case(variants=EVALUATED, table=True)
+def forward_mode_derivative(side: Side) -> None:
+    """``torch.func.jvp``: the derivative of the output along a direction of the input."""
+
+    def look(model: nn.Module, step: int) -> None:
+        with torch.no_grad():
+            out, tangent = torch.func.jvp(model, (side.x(step),), (side.x(10 + step),))[:2]
+        side.log_rows("out", out)
+        side.log_rows("tangent", tangent)
+
+    _between_steps(side, look)
+
+
+@case(variants=EVALUATED, table=True)
+def gradients_for_each_row(side: Side) -> None:
+    """``torch.func.vmap(torch.func.grad(...))``: for the inputs, through the sharded model."""
+
+    def look(model: nn.Module, step: int) -> None:
+        def energy(row: torch.Tensor) -> torch.Tensor:
+            total: torch.Tensor = model(row[None]).square().sum()
+            return total
+
+        side.log_rows("gradients", torch.func.vmap(torch.func.grad(energy))(side.x(step)))
+
+    _between_steps(side, look)
+
+
+@case(variants=EVALUATED, table=True)
+def rows_by_vmap(side: Side) -> None:
+    """``torch.func.vmap`` over an evaluation."""
+
+    def look(model: nn.Module, step: int) -> None:
+        with torch.no_grad():
+            side.log_rows("out", torch.func.vmap(model)(side.x(step)))
+
+    _between_steps(side, look)

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 
 from tests.distributed.cases.case import EVALUATED, PLAIN, case
-from tests.distributed.cases.models import Block, Language, Stack, adamw, mean_square, next_token, train
+from tests.distributed.cases.models import Block, Language, Stack, adamw, adapted, mean_square, next_token, sgd, train
 from tests.distributed.cases.sides import DIM, VOCAB, Side
 
 
@@ -307,7 +307,7 @@ def some_parameters_frozen(side: Side) -> None:
     train(side, side.shard(model, side.x()))
 
 
-@case(refuses="frozen|requires_grad")
+@case(table=True)
 def parameters_frozen_after_sharding(side: Side) -> None:
     model = side.shard(Stack(), side.x())
     train(side, model, steps=2)
@@ -316,7 +316,7 @@ def parameters_frozen_after_sharding(side: Side) -> None:
     train(side, model, start=2, optimizer=optimizer)
 
 
-@case(refuses="unfrozen|frozen|requires_grad")
+@case(table=True)
 def parameters_unfrozen_after_sharding(side: Side) -> None:
     """Fine-tuning from the head downwards."""
     model = Stack()
@@ -498,3 +498,39 @@ def seen_after_a_call_of_half_a_unit(side: Side) -> None:
     model = side.shard(Headless())
     model.norm(side.x())
     train(side, model, lambda step: next_token(model, side.tokens(step)), optimizer=adamw(model.parameters()))
+
+
+@case(table=True)
+def unfrozen_stage_by_stage(side: Side) -> None:
+    """Fine-tuning from the head downwards: a block more takes part every second step."""
+    model = Stack()
+    model.inputs.requires_grad_(False)
+    model.layers.requires_grad_(False)
+    side.shard(model, side.x())
+    for stage in range(4):
+        if stage:
+            model.layers[3 - stage].requires_grad_(True)
+        train(side, model, start=2 * stage, steps=2, optimizer=sgd(model, momentum=0.5))
+
+
+@case(table=True)
+def frozen_block_by_block(side: Side) -> None:
+    """Blocks are frozen for good from the bottom upwards (FreezeOut); the optimizer stays as it is."""
+    model = side.shard(Stack(), side.x())
+    optimizer = sgd(model, momentum=0.5)
+    for stage, part in enumerate([None, model.inputs, *model.layers]):
+        if part is not None:
+            part.requires_grad_(False)
+        train(side, model, start=stage, steps=1, optimizer=optimizer, before_step=lambda _: side.log_gradients(model))
+
+
+@case(table=True)
+def adapters_and_base_trained_in_turn(side: Side) -> None:
+    """``requires_grad`` of parts of each block, toggled between steps (``set_adapter``)."""
+    model = side.shard(adapted(), side.x())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    for step in range(4):
+        for name, parameter in model.named_parameters():
+            if ".base." in name or name.endswith((".a", ".b")):
+                parameter.requires_grad_((".base." in name) == bool(step % 2))
+        train(side, model, start=step, steps=1, optimizer=optimizer, before_step=lambda _: side.log_gradients(model))

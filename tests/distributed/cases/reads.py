@@ -394,3 +394,34 @@ def hidden_states_returned_by_all_blocks(side: Side) -> None:
     model = side.shard(Hidden())
     train(side, model, lambda step: mean_square(model(side.tokens(step))), optimizer=adamw(model.parameters()))
     assert model.head.out_features == VOCAB
+
+
+class LaterDetached(nn.Module):
+    """Turns rows by a constant, or, from when it is told to, by its own weight without gradient.
+
+    Both make as many autograd nodes. The second needs the weight again after its last gradient.
+    """
+
+    constant: torch.Tensor
+    later = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(DIM, DIM) / 2)
+        self.register_buffer("constant", torch.eye(DIM))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turned = F.linear(x, self.weight.detach() if self.later else self.constant)
+        return x + torch.tanh(F.linear(torch.tanh(turned), self.weight))
+
+
+@case(table=True)
+def weight_read_detached_from_the_third_step_on(side: Side) -> None:
+    model = side.shard(Stack([LaterDetached() for _ in range(3)]), side.x())
+
+    def loss(step: int) -> torch.Tensor:
+        for layer in model.layers:
+            layer.later = step >= 2
+        return mean_square(model(side.x(step)))
+
+    train(side, model, loss, steps=5)

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+import refshard
 from tests.distributed.cases.case import PLAIN, case
 from tests.distributed.cases.models import Language, Stack, adamw, next_token, train
 from tests.distributed.cases.sides import DIM, Side, whole_of
@@ -295,3 +296,36 @@ def buffers_saved(side: Side) -> None:
         model(same).sum().backward()
         model.zero_grad()
     _log_state(side, {n: v for n, v in model.state_dict().items() if "running" in n})
+
+
+def _assigned(side: Side, model: nn.Module) -> None:
+    """Write to all weights as one vector."""
+    vector = torch.linspace(-1, 1, sum(p.numel() for p in model.parameters())).to(side.device)
+    nn.utils.vector_to_parameters(vector, model.parameters())
+
+
+@case(variants=PLAIN, table=True, refuses="whole|part|replaced|moved|data")
+def vector_to_parameters_then_wholes(side: Side) -> None:
+    model = _trained(side)
+    _assigned(side, model)
+    side.log_parameters(model)
+
+
+@case(variants=PLAIN, table=True, refuses="whole|part|replaced|moved|data")
+def vector_to_parameters_then_state_dict(side: Side) -> None:
+    model = _trained(side)
+    _assigned(side, model)
+    _log_state(side, model.state_dict())
+
+
+@case(variants=PLAIN, table=True, refuses="whole|part|replaced|moved|data")
+def vector_to_parameters_then_checkpoint(side: Side) -> None:
+    """What the checkpoint holds is what a twin loads."""
+    model = _trained(side)
+    _assigned(side, model)
+    if side.engine:
+        refshard.checkpoint.save(side.folder / "saved", model)
+        model = side.shard(Stack())
+        refshard.checkpoint.load(side.folder / "saved", model)
+        side.models.pop(0)
+    side.log_parameters(model)

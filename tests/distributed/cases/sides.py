@@ -43,12 +43,16 @@ class Variant:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How to shard a model. With ``replicas`` the axis to shard over is of one rank; ``options`` are refshard's own."""
+    """How to shard a model. With ``replicas`` the axis to shard over is of one rank; ``options`` are refshard's own.
+
+    ``used_by_some_ranks``: ranks use different parameters, of which FSDP2 has to be told.
+    """
 
     blocks: Blocks | None
     precision: refshard.Precision | None
     initialise: Callable[[nn.Module], None] | None
     replicas: bool
+    used_by_some_ranks: bool
     options: dict[str, Any]
 
 
@@ -75,6 +79,7 @@ class Side(ABC):
         precision: refshard.Precision | None = None,
         initialise: Callable[[nn.Module], None] | None = None,
         replicas: bool = False,
+        used_by_some_ranks: bool = False,
         **options: Any,
     ) -> Model:
         """Shard ``model`` (see :class:`Sharding`), turn on what the variant asks for, and restart the random numbers.
@@ -84,7 +89,7 @@ class Side(ABC):
         self.shapes[id(model)] = {name: p.shape for name, p in model.named_parameters()}
         if self.device.type != "cpu":
             model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.device))
-        self._shard(model, Sharding(blocks, precision, initialise, replicas, options))
+        self._shard(model, Sharding(blocks, precision, initialise, replicas, used_by_some_ranks, options))
         self.models.append(model)
         if self.variant.checkpointed:
             able = [module for module in model.modules() if hasattr(module, "checkpointing")]
@@ -272,6 +277,9 @@ class Fsdp2(Ranks):
         for module in (*_blocks(model, how.blocks), model):
             fully_shard(module, mesh=mesh, mp_policy=policy)
         _materialise(model, how.initialise, self.device)
+        if how.used_by_some_ranks:
+            assert isinstance(model, FSDPModule)
+            model.set_reduce_scatter_unused_params(True)
         if (factor := how.options.get("gradient_divide_factor")) is not None:
             for module in model.modules():
                 if isinstance(module, FSDPModule):
