@@ -246,9 +246,13 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every parameter's name and full master value, a unit at a time; all ranks must iterate to the end.
 
     The tensors are copies. A tied parameter appears once, under its first name.
+
+    Raises:
+        EngineError: the model is not sharded, or a parameter was replaced or moved since.
     """
     engine = engine_of(model)
     for unit in engine.units:
+        unit.check_parameters()
         for flat in unit.flats:
             full = torch.empty(flat.layout.numel, dtype=flat.shard.dtype, device=unit.device)
             with torch.no_grad():

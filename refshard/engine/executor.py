@@ -22,6 +22,7 @@ from refshard.engine.effects import Effects
 from refshard.engine.passes import Followed, OnDemand, Pass, Scene, cut
 from refshard.engine.placement import Mode, Storage
 from refshard.engine.schedule import Op, OpKind, PassKind, Presence, Rings, UnitFacts, assign_rings, build
+from refshard.engine.transforms import outside_transforms
 from refshard.engine.unit import Unit
 from refshard.errors import EngineError
 
@@ -84,6 +85,7 @@ class Executor:
     def _facts(self) -> tuple[UnitFacts, ...]:
         return tuple(unit.facts for unit in self._units)
 
+    @outside_transforms
     def begin_pass(self, forward: object, *, training: bool) -> None:
         """Start a forward pass, known as ``forward``. Leftovers of an earlier pass are stale by now.
 
@@ -109,6 +111,7 @@ class Executor:
         self._effects.masters_changed(self._units)
         self._open(training=training, forward=True, record=[] if observes else None)
 
+    @outside_transforms
     def begin_call(self, unit: Unit, forward: object, *, training: bool) -> None:
         """A unit is called outside of the model's own forward: serve it on demand, next to the pass in progress.
 
@@ -125,6 +128,7 @@ class Executor:
         self._effects.agreeing = True
         self._pass = self._on_demand(self._kind(training=training, forward=True))
 
+    @outside_transforms
     def mark(self, marker: Op) -> None:
         """Do what the schedule asks for up to ``marker``, and issue what may start after it."""
         if marker.phase == "backward" and not self._backward_open:
@@ -133,9 +137,10 @@ class Executor:
             self._give_up_order(str(marker))
         self._pass.mark(marker)
 
-    def end_backward(self, forwards: Iterable[object]) -> None:
+    @outside_transforms
+    def end_backward(self, forwards: Iterable[object], *, of_inputs: bool) -> None:
         """Flush what the backward of these ``forwards`` left open, and leave every gradient in its shard (or unsharded,
-        while accumulating).
+        while accumulating). One that is known to be ``of_inputs`` only brings no parameter's.
         """
         for unit in self._units:
             if unit.in_backward:
@@ -157,13 +162,14 @@ class Executor:
                 self._observed_training = tuple(self._pass.record)
         self._backward_open = False
         self.abandon_pass()
-        if fruitless:
+        if fruitless and not of_inputs:
             warnings.warn(
                 "refshard: a backward gave no parameter a gradient; torch.autograd.grad, or a pipeline schedule that "
                 "computes input and weight gradients apart, gives sharded parameters none: compute both by backward()",
                 stacklevel=2,
             )
 
+    @outside_transforms
     def unshard(self, unit: Unit) -> None:
         """Gather a unit before its next use, which then finds it there. This does nothing if the unit is there, if its
         slot is taken, or if this backward has no more use for its parameters.
@@ -234,6 +240,7 @@ class Executor:
         for pool in self._pools:
             pool.rest()
 
+    @outside_transforms
     def end_evaluation(self) -> None:
         """End a forward pass that has no backward; the first one shows the order of those to come."""
         if self._pass.expects(None):

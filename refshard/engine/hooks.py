@@ -29,6 +29,7 @@ from refshard.engine.executor import Executor
 from refshard.engine.precision import Precision
 from refshard.engine.reads import address, watched_reads
 from refshard.engine.schedule import Op, OpKind
+from refshard.engine.transforms import in_transform
 from refshard.engine.trees import leaves_of, tensors_of, with_leaves
 from refshard.engine.unit import Unit
 from refshard.errors import EngineError
@@ -308,7 +309,7 @@ class Hooks:
         called.unfamiliar = made not in called.known
 
         def begin_backward(_: torch.Tensor) -> None:
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and not in_transform():  # whose backward always creates a graph
                 raise EngineError(
                     "backward with create_graph=True needs the weights, which a sharded model frees during backward; "
                     "compute gradients of gradients on an unsharded model"
@@ -383,7 +384,7 @@ class Hooks:
                 self.executor.abandon_pass()
             else:
                 self.unanswered = False
-                self.executor.end_backward(forwards)
+                self.executor.end_backward(forwards, of_inputs=in_transform())
 
     def _end_failed(self) -> None:
         """Outside of any backward, one that has begun and not ended has raised. On a GPU autograd's own thread lets go

@@ -34,9 +34,11 @@ def named_parts(model: nn.Module) -> tuple[Named, ...]:
     """Every distinct parameter, in the registration order of the units, and last the ignored ones.
 
     Raises:
-        EngineError: the model is not sharded.
+        EngineError: the model is not sharded, or a parameter was replaced or moved since.
     """
     engine = engine_of(model)
+    for unit in engine.units:
+        unit.check_parameters()
     names: dict[tuple[nn.Module, str], list[str]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for attribute in module._parameters:

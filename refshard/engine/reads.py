@@ -13,6 +13,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from refshard.engine.transforms import unwrapped
 from refshard.engine.unit import Unit
 from refshard.errors import EngineError
 
@@ -52,8 +53,10 @@ def watched_reads(unit: Unit, on_read: Callable[[], None]) -> saved_tensors_hook
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Where a tensor lies; a wrapper, such as a DTensor or a pending collective, lies where the one within does."""
-    inner: Any = tensor
+    """Where a tensor lies; a wrapper, such as a DTensor, a pending collective or that of a ``torch.func`` transform,
+    lies where the one within does.
+    """
+    inner: Any = unwrapped(tensor)
     while is_traceable_wrapper_subclass(inner):
         inner = getattr(inner, inner.__tensor_flatten__()[0][0])
     found: int = inner.data_ptr()
