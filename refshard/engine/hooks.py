@@ -15,23 +15,22 @@ import functools
 import sys
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 
 from refshard.engine.executor import Executor
 from refshard.engine.precision import Precision
-from refshard.engine.reads import address, watched_reads
+from refshard.engine.reads import address, watch_reads
 from refshard.engine.schedule import Op, OpKind
 from refshard.engine.transforms import in_transform
 from refshard.engine.trees import leaves_of, tensors_of, with_leaves
-from refshard.engine.unit import Unit
+from refshard.engine.unit import Unit, will_run
 from refshard.errors import EngineError
 
 
@@ -43,8 +42,7 @@ class _Module:
     ``forward`` is its pass.
 
     Calls that make the same number of autograd nodes are taken to be alike. ``known`` is the number in calls whose
-    backward was watched; ``unfamiliar`` says that the last call was not like any of them. ``start`` is how many nodes
-    there were when the call under way began, ``watch`` what it runs in, if it is watched.
+    backward was watched. ``start`` is how many nodes there were when the call under way began.
     """
 
     unit: Unit
@@ -54,23 +52,20 @@ class _Module:
     method: bool = False
     forward: "_Forward" = field(default_factory=lambda: _Forward())
     known: set[int] = field(default_factory=set)
-    unfamiliar: bool = True
     start: int = 0
-    watch: AbstractContextManager[object] | None = None
-
-    def unwatch(self) -> bool:
-        """Stop watching the call under way; whether it was watched."""
-        watch, self.watch = self.watch, None
-        if watch is not None:
-            watch.__exit__(None, None, None)
-        return watch is not None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Forward:
-    """One forward pass; ``watched`` counts, by unit, its calls whose inputs' gradients backward has to await."""
+    """One forward pass. ``inputs`` has, by unit, a node for each input of its calls that backward has to bring the
+    gradient of before the unit may end; None stands for a call without such inputs, which only ends with the backward.
+    """
 
-    watched: Counter[int] = field(default_factory=Counter)
+    inputs: dict[int, list[Node | None]] = field(default_factory=dict)
+
+    def awaited(self, unit: Unit) -> int:
+        """How many of them the backward under way brings, or does not know of."""
+        return sum(node is None or will_run(node) for node in self.inputs.get(unit.index, ()))
 
 
 _HOOKS: weakref.WeakKeyDictionary[nn.Module, weakref.ref["Hooks"]] = weakref.WeakKeyDictionary()
@@ -184,14 +179,14 @@ class Hooks:
             self._enter(called)
         changed = None
         casts = precision.parameters is not None and precision.cast_inputs
-        awaits = not recomputing and torch.is_grad_enabled() and any(not flat.trained for flat in unit.flats)
+        awaits = not recomputing and torch.is_grad_enabled() and (unit.frozen or _hides_what_it_saves())
         if casts or awaits:
             leaves = leaves_of((args, kwargs))
             if casts:
                 leaves = [precision.cast_input(leaf) for leaf in leaves]
             changed = with_leaves((args, kwargs), self._await_inputs(called, leaves) if awaits else leaves)
         if not recomputing:
-            self._watch(called)
+            called.start = torch._C._autograd._get_sequence_nr()  # the call computes from here on
         called.running = True
         return changed
 
@@ -210,7 +205,6 @@ class Hooks:
             modules.clear()
         for called in self._modules.values():
             called.running = False  # of a forward that was interrupted, which no hook on modules sees
-            called.unwatch()
         self._in_root = True
         self.unanswered |= torch.is_grad_enabled()
         self.executor.begin_pass(self._forward, training=torch.is_grad_enabled())
@@ -254,19 +248,9 @@ class Hooks:
         if next(reversed(hooks)) != called.hook:
             hooks.move_to_end(called.hook)
 
-    def _watch(self, called: _Module) -> None:
-        """The call computes from here on; what backward reads of it is watched, unless such calls are known."""
-        called.start = torch._C._autograd._get_sequence_nr()
-        new = called.unfamiliar or called.unit.index in self._read_early
-        may_watch = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
-        if new and torch.is_grad_enabled() and may_watch():
-            unit, forward = called.unit, called.forward
-            called.watch = watched_reads(unit, lambda: self._read(unit, forward))
-            called.watch.__enter__()
-
     def _leave(self, called: _Module, output: Any) -> None:
         """A call of a module of a unit has ended."""
-        watched, unit = called.unwatch(), called.unit
+        unit = called.unit
         if output is None and sys.exc_info()[0] is not None:
             if not self._in_root:
                 self._called[unit.index].clear()
@@ -275,7 +259,7 @@ class Hooks:
         tensors = tensors_of(output)
         _refuse_parameters(unit, tensors)
         if torch.is_grad_enabled():
-            self._await_gradients(called, tensors, watched=watched)
+            self._await_gradients(called, tensors)
         if not self._in_root or len(self._called[unit.index]) == len(unit.modules):
             self._end_unit(unit)
 
@@ -284,29 +268,37 @@ class Hooks:
         self.executor.mark(Op(OpKind.END, unit.index, "forward"))
 
     def _await_inputs(self, called: _Module, leaves: list[Any]) -> list[Any]:
-        """Let the unit's backward go on until this call's inputs have their gradients, or until the backward ends if
-        there are none to wait for.
+        """Let the unit's backward go on until this call's inputs have their gradients; with frozen parameters, until
+        the backward ends if there are none to wait for.
         """
         unit = called.unit
-        called.forward.watched[unit.index] += 1
-        awaited = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        if awaited:
-            through: Callable[..., tuple[torch.Tensor, ...]] = _Passage.apply
-            passed = through(lambda: self._inputs_done(unit), *(leaves[i] for i in awaited))
-            for i, tensor in zip(awaited, passed):
-                leaves[i] = tensor
+        nodes = called.forward.inputs.setdefault(unit.index, [])
+        before = len(nodes)
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaves[i] = leaf.view_as(leaf)
+                assert leaves[i].grad_fn is not None
+                leaves[i].grad_fn.register_prehook(lambda _: self._input_done(unit))
+                nodes.append(leaves[i].grad_fn)
+        if len(nodes) == before and unit.frozen:
+            nodes.append(None)
         return leaves
 
-    def _inputs_done(self, unit: Unit) -> None:
+    def _input_done(self, unit: Unit) -> None:
+        """The gradient of an input is there, and with it all that this call computes in backward."""
         unit.inputs_awaited -= 1
         if unit.in_backward and unit.complete:
             self.executor.mark(Op(OpKind.END, unit.index, "backward"))
 
-    def _await_gradients(self, called: _Module, outputs: list[torch.Tensor], *, watched: bool) -> None:
-        """Let the unit's backward begin with the gradient of whichever of its outputs comes first."""
+    def _await_gradients(self, called: _Module, outputs: list[torch.Tensor]) -> None:
+        """Let the unit's backward begin with the gradient of whichever of its outputs comes first; what it reads is
+        watched, unless such calls are known.
+        """
         unit, forward = called.unit, called.forward
         made, version = torch._C._autograd._get_sequence_nr() - called.start, unit.version
-        called.unfamiliar = made not in called.known
+        watched = made not in called.known or unit.index in self._read_early
+        if watched:
+            watch_reads(unit, outputs, called.start, lambda: self._read(unit, forward))
 
         def begin_backward(_: torch.Tensor) -> None:
             if torch.is_grad_enabled() and not in_transform():  # whose backward always creates a graph
@@ -317,7 +309,6 @@ class Hooks:
             unit.check_version(version)
             if watched:
                 called.known.add(made)
-                called.unfamiliar = False
             self._begin_backward(unit, forward)
 
         for tensor in outputs:
@@ -330,7 +321,7 @@ class Hooks:
         self._open_backward()
         if (unit.index, forward) not in self._begun:
             self._begun.add((unit.index, forward))
-            unit.inputs_awaited += forward.watched[unit.index]
+            unit.inputs_awaited += forward.awaited(unit)
         elif unit.complete:
             return
         # It may have begun, and have made room for another unit before all of its calls' gradients came.
@@ -362,7 +353,7 @@ class Hooks:
         run: it lasts until the backward ends.
         """
         self._open_backward()
-        if any(not flat.trained for flat in unit.flats) or len(unit.arrived) == len(unit.trained):
+        if unit.frozen or len(unit.arrived) == len(unit.trained):
             unit.inputs_awaited += 1
         self.executor.mark(Op(OpKind.BEGIN, unit.index, "backward"))
 
@@ -433,27 +424,18 @@ class _Ending:
             self._hooks.end_backward(self._running, raised=True)
 
 
-class _Passage(torch.autograd.Function):
-    """Passes tensors through, and calls back when the gradients of all of them are there."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The tensors, as views."""
-        ctx.call = call
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """The gradients as they came."""
-        ctx.call()
-        return (None, *gradients)
-
-
 def _in_backward() -> bool:
     """Whether autograd is running now: a forward call then is activation checkpointing's, and the schedule ignores its
     hooks (the post-hook does not even fire, since recomputation stops early).
     """
     return torch._C._current_graph_task_id() != -1
+
+
+def _hides_what_it_saves() -> bool:
+    """Whether what autograd saves goes through hooks, as in activation checkpointing: it then does not check that
+    weights are still those of forward.
+    """
+    return bool(torch._C._autograd._top_saved_tensors_default_hooks(False))
 
 
 def _refuse_parameters(unit: Unit, outputs: list[torch.Tensor]) -> None:

@@ -1,55 +1,55 @@
-"""Sees when backward reads a unit's weights, through torch's hooks on saved tensors.
+"""Sees when backward reads a unit's weights, by hooks on the autograd nodes that have saved some.
 
 The engine gathers a unit when the gradient of one of its outputs comes, and gives it up after its last gradient. Nearly
 always that is when its weights are read; but a loss may be taken from within a unit, or a weight read apart from its
 gradient. So a call is watched until its pattern is known.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from refshard.engine.transforms import unwrapped
 from refshard.engine.unit import Unit
-from refshard.errors import EngineError
 
 
-@dataclass(frozen=True, slots=True)
-class _Saved:
-    """What is kept of a tensor: itself, or what an outer hook made of it. ``weight`` says that it is in the slot."""
+def watch_reads(unit: Unit, outputs: Iterable[torch.Tensor], start: int, on_read: Callable[[], None]) -> None:
+    """Have ``on_read`` called before backward reads a weight of the unit that a call has saved.
 
-    kept: Any
-    version: int
-    weight: bool
-
-
-def watched_reads(unit: Unit, on_read: Callable[[], None]) -> saved_tensors_hooks:
-    """While it is entered, have what backward reads of the unit's slot call ``on_read`` first.
-
-    Hooks that are there already (those of activation checkpointing, say) see the same tensors as without it.
+    The call has returned ``outputs``, and made the nodes with a sequence number of at least ``start``. What it saved
+    within activation checkpointing is not seen; recomputation runs the unit's modules again.
     """
-    outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    for node in _nodes([out.grad_fn for out in outputs if out.grad_fn is not None], start):
+        if any(saved.numel() and unit.slot.holds(address(saved)) for saved in _saved_by(node)):
+            node.register_prehook(lambda _: on_read())
 
-    def pack(tensor: torch.Tensor) -> _Saved:
-        weight = bool(tensor.numel()) and unit.slot.holds(address(tensor))
-        # Kept without its history: an output that held itself would never be let go.
-        return _Saved(outer[0](tensor) if outer else tensor.detach(), tensor._version, weight)
 
-    def unpack(saved: _Saved) -> Any:
-        if saved.weight:
-            on_read()
-        if outer:
-            return outer[1](saved.kept)
-        if saved.kept._version != saved.version:
-            what = f"a weight of unit '{unit.name}'" if saved.weight else f"a tensor that unit '{unit.name}' saved"
-            raise EngineError(f"{what} was changed between forward and backward; change it after backward")
-        return saved.kept
+def _nodes(roots: list[Node], start: int) -> Iterator[Node]:
+    seen = set()
+    while roots:
+        node = roots.pop()
+        if node not in seen and start <= node._sequence_nr() < _LAST:
+            seen.add(node)
+            yield node
+            roots += [following for following, _ in node.next_functions if following is not None]
 
-    return saved_tensors_hooks(pack, unpack)
+
+_LAST = 2**64 - 1
+"""The sequence number of the nodes that accumulate gradients."""
+
+
+def _saved_by(node: Any) -> Iterator[torch.Tensor]:
+    """The tensors that a node has saved, without the hooks that others have put on them."""
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            found = getattr(node, name)
+            for saved in found if isinstance(found, tuple | list) else [found]:
+                tensor = None if saved.unpack_hook is not None else saved.data
+                if tensor is not None:
+                    yield tensor
 
 
 def address(tensor: torch.Tensor) -> int:

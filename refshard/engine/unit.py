@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 
 from refshard.engine.buffers import Places, Sizes, Slot
 from refshard.engine.collectives import Pending
@@ -273,6 +273,11 @@ class Unit:
     def __post_init__(self) -> None:
         self.trained_flats = tuple(flat for flat in self.flats if flat.trained)
         self.trained = tuple(p for flat in self.trained_flats for p in flat.parameters)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether some of its parameters are."""
+        return len(self.trained_flats) < len(self.flats)
 
     @property
     def parameters(self) -> tuple[UnitParameter, ...]:
@@ -674,7 +679,11 @@ def _users_of(tensor: torch.Tensor) -> int:
 
 def _is_due(parameter: UnitParameter) -> bool:
     """Whether the backward under way has yet to accumulate a gradient of the parameter."""
-    node = get_gradient_edge(parameter.unsharded).node
+    return will_run(get_gradient_edge(parameter.unsharded).node)
+
+
+def will_run(node: Node) -> bool:
+    """Whether autograd runs ``node`` in the backward under way, or has run it."""
     return bool(torch._C._will_engine_execute_node(node))
 
 
