@@ -330,8 +330,11 @@ class Unit:
         """Whether this backward has nothing more to bring."""
         if self.lasts or self.inputs_awaited:
             return False
-        missing = len(self.trained) - len(self.arrived)
-        return not missing or (self.partial and not any(map(_is_due, self._missing())))
+        if len(self.arrived) == len(self.trained):
+            return True
+        # Reentrant checkpointing recomputes in one backward, and computes gradients in another, within it.
+        in_this_backward = self.arrived or not self.recomputed
+        return bool(self.partial and in_this_backward) and not any(map(_is_due, self._missing()))
 
     def may_end(self, phase: Phase) -> bool:
         """Whether this phase has nothing more to compute, though no gradient may have said so."""
