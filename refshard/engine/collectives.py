@@ -300,9 +300,9 @@ class GroupCollectives(Collectives):
             if group is not None:
                 with self._told("all_reduce of what the ranks tell each other"):
                     work.wait()
-                    work = dist.all_reduce(
-                        tensor, op=dist.ReduceOp.MAX, group=group, async_op=self._handles
-                    ) or _LAUNCHED
+                    work = (
+                        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=self._handles) or _LAUNCHED
+                    )
         return work
 
     @contextmanager

@@ -215,6 +215,8 @@ class Effects:
             self._newly_released = True
 
     def _reduce(self, unit: Unit) -> None:
+        if not unit.trains and not unit.filled:
+            return
         self._agree("the reduction", unit.index)
         # Gradients that are still where autograd has put them may have come, and be allocated, on several streams.
         self._lanes.join()

@@ -19,6 +19,7 @@ from refshard.engine.buffers import Pool, Sizes, Slot, carve, nbytes_of
 from refshard.engine.collectives import Collectives
 from refshard.engine.device import Lanes
 from refshard.engine.effects import Effects
+from refshard.engine.materialise import make_room_for_gradients
 from refshard.engine.passes import Followed, OnDemand, Pass, Scene, cut
 from refshard.engine.placement import Mode, Storage
 from refshard.engine.schedule import Op, OpKind, PassKind, Presence, Rings, UnitFacts, assign_rings, build
@@ -90,13 +91,15 @@ class Executor:
         """Start a forward pass, known as ``forward``. Leftovers of an earlier pass are stale by now.
 
         Raises:
-            EngineError: a parameter was replaced behind the engine's back, or the ranks observed different orders.
+            EngineError: a parameter was replaced behind the engine's back, or the ranks observed different orders or
+                froze different parameters.
         """
-        for unit in self._units:
-            unit.check_parameters()
+        changed = [unit for unit in self._units if unit.check_parameters()]
         self.abandon_pass(keep_ahead=self._mode.parameters == "shard")
         for unit in self._units:
             unit.doubt()
+        if changed:
+            self._take_over_freezing(changed)
         if self._order is Order.OBSERVING:
             self._forget_barred_forwards()
             # What such a backward reads is where its forward found it: units must not move to other slots before.
@@ -118,7 +121,8 @@ class Executor:
         Raises:
             EngineError: a parameter was replaced behind the engine's back.
         """
-        unit.check_parameters()
+        if unit.check_parameters():
+            self._take_over_freezing([unit])
         unit.doubt()
         if self._order is Order.OBSERVING and training:
             self._forget_barred_forwards()
@@ -127,6 +131,22 @@ class Executor:
         self._effects.masters_changed([unit])
         self._effects.agreeing = True
         self._pass = self._on_demand(self._kind(training=training, forward=True))
+
+    def _take_over_freezing(self, changed: Iterable[Unit]) -> None:
+        """Parameters of these units were frozen, or are trained from now on."""
+        for unit in changed:
+            begun = unit.take_over_freezing()
+            for flat in begun:
+                make_room_for_gradients(flat, self._mode, self._collectives)
+            if begun:
+                self._bind_first(unit)
+                self.replan()
+        frozen = [[not p.unsharded.requires_grad for p in unit.trained] for unit in self._units]
+        if not self._collectives.agree(zlib.crc32(repr(frozen).encode())):
+            raise EngineError(
+                f"rank {self._collectives.world_rank} has frozen other parameters than another rank has; change "
+                "requires_grad alike on all ranks"
+            )
 
     @outside_transforms
     def mark(self, marker: Op) -> None:
@@ -155,7 +175,7 @@ class Executor:
             for unit in self._units:
                 unit.show_unreduced()
         units = self._units
-        fruitless = any(u.trained for u in units) and not any(u.arrived or u.read_outside for u in units)
+        fruitless = any(u.trains for u in units) and not any(u.arrived or u.read_outside for u in units)
         if not fruitless:
             self._open_forwards.difference_update(forwards)
             if isinstance(self._pass, OnDemand) and self._pass.record is not None:

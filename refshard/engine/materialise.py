@@ -15,7 +15,6 @@ from refshard.engine.layout import ParameterLayout, UnitLayout, lay_out
 from refshard.engine.local_part import AsPart, LocalPart, whole_of
 from refshard.engine.placement import Mode
 from refshard.engine.precision import Precision
-from refshard.engine.schedule import UnitFacts
 from refshard.engine.split import Split
 from refshard.engine.unit import FlatParameter, Unit, UnitParameter
 from refshard.engine.whole import Master, Whole
@@ -50,22 +49,20 @@ def make_unit(
     for member in group.parameters:
         partitions.setdefault((member.parameter.dtype, member.parameter.requires_grad), []).append(member)
     flats = tuple(
-        _flatten(group.name, members, mode, precision, collectives, device, mesh, offload=offload, rescale=rescale)
+        _flatten(group.name, members, precision, collectives, device, mesh, offload=offload, rescale=rescale)
         for members in partitions.values()
     )
-    facts = UnitFacts(
-        size_class=tuple((flat.layout.numel, str(flat.dtype), str(flat.reduce_dtype), flat.trained) for flat in flats),
-        trained=any(flat.trained for flat in flats),
-        # The backward of an embedding reads indices only.
-        read_in_backward=not all(type(m) is nn.Embedding for member in group.parameters for m, _ in member.holders),
-    )
+    for flat in flats:
+        if flat.trained:
+            make_room_for_gradients(flat, mode, collectives)
     return Unit(
         index=index,
         name=group.name,
         modules=group.modules,
         flats=flats,
-        facts=facts,
         device=device,
+        # The backward of an embedding reads indices only.
+        read_in_backward=not all(type(m) is nn.Embedding for member in group.parameters for m, _ in member.holders),
         aliased=mode.optimizer == "replicate" and all(_may_alias(flat, flat.dtype) for flat in flats),
     )
 
@@ -154,7 +151,6 @@ def _fill(module: nn.Module, device: torch.device, initialise: Initialise | None
 def _flatten(
     name: str,
     members: Sequence[Member],
-    mode: Mode,
     precision: Precision,
     collectives: Collectives,
     device: torch.device,
@@ -187,7 +183,7 @@ def _flatten(
         parameters.append(
             UnitParameter(place, member.holders, sharded, start, stop, local.data_ptr(), split, as_part, listed)
         )
-    flat = FlatParameter(
+    return FlatParameter(
         layout=layout,
         parameters=tuple(parameters),
         master=master,
@@ -200,11 +196,16 @@ def _flatten(
         scale=collectives.scale,
         rescale=rescale,
         offloaded=offload,
+        narrowed=shard.dtype != first.dtype,
     )
-    if trained and mode.optimizer == "replicate" and _may_alias(flat, reduced):
-        allocated = collectives.allocate(layout.shard_numel, dtype=shard.dtype, device=shard.device, reduced=True)
+
+
+def make_room_for_gradients(flat: FlatParameter, mode: Mode, collectives: Collectives) -> None:
+    """Give a flat parameter that is trained memory for whole gradients, if the mode keeps them where they arrive."""
+    if mode.optimizer == "replicate" and _may_alias(flat, flat.reduce_dtype):
+        shard = flat.shard
+        allocated = collectives.allocate(shard.numel(), dtype=shard.dtype, device=shard.device, reduced=True)
         flat.whole_gradient = allocated.zero_()
-    return flat
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
@@ -235,13 +236,19 @@ def _put_in_place(member: Member, sharded: nn.Parameter, rescale: float) -> nn.P
                 f"torch.nn.utils.parametrizations, or shard before the first forward ({error})"
             ) from error
         kept = parameter
-    if (whole := whole_of(kept)) is not None and kept.requires_grad:
-        kept.register_hook(AsPart(whole, rescale))
+    if (whole := whole_of(kept)) is not None and (kept.is_floating_point() or kept.is_complex()):
+        trained = kept.requires_grad
+        kept.requires_grad_().register_hook(AsPart(whole, rescale))  # hooks ask for it
+        kept.requires_grad_(trained)
     return kept
 
 
 def _parts_of(
-    place: ParameterLayout, layout: UnitLayout, collectives: Collectives, split: Split | None, mesh: DeviceMesh | None,
+    place: ParameterLayout,
+    layout: UnitLayout,
+    collectives: Collectives,
+    split: Split | None,
+    mesh: DeviceMesh | None,
     master: Master,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """What makes a local part of this rank's elements; where they are all elements, a view of the true shape."""

@@ -8,7 +8,7 @@ exist as ``nn.Parameter`` objects; exposing one or the other swaps references in
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, final
 
@@ -68,7 +68,8 @@ class FlatParameter:
     ``own`` is where this rank's part lies in the unsharded buffer. ``reduced_over`` is how many ranks' gradients are
     reduced, and ``scratch_numel`` how many more elements that needs. Gradients are multiplied by ``scale`` before the
     reduction, so that its result is the mean, and the mean by ``rescale``, if the user sets another divisor.
-    ``offloaded`` says that masters and gradients are in the host's memory, which copies go to and from.
+    ``offloaded`` says that masters and gradients are in the host's memory, which copies go to and from, ``narrowed``
+    that the master of a frozen one is a cast of the parameters that were given.
 
     Between steps no gradient shard exists: a reduction makes a new one where the parameters have no ``.grad``, and adds
     to it where they have. ``whole_gradient`` is the exception, where the shard is the whole: it is kept, and is itself
@@ -87,6 +88,7 @@ class FlatParameter:
     scale: float
     rescale: float = 1.0
     offloaded: bool = False
+    narrowed: bool = False
     whole_gradient: torch.Tensor | None = None
     users: int = 0
     target: torch.Tensor | None = None
@@ -177,6 +179,8 @@ class FlatParameter:
         The user's hooks on the parameter run here, as they do when autograd accumulates a gradient.
         """
         sharded = parameter.sharded
+        if not sharded.requires_grad:  # frozen since forward
+            return
         held, hooks = sharded.grad, _users(sharded._backward_hooks)
         if foreign and (held is None or hooks):
             part = torch.empty_like(self.shard[parameter.start : parameter.stop]).copy_(part)
@@ -213,21 +217,22 @@ class Unclaimed(NamedTuple):
 class Unit:
     """A unit and its state, which its own methods alone change.
 
-    The calls of ``modules`` make up the unit's forward; they compute on ``device``. ``aliased`` says that the
-    shards are whole and are themselves what the modules see. ``presence`` says where the parameters are: gathered ones
-    were taken from masters of version ``gathered_version``. ``ahead`` says that the user requested them and that no
-    pass has needed them yet. ``computing`` says that the unit is between BEGIN and END, ``in_backward`` that it is so
-    in a backward, ``recomputed`` that activation checkpointing has begun it there, ``ended`` that it has ended there.
+    The calls of ``modules`` make up the unit's forward; they compute on ``device``. ``trained`` are the parameters that
+    have a place for gradients; ``frozen`` says that some parameters get none now. ``aliased`` says that the shards are
+    whole and are themselves what the modules see. ``presence`` says where the parameters are: gathered ones were taken
+    from masters of version ``gathered_version``. ``ahead`` says that the user requested them and that no pass has
+    needed them yet. ``computing`` says that the unit is between BEGIN and END, ``in_backward`` that it is so in a
+    backward, ``recomputed`` that activation checkpointing has begun it there, ``ended`` that it has ended there.
     ``gathering`` and ``reducing`` are under way. ``arrived`` names the parameters whose gradient has come in this
-    backward, ``filled`` those with a gradient in the slot, from this backward or an earlier microbatch's;
-    ``unclaimed`` are reduced gradients of the others, until it is known whether another rank has used them. ``partial``
-    says that some parameter may take no part in a backward, so that autograd must be asked which still have a gradient
-    to come. ``shown`` is what :meth:`show_unreduced` has put in their place. ``read_outside`` says that one came to a
-    sharded parameter itself. ``inputs_awaited`` counts calls of a unit with frozen parameters whose inputs' gradients
-    are still to come. ``on_listed`` is called before anybody lists the modules' parameters. ``computes`` tells the
-    lanes that compute is on the current stream too: autograd calls hooks on those that forward ran on. ``lasts`` says
-    that something of the unit was seen to run after its last gradient: from then on it stays gathered until the
-    backward has ended.
+    backward, ``filled`` those with a gradient in the slot, from this backward or an earlier microbatch's; ``unclaimed``
+    are reduced gradients of the others, until it is known whether another rank has used them. ``partial`` says that
+    some parameter may take no part in a backward, so that autograd must be asked which still have a gradient to come.
+    ``shown`` is what :meth:`show_unreduced` has put in their place. ``read_outside`` says that one came to a sharded
+    parameter itself. ``inputs_awaited`` counts calls of a unit with frozen parameters whose inputs' gradients are still
+    to come. ``on_listed`` is called before anybody lists the modules' parameters. ``computes`` tells the lanes that
+    compute is on the current stream too: autograd calls hooks on those that forward ran on. ``lasts`` says that
+    something of the unit was seen to run after its last gradient: from then on it stays gathered until the backward has
+    ended.
 
     **Versions.** A slot is written to unseen by autograd, whose version counters are set here instead: to one number
     while the slot holds what was gathered from masters of ``gathered_version``, to another when it does not. What
@@ -238,9 +243,10 @@ class Unit:
     name: str
     modules: tuple[nn.Module, ...]
     flats: tuple[FlatParameter, ...]
-    facts: UnitFacts
     device: torch.device
+    read_in_backward: bool = True
     aliased: bool = False
+    facts: UnitFacts = field(init=False)
     slot: Slot = field(init=False)
     gradient_slot: Slot = field(init=False)
     on_early_gradient: Callable[["Unit"], None] = field(init=False)
@@ -248,6 +254,7 @@ class Unit:
     computes: Callable[[], None] = field(init=False)
     trained: tuple[UnitParameter, ...] = field(init=False)
     trained_flats: tuple[FlatParameter, ...] = field(init=False)
+    frozen: bool = field(init=False)
     _places: list[tuple[Any, str | int, nn.Parameter, nn.Parameter]] = field(init=False)
     _views: tuple[torch.Tensor, ...] = field(init=False)
     _plain: bool = field(init=False)
@@ -271,13 +278,19 @@ class Unit:
     reducing: Pending | None = None
 
     def __post_init__(self) -> None:
+        self._list_trained()
+
+    def _list_trained(self) -> None:
         self.trained_flats = tuple(flat for flat in self.flats if flat.trained)
         self.trained = tuple(p for flat in self.trained_flats for p in flat.parameters)
+        self.frozen = not all(p.sharded.requires_grad for p in self.parameters)
+        sizes = ((flat.layout.numel, str(flat.dtype), str(flat.reduce_dtype), flat.trained) for flat in self.flats)
+        self.facts = UnitFacts(tuple(sizes), trained=bool(self.trained), read_in_backward=self.read_in_backward)
 
     @property
-    def frozen(self) -> bool:
-        """Whether some of its parameters are."""
-        return len(self.trained_flats) < len(self.flats)
+    def trains(self) -> bool:
+        """Whether some parameter gets gradients now."""
+        return bool(self.trained) and any(p.unsharded.requires_grad for p in self.trained)
 
     @property
     def parameters(self) -> tuple[UnitParameter, ...]:
@@ -344,12 +357,13 @@ class Unit:
         return not self.in_backward or self.complete
 
     def _missing(self) -> Iterator[UnitParameter]:
-        """The parameters whose gradient has not come in this backward."""
-        return (p for p in self.trained if p.layout.name not in self.arrived)
+        """The parameters whose gradient has not come in this backward, without those that are frozen now."""
+        return (p for p in self.trained if p.layout.name not in self.arrived and p.unsharded.requires_grad)
 
     def expect_reads_in_backward(self) -> None:
         """From now on backward may read the parameters, though that of the modules' forward does not."""
-        self.facts = replace(self.facts, read_in_backward=True)
+        self.read_in_backward = True
+        self._list_trained()
 
     def bind(self, slot: Slot, gradient_slot: Slot, on_gradients: Callable[["Unit"], None]) -> None:
         """Make the unit live in these slots; ``on_gradients`` is called when its last gradient arrived.
@@ -365,10 +379,14 @@ class Unit:
                 setattr(parameter.unsharded, UNSHARDED_IN, self.name)
             for parameter in flat.parameters if flat.trained else ():
                 parameter.unsharded.register_post_accumulate_grad_hook(_Taker(self, flat, parameter))
+                trained = parameter.sharded.requires_grad
                 if flat.reduces and type(parameter.sharded) is nn.Parameter and parameter.outside is None:
                     parameter.outside = _Outside(self, flat, parameter)
+                    parameter.sharded.requires_grad_()  # which hooks ask for
                     parameter.sharded.register_hook(parameter.outside.before)
                     parameter.sharded.register_post_accumulate_grad_hook(parameter.outside)
+                    parameter.sharded.requires_grad_(trained)
+                parameter.unsharded.requires_grad_(trained)
         for module in {module for p in self.parameters for module, _ in p.holders}:
             if type(module._parameters) is dict:
                 module.__dict__["_parameters"] = _Listed(self, module._parameters)
@@ -525,25 +543,49 @@ class Unit:
         """Whether the masters may be written to at any time without a trace: through what ``to_local()`` returned."""
         return any(flat.master.handed_out for flat in self.flats)
 
-    def check_parameters(self) -> None:
-        """Check that the model still holds the parameters that the engine trains.
+    def check_parameters(self) -> bool:
+        """Check that the model still holds the parameters that the engine trains; whether some were frozen or unfrozen.
 
         Raises:
-            EngineError: one was moved, replaced or frozen since ``shard``; what was done to it would have no effect.
+            EngineError: one was moved or replaced since ``shard``; what was done to it would have no effect.
         """
+        changed = False
+        for parameter in self.parameters:
+            sharded, unsharded = parameter.sharded, parameter.unsharded
+            moved = local_of(sharded).data_ptr() != parameter.address
+            for module, name in parameter.holders:
+                held = module._parameters[name]
+                moved = moved or (held is not sharded and held is not unsharded)
+            if moved:
+                raise EngineError(
+                    f"parameter '{parameter.layout.name}' was replaced or moved after sharding, which the engine "
+                    "cannot follow; convert and load before refshard.shard, or copy values in place"
+                )
+            changed = changed or sharded.requires_grad != unsharded.requires_grad
+        return changed
+
+    def take_over_freezing(self) -> list[FlatParameter]:
+        """Take over which parameters are frozen now, and return the flat parameters that are trained for the first
+        time: the unit has to be bound again.
+
+        Raises:
+            EngineError: one was unfrozen that only a cast is kept of.
+        """
+        begun = []
         for flat in self.flats:
-            for parameter in flat.parameters:
-                sharded, unsharded = parameter.sharded, parameter.unsharded
-                moved = local_of(sharded).data_ptr() != parameter.address
-                for module, name in parameter.holders:
-                    held = module._parameters[name]
-                    moved = moved or (held is not sharded and held is not unsharded)
-                if moved or sharded.requires_grad != flat.trained:
-                    what = "replaced or moved" if moved else "frozen" if flat.trained else "unfrozen"
+            if not flat.trained and any(p.sharded.requires_grad for p in flat.parameters):
+                if flat.narrowed:
+                    name = next(p.layout.name for p in flat.parameters if p.sharded.requires_grad)
                     raise EngineError(
-                        f"parameter '{parameter.layout.name}' was {what} after sharding, which the engine cannot "
-                        "follow; convert, load and freeze before refshard.shard, or copy values in place"
+                        f"parameter '{name}' was unfrozen after sharding, but of frozen parameters only a cast to "
+                        f"{flat.dtype} is kept; freeze it after refshard.shard instead of before"
                     )
+                flat.trained = True
+                begun.append(flat)
+            for parameter in flat.parameters:
+                parameter.unsharded.requires_grad_(parameter.sharded.requires_grad)
+        self._list_trained()
+        return begun
 
     def check_version(self, version: int) -> None:
         """Check that the weights are the ones that a forward saw at ``version``.
