@@ -142,6 +142,7 @@ REDUCTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "amin": lambda a: a.amin((0, 1)),
     "any": lambda a: (a > 2).any(),
     "none": lambda a: a.isnan().any() | a.isinf().any(),
+    "any of bytes": lambda a: (a > 2).to(torch.uint8).any(),
     "all": lambda a: (a < 9).all(),
     "not all": lambda a: (a < 0).all(),
     "count": lambda a: (a > 0).count_nonzero(),
@@ -201,6 +202,8 @@ def test_equality_is_everybodys(ranks: Ranks) -> None:
     assert ranks.collectively(lambda rank: torch.equal(a[rank], b[rank])) == [False] * 4
     assert ranks.collectively(lambda rank: torch.equal(a[rank], values(1))) == [True] * 4
     assert not torch.equal(a[0], values(1)[0])
+    one = Ranks((1,), (0, 0, 1)).parts(torch.ones(1))
+    assert [torch.equal(part, torch.ones(1)) for part in one] == [True] * 2
     assert ranks.collectively(lambda rank: torch.allclose(a[rank], values(1))) == [True] * 4
 
 
@@ -253,6 +256,10 @@ REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
     "linalg_vector_norm": lambda a: a.norm(dim=1),
     "max": lambda a: a.max(0),
     "any": lambda a: a.isnan().any(1),
+    "all": lambda a: (a > 0).all(dim=()),
+    "dot": lambda a: torch.dot(a.view(15), a.view(15), out=torch.zeros(())),
+    "sigmoid": lambda a: torch.sigmoid(torch.ones(5), out=a.data),
+    "_foreach_powsum": lambda a: torch._foreach_powsum([a], 2),
     "argmax": lambda a: a.argmax(),
     "sort": lambda a: a.view(-1).sort(),
     "cat": lambda a: torch.cat([a, a]),

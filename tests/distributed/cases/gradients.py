@@ -69,6 +69,12 @@ CLIPPED = [
     _clipped("total_norm", lambda gs: nn.utils.get_total_norm(gs)),
     _clipped("foreach_norm", lambda gs: torch.stack([_number(n) for n in torch._foreach_norm(gs)]).norm()),
     _clipped(
+        "foreach_powsum",
+        lambda gs: torch.stack([_number(n) for n in torch._foreach_powsum(gs, 2)]).sum().sqrt(),
+        table=True,
+        refuses="_foreach_powsum of .*this rank holds",
+    ),
+    _clipped(
         "norm_of_concatenated",
         lambda gs: torch.cat([g.view(-1) for g in gs]).norm(),
         refuses="cat of .*this rank holds",
