@@ -12,6 +12,7 @@ import torch.distributed as dist
 from msgspec.structs import replace
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from refshard.engine.collectives import Collectives, GroupCollectives, group_beside
 from refshard.engine.comm_memory import CommMemory
@@ -86,7 +87,8 @@ def shard(
         blocks: the modules that become units, by name, by name of a list of them, or by class; by default the members
             of the outermost ``nn.ModuleList``. The modules before them form one unit, and those after them another.
         ignored: parameters, or their names, to leave unsharded: each rank has them whole, and their gradients
-            are not reduced. They must be the same on all ranks, and on the device that the model computes on.
+            are not reduced. They must be the same on all ranks, and on the device that the model computes on. Reduce
+            their gradients before ``torch.nn.utils.clip_grad_norm_``: its norm would otherwise differ by rank.
         precision: the dtypes of parameters in compute and of gradients in reduction; by default the model's own.
         accumulation: where gradients of several microbatches add up, ``"shard"`` or ``"unsharded"``; by default the
             mode's own way. See :func:`no_sync`.
@@ -189,14 +191,16 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     """Scale the gradients of a sharded model in place so that their total norm is at most ``max_norm``.
 
     Same result as ``torch.nn.utils.clip_grad_norm_`` over the model's parameters, with one collective instead of one
-    per parameter. Returns the total norm before clipping, a 0-d tensor, the same on all ranks.
+    per parameter. Returns the total norm before clipping, a 0-d tensor, the same on all ranks. Gradients of ``ignored``
+    parameters, which may differ between ranks, count by the mean over ranks of their norm to the power ``norm_type``.
 
     Raises:
         EngineError: the model was not sharded, or ``max_norm`` or ``norm_type`` is not positive.
     """
     engine = engine_of(model)
     parameters = [p.sharded for unit in engine.units for p in unit.trained]
-    return clip_gradients(parameters, engine.collectives, max_norm, norm_type)
+    ignored = [m.parameter for m in engine.ignored if m.parameter.requires_grad]
+    return clip_gradients(parameters, ignored, engine.collectives, max_norm, norm_type)
 
 
 def whole_tensors(
@@ -245,7 +249,8 @@ def whole_tensors(
 def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every parameter's name and full master value, a unit at a time; all ranks must iterate to the end.
 
-    The tensors are copies. A tied parameter appears once, under its first name.
+    The tensors are copies. A tied parameter appears once, under its first name. ``ignored`` parameters come last, as
+    this rank has them.
     """
     engine = engine_of(model)
     for unit in engine.units:
@@ -257,6 +262,9 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 place, split = parameter.layout, parameter.split
                 part = full[place.offset : place.offset + place.numel].view(place.shape).clone()
                 yield place.name, part if split is None else split.whole(part)
+    for member in engine.ignored:
+        value = member.parameter.detach()
+        yield member.name, value.full_tensor() if isinstance(value, DTensor) else value.clone()
 
 
 def _rescale(factor: float | None, collectives: Collectives) -> float:

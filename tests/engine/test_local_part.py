@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from refshard.engine.collectives import Together
 from refshard.engine.local_part import LocalPart, local_of
 from refshard.engine.whole import Whole
 from refshard.errors import EngineError
@@ -240,6 +241,23 @@ def test_penalties_on_parameters_have_the_wholes_gradient(ranks: Ranks, name: st
     found = ranks.collectively(twice)
     assert whole.grad is not None
     torch.testing.assert_close(ranks.gathered(found), whole.grad)
+
+
+@pytest.mark.parametrize("averages", [False, True])
+def test_means_go_over_replicas_that_add_up_or_average(averages: bool) -> None:
+    """NCCL's all-reduce averages by itself."""
+
+    class Alike(LateCollectives):
+        replicas = 3
+        scale = 1.0 if averages else 1 / 3
+
+        def all_reduce(self, tensor: torch.Tensor) -> Together:
+            tensor.mul_(1 if averages else 3)
+            return Together(())
+
+    whole = Whole("weight", torch.Size(SHAPE), ((0, 15),), Alike())
+    torch.testing.assert_close(whole.mean_over_ranks(torch.tensor(3.0)), torch.tensor(3.0))
+    torch.testing.assert_close(whole.mean_part(values(1)), values(1).view(-1))
 
 
 REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {

@@ -269,8 +269,9 @@ class Fsdp2(Ranks):
             reduce_dtype=how.precision.reduction if how.precision else None,
         )
         mesh = self.mesh(model, how.replicas)
+        ignored = {p for name, p in model.named_parameters() if name in how.options.get("ignored", ())}
         for module in (*_blocks(model, how.blocks), model):
-            fully_shard(module, mesh=mesh, mp_policy=policy)
+            fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=ignored)
         _materialise(model, how.initialise, self.device)
         if (factor := how.options.get("gradient_divide_factor")) is not None:
             for module in model.modules():
