@@ -20,7 +20,14 @@ from refshard.engine.device import Lanes, lanes_of
 from refshard.engine.executor import Executor
 from refshard.engine.grouping import Member, UnitGroup, find_ignored, group_units
 from refshard.engine.hooks import Hooks
-from refshard.engine.materialise import Initialise, check_parameters, make_unit, materialise, materialise_buffers
+from refshard.engine.materialise import (
+    Initialise,
+    check_parameters,
+    make_unit,
+    materialise,
+    materialise_buffers,
+    take_first_buffers,
+)
 from refshard.engine.optim import clip_gradients, watch_optimizers
 from refshard.engine.owners import Make, Place
 from refshard.engine.placement import Accumulation, Mode, find_mode
@@ -72,9 +79,9 @@ def shard(
     the whole tensor, or raises. In modes that shard nothing it is a plain parameter. Elementwise
     optimizers (AdamW, SGD, ...) over them just work, and so do ``backward``, ``torch.nn.utils.clip_grad_norm_``,
     ``torch.amp.GradScaler``, torch's distributed checkpoints and evaluation under ``no_grad``. All ranks start from the
-    first rank's weights, and must call the same modules and use the same parameters in each step, in the same order. A
-    parameter that took no part in a step has no gradient. In modes that shard nothing, the next step overwrites the
-    storage of each ``.grad``; clone a gradient to keep it.
+    first rank's weights and buffers; later, each rank keeps buffers of its own. They must call the same modules and use
+    the same parameters in each step, in the same order. A parameter that took no part in a step has no gradient. In
+    modes that shard nothing, the next step overwrites the storage of each ``.grad``; clone a gradient to keep it.
 
     Args:
         model: a module; frozen parameters stay frozen, those on the meta device are materialised a unit at a time. One
@@ -150,6 +157,7 @@ def shard(
                 make_unit(index, group, chosen, precision, collectives, device, mesh, offload=offload, rescale=rescale)
             )
         materialise_buffers(model, device, initialise)
+        take_first_buffers(model, device, collectives)
     lanes = lanes or lanes_of(device, communication_streams)
     executor = Executor(units, chosen, collectives, lanes, debug=debug)
     hooks = Hooks(model, tuple(units), executor, precision)

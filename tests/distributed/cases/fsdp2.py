@@ -39,6 +39,8 @@ _ENDS: dict[Kind, tuple[str, ...]] = {
         "functional_call",
         "factor_over_replicas",
         "asked_between_passes",
+        "buffers_that_differ_by_rank",
+        "buffers_of_other_shapes_by_rank",
     ),
     "obscure": (
         "factor_with_a_penalty_on_all_weights",
