@@ -12,6 +12,7 @@ import torch.distributed as dist
 from msgspec.structs import replace
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from refshard.engine.collectives import Collectives, GroupCollectives, group_beside
 from refshard.engine.comm_memory import CommMemory
@@ -19,7 +20,14 @@ from refshard.engine.device import Lanes, lanes_of
 from refshard.engine.executor import Executor
 from refshard.engine.grouping import Member, UnitGroup, find_ignored, group_units
 from refshard.engine.hooks import Hooks
-from refshard.engine.materialise import Initialise, check_parameters, make_unit, materialise, materialise_buffers
+from refshard.engine.materialise import (
+    Initialise,
+    check_parameters,
+    make_unit,
+    materialise,
+    materialise_buffers,
+    take_first_buffers,
+)
 from refshard.engine.optim import clip_gradients, watch_optimizers
 from refshard.engine.owners import Make, Place
 from refshard.engine.placement import Accumulation, Mode, find_mode
@@ -71,9 +79,9 @@ def shard(
     the whole tensor, or raises. In modes that shard nothing it is a plain parameter. Elementwise
     optimizers (AdamW, SGD, ...) over them just work, and so do ``backward``, ``torch.nn.utils.clip_grad_norm_``,
     ``torch.amp.GradScaler``, torch's distributed checkpoints and evaluation under ``no_grad``. All ranks start from the
-    first rank's weights, and must call the same modules and use the same parameters in each step, in the same order. A
-    parameter that took no part in a step has no gradient. In modes that shard nothing, the next step overwrites the
-    storage of each ``.grad``; clone a gradient to keep it.
+    first rank's weights and buffers; later, each rank keeps buffers of its own. They must call the same modules and use
+    the same parameters in each step, in the same order. A parameter that took no part in a step has no gradient. In
+    modes that shard nothing, the next step overwrites the storage of each ``.grad``; clone a gradient to keep it.
 
     Args:
         model: a module; frozen parameters stay frozen, those on the meta device are materialised a unit at a time. One
@@ -86,7 +94,8 @@ def shard(
         blocks: the modules that become units, by name, by name of a list of them, or by class; by default the members
             of the outermost ``nn.ModuleList``. The modules before them form one unit, and those after them another.
         ignored: parameters, or their names, to leave unsharded: each rank has them whole, and their gradients
-            are not reduced. They must be the same on all ranks, and on the device that the model computes on.
+            are not reduced. They must be the same on all ranks, and on the device that the model computes on. Reduce
+            their gradients before ``torch.nn.utils.clip_grad_norm_``: its norm would otherwise differ by rank.
         precision: the dtypes of parameters in compute and of gradients in reduction; by default the model's own.
         accumulation: where gradients of several microbatches add up, ``"shard"`` or ``"unsharded"``; by default the
             mode's own way. See :func:`no_sync`.
@@ -148,6 +157,7 @@ def shard(
                 make_unit(index, group, chosen, precision, collectives, device, mesh, offload=offload, rescale=rescale)
             )
         materialise_buffers(model, device, initialise)
+        take_first_buffers(model, device, collectives)
     lanes = lanes or lanes_of(device, communication_streams)
     executor = Executor(units, chosen, collectives, lanes, debug=debug)
     hooks = Hooks(model, tuple(units), executor, precision)
@@ -189,14 +199,16 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     """Scale the gradients of a sharded model in place so that their total norm is at most ``max_norm``.
 
     Same result as ``torch.nn.utils.clip_grad_norm_`` over the model's parameters, with one collective instead of one
-    per parameter. Returns the total norm before clipping, a 0-d tensor, the same on all ranks.
+    per parameter. Returns the total norm before clipping, a 0-d tensor, the same on all ranks. Gradients of ``ignored``
+    parameters, which may differ between ranks, count by the mean over ranks of their norm to the power ``norm_type``.
 
     Raises:
         EngineError: the model was not sharded, or ``max_norm`` or ``norm_type`` is not positive.
     """
     engine = engine_of(model)
     parameters = [p.sharded for unit in engine.units for p in unit.trained]
-    return clip_gradients(parameters, engine.collectives, max_norm, norm_type)
+    ignored = [m.parameter for m in engine.ignored if m.parameter.requires_grad]
+    return clip_gradients(parameters, ignored, engine.collectives, max_norm, norm_type)
 
 
 def whole_tensors(
@@ -245,7 +257,8 @@ def whole_tensors(
 def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every parameter's name and full master value, a unit at a time; all ranks must iterate to the end.
 
-    The tensors are copies. A tied parameter appears once, under its first name.
+    The tensors are copies. A tied parameter appears once, under its first name. ``ignored`` parameters come last, as
+    this rank has them.
 
     Raises:
         EngineError: the model is not sharded, or a parameter was replaced or moved since.
@@ -261,6 +274,9 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 place, split = parameter.layout, parameter.split
                 part = full[place.offset : place.offset + place.numel].view(place.shape).clone()
                 yield place.name, part if split is None else split.whole(part)
+    for member in engine.ignored:
+        value = member.parameter.detach()
+        yield member.name, value.full_tensor() if isinstance(value, DTensor) else value.clone()
 
 
 def _rescale(factor: float | None, collectives: Collectives) -> float:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from refshard import folders
-from refshard.engine.api import engine_of, full_parameters
+from refshard.engine.api import full_parameters
 from refshard.engine.dcp import Place, check_loadable, key_of, read, write
 from refshard.engine.local_part import local_of
 from refshard.engine.optimizer_state import Restore, group_keys, kinds_of, plan_restore, state_of
@@ -117,8 +117,6 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     if _rank() != 0:
         return {}
     found.update({name: buffer.detach().cpu().clone() for name, buffer in _buffers(model)})
-    for member in engine_of(model).ignored:
-        found.update(dict.fromkeys(names[member.name], member.parameter.detach().cpu().clone()))
     return {name: found[name] for name in _state_names(model)}
 
 

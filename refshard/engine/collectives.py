@@ -88,6 +88,13 @@ class Collectives(ABC):
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         """Replace ``tensor`` by its sum, or its mean, over the replicate axis."""
 
+    def mean_over_replicas(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``, replaced by its mean over the replicate axis, synchronously."""
+        if self.scale != 1:  # else the all-reduce averages by itself
+            tensor /= self.replicas
+        self.all_reduce(tensor).wait()
+        return tensor
+
     @abstractmethod
     def all_to_all(
         self, output: torch.Tensor, given: torch.Tensor, received: Sequence[int], sent: Sequence[int]

@@ -343,9 +343,10 @@ def _plain_operand(func: Operator, tensor: torch.Tensor, whole: Whole) -> torch.
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
     shape = tensor.shape
+    if shape == whole.shape:
+        return whole.cut(tensor)
     if len(shape) <= len(whole.shape) and tensor.numel() == 1:
-        # A 0-d part's elements are 1-D: a 0-d operand must not count for less in type promotion.
-        return tensor.reshape(1) if shape or not whole.shape else tensor
+        return tensor.reshape(1) if shape else tensor
     if len(shape) > len(whole.shape) or any(n not in (1, m) for n, m in zip(reversed(shape), reversed(whole.shape))):
         raise _refused(func, whole, f", and a plain tensor of shape {list(shape)} cannot be expanded to the whole's")
     return whole.cut(tensor)
@@ -407,11 +408,14 @@ def _take_plain(
     func: Operator, args: Sequence[Any], locals_: list[Any], whole: Whole, positions: tuple[int, ...]
 ) -> None:
     """Replace plain operands by what goes with the part."""
-    for index, value in enumerate(args):
-        if isinstance(value, torch.Tensor) and type(value) not in _PARTS:
-            if index in positions:
-                raise _foreign_target(func, whole)
-            locals_[index] = _plain_operand(func, value, whole)
+    plain = {i: value for i, value in enumerate(args) if isinstance(value, torch.Tensor) and type(value) not in _PARTS}
+    alone = not any(type(value) in _PARTS for value in args)  # the part is what ``out=`` names; torch would resize it
+    if alone and torch.broadcast_shapes(*(value.shape for value in plain.values())) != whole.shape:
+        raise _refused(func, whole, ", to which a result of another shape cannot be written")
+    for index, value in plain.items():
+        if index in positions:
+            raise _foreign_target(func, whole)
+        locals_[index] = _plain_operand(func, value, whole)
 
 
 def _keywords(
@@ -455,12 +459,14 @@ def _elementwise_lists(func: Operator) -> Handler:
     """Foreach and fused operators: what stands at one place of each list goes together. Places may be plain."""
     call = func._op
     positions, names = _writes_of(func)
+    steps = next((i for i, a in enumerate(func._schema.arguments) if a.name == "state_steps"), -1)  # which stay plain
 
     def run(func: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         wholes = _wholes_of_lists(func, (*args, *kwargs.values()))
         written: list[torch.Tensor] = []
         locals_ = [
-            _local_list(func, value, wholes, written if i in positions else None) for i, value in enumerate(args)
+            value if i == steps else _local_list(func, value, wholes, written if i in positions else None)
+            for i, value in enumerate(args)
         ]
         kwargs = {k: _local_list(func, v, wholes, written if k in names else None) for k, v in kwargs.items()}
         result = call(*locals_, **kwargs)
@@ -499,8 +505,6 @@ def _local_list(func: Operator, value: Any, wholes: Sequence[Whole | None], writ
     kinds = set(map(type, value))
     if kinds == {LocalPart}:
         found = [member._local_tensor for member in value]
-    elif kinds == {torch.Tensor} and _name(func).startswith("_fused_") and not any(member.dim() for member in value):
-        return value  # counters of steps
     else:
         found = [
             member
@@ -539,7 +543,8 @@ def _reduction(func: Operator) -> Handler:
         dims: Any = given.get("dim")
         dims = [dims] if isinstance(dims, int) else dims
         chosen = {d % ndim for d in dims} if dims and ndim else set(range(ndim))
-        if not all(d in chosen or whole.shape[d] == 1 for d in range(ndim)):
+        none = dims == [] and _name(func) in ("all", "any")
+        if none or not all(d in chosen or whole.shape[d] == 1 for d in range(ndim)):
             raise _refused(func, whole, f", and cannot be reduced over dimensions {dims} alone")
         result = reduce(part._local_tensor, whole, given)
         shape = [1 if d in chosen else n for d, n in enumerate(whole.shape) if d not in chosen or given.get("keepdim")]
@@ -564,8 +569,10 @@ def _refuse(func: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _reshape(func: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A reshape that keeps the order of the elements."""
     part = args[0]
-    shape = func(torch.empty(part._whole.shape, device="meta"), *args[1:], **kwargs).shape
-    return type(part)(part._local_tensor, part._whole.reshaped(shape))
+    made = func(torch.empty(part._whole.shape, device="meta"), *args[1:], **kwargs)
+    if not made.is_contiguous() or made.numel() != part.numel():
+        raise _refused(func, part._whole)
+    return type(part)(part._local_tensor, part._whole.reshaped(made.shape))
 
 
 def _same(_: Operator, args: Sequence[Any], __: dict[str, Any]) -> Any:
@@ -616,8 +623,10 @@ def _foreach_norm(func: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -
     )
 
 
-def _unscale(_: Operator, args: Sequence[Any], __: dict[str, Any]) -> None:
+def _unscale(func: Operator, args: Sequence[Any], _: dict[str, Any]) -> None:
     tensors, found_inf, inv_scale = args
+    if whole := whole_of(found_inf) or whole_of(inv_scale):
+        raise _refused(func, whole)
     parts = [local_of(t) for t in tensors]
     reductions.unscale(parts, [whole_of(t) for t in tensors], found_inf, inv_scale)
     torch._C._increment_version(parts)
@@ -712,17 +721,28 @@ def _name(func: Operator) -> str:
     return name
 
 
+def _is_elementwise(func: Operator) -> bool:
+    """Whether torch tags an operator as pointwise, or, for one on lists, an overload of that on single tensors."""
+    name = _name(func)
+    single = name.removeprefix("_foreach_").removesuffix("_")
+    if single == name.removesuffix("_"):
+        return torch.Tag.pointwise in func.tags or name in _ELEMENTWISE
+    packets = [getattr(torch.ops.aten, found, None) for found in (single, f"{single}_")]
+    overloads = [getattr(packet, overload) for packet in packets if packet for overload in packet.overloads()]
+    return any(map(_is_elementwise, overloads))
+
+
 def _handler_of(func: Operator) -> Handler:
     """What runs an operator on parts."""
-    name = _name(func)
-    pointwise = torch.Tag.pointwise in func.tags or name in _ELEMENTWISE or name.startswith("_foreach_")
-    tensors = sum("Tensor" in str(a.type) for a in func._schema.arguments)
-    if func.namespace not in ("aten", "prims") or (name in reductions.REDUCTIONS and len(func._schema.returns) > 1):
-        handler: Handler = _refuse
-    elif name in _BY_NAME and func is not torch.ops.aten.view.dtype:
+    name, arguments = _name(func), func._schema.arguments
+    tensors, writes_out = sum("Tensor" in str(a.type) for a in arguments), any(a.is_out for a in arguments)
+    handler: Handler = _refuse
+    if writes_out or func.namespace == "prims" or func is torch.ops.aten.view.dtype:
+        handler = _elementwise(func) if _is_elementwise(func) and not name.startswith("_foreach_") else _refuse
+    elif func.namespace == "aten" and name in _BY_NAME:
         handler = _BY_NAME[name]
-    elif name in reductions.REDUCTIONS and tensors == 1:
-        handler = _reduction(func)
-    else:
-        handler = _elementwise(func) if pointwise else _refuse
+    elif func.namespace == "aten" and name in reductions.REDUCTIONS and tensors == 1:
+        handler = _reduction(func) if len(func._schema.returns) == 1 else _refuse
+    elif func.namespace == "aten" and _is_elementwise(func):
+        handler = _elementwise(func)
     return handler

@@ -1,6 +1,8 @@
 """From a bare model's parameters to a unit's flat ones: materialise, flatten, take one rank's values, keep a part."""
 
+import zlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -122,6 +124,34 @@ def materialise_buffers(model: nn.Module, device: torch.device, initialise: Init
                 "are not; give it a value before refshard.shard"
             )
         _fill(module, device, initialise, f"{type(module).__name__} '{name}'")
+
+
+def take_first_buffers(model: nn.Module, device: torch.device, collectives: Collectives) -> None:
+    """Overwrite the buffers of ``model``, as far as they are plain tensors, with the first rank's.
+
+    They travel together, as bytes: in one collective per axis, whatever their dtypes and devices.
+
+    Raises:
+        EngineError: the ranks have buffers of other names, shapes or dtypes.
+    """
+    dense = (torch.strided, False)
+    named = {n: b for n, b in model.named_buffers() if type(b) is torch.Tensor and (b.layout, b.is_quantized) == dense}
+    if not named:
+        return
+    alike = repr([(name, b.shape, b.dtype) for name, b in named.items()])
+    if not collectives.agree(zlib.crc32(alike.encode())):
+        raise EngineError(
+            f"rank {collectives.world_rank} has buffers of other names, shapes or dtypes than another rank, while all "
+            "take the first rank's; register those that differ after refshard.shard"
+        )
+    copies = [torch.empty(b.shape, dtype=b.dtype, device=device).copy_(b) for b in named.values()]
+    data = torch.cat([copy.view(-1).view(torch.uint8) for copy in copies])
+    collectives.broadcast(data)
+    for buffer, copy, received in zip(named.values(), copies, data.split([copy.nbytes for copy in copies])):
+        copy.view(-1).view(torch.uint8).copy_(received)
+        once = tuple(slice(None if stride else 1) for stride in buffer.stride())  # of an expanded one
+        with torch.inference_mode() if buffer.is_inference() else nullcontext():
+            buffer[once].copy_(copy[once])
 
 
 def _fill(module: nn.Module, device: torch.device, initialise: Initialise | None, what: str) -> None:

@@ -43,12 +43,19 @@ _MARK = "_refshard_sharded"
 
 
 def clip_gradients(
-    parameters: Sequence[torch.Tensor], collectives: Collectives, max_norm: float, norm_type: float
+    parameters: Sequence[torch.Tensor],
+    ignored: Sequence[torch.Tensor],
+    collectives: Collectives,
+    max_norm: float,
+    norm_type: float,
 ) -> torch.Tensor:
-    """Scale the gradients of ``parameters`` in place so that their total norm is at most ``max_norm``.
+    """Scale the gradients of ``parameters`` and ``ignored`` in place so that their total norm is at most ``max_norm``.
 
-    One all-reduce over the shard axis, and one more for parameters that tensor parallelism has split; the padding of
-    flat parameters takes no part. Returns the total norm before
+    Each rank has the gradients of ``ignored`` whole, and maybe others than the next rank. They are counted by the mean
+    of their powers over ranks (for p = inf, the maximum over the shard axis), so that all ranks scale alike.
+
+    One all-reduce over the shard axis, one more for parameters that tensor parallelism has split, and one over the
+    replicate axis for ``ignored``; the padding of flat parameters takes no part. Returns the total norm before
     clipping, a 0-d tensor. ``norm_type`` is any p > 0, and may be infinite.
 
     Raises:
@@ -58,24 +65,44 @@ def clip_gradients(
         if not value > 0:
             raise EngineError(f"clip_grad_norm_: {name} must be > 0, got {value}")
     gradients = [gradient_of(p) for p in parameters if p.grad is not None]
-    if not gradients:
+    if not gradients and not ignored:
         return torch.zeros(())
     parts = [local_of(gradient) for gradient in gradients]
     axes: dict[Axis, list[torch.Tensor]] = {}
     for gradient, part in zip(gradients, parts):
         whole = whole_of(gradient)
         axes.setdefault(collectives if whole is None else whole.axis, []).append(part)
-    norms = [_total_norm(members, norm_type, axis) for axis, members in axes.items()]
+    powers: dict[Axis, list[torch.Tensor]] = {a: [_power(members, norm_type)] for a, members in axes.items()}
+    if ignored:
+        own = collectives.mean_over_replicas(_power([_own_gradient(p) for p in ignored], norm_type))
+        own = own if norm_type == math.inf else own / collectives.world_size
+        powers.setdefault(collectives, []).append(own.to(parts[0].device if parts else own.device))
+    norms = [whole_norms(_joined(torch.cat(found), norm_type), norm_type, axis) for axis, found in powers.items()]
     norm = torch.linalg.vector_norm(torch.cat(norms), norm_type) if len(norms) > 1 else norms[0][0]
-    torch._foreach_mul_(parts, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    if parts:
+        torch._foreach_mul_(parts, factor)
+    for parameter in ignored:
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor.to(parameter.grad.device))
     return norm
 
 
-def _total_norm(parts: Sequence[torch.Tensor], norm_type: float, axis: Axis) -> torch.Tensor:
-    """The norm of all that ``parts`` are parts of, 1-D of one element."""
-    powers = local_powers(parts, norm_type)
-    total = powers.amax(0, keepdim=True) if norm_type == math.inf else powers.sum(0, keepdim=True)
-    return whole_norms(total, norm_type, axis)
+def _power(parts: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Their sum of ``|x|**p``, or largest ``|x|``, 1-D of one element."""
+    return _joined(local_powers(parts, norm_type), norm_type)
+
+
+def _joined(powers: torch.Tensor, norm_type: float) -> torch.Tensor:
+    return powers.amax(0, keepdim=True) if norm_type == math.inf else powers.sum(0, keepdim=True)
+
+
+def _own_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """The gradient of a parameter that is not sharded, whole; nothing if it has none."""
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 class _Elements(nn.Parameter):

@@ -133,12 +133,14 @@ def _extreme(local: torch.Tensor, whole: Whole, sign: int) -> torch.Tensor:
 
 def any_of(local: torch.Tensor, whole: Whole, _: Arguments) -> torch.Tensor:
     """``torch.any`` over all dimensions."""
-    return whole.reduce(local.any().reshape(1).to(torch.int64), "max")[0].to(torch.bool)
+    found = local.any()  # of integers in uint8: uint8
+    return whole.reduce(found.reshape(1).to(torch.int64), "max")[0].to(found.dtype)
 
 
 def all_of(local: torch.Tensor, whole: Whole, _: Arguments) -> torch.Tensor:
     """``torch.all`` over all dimensions."""
-    return ~whole.reduce((~local.all()).reshape(1).to(torch.int64), "max")[0].to(torch.bool)
+    found = local.all()
+    return (1 - whole.reduce(1 - found.reshape(1).to(torch.int64), "max")[0]).to(found.dtype)
 
 
 def count(local: torch.Tensor, whole: Whole, _: Arguments) -> torch.Tensor:

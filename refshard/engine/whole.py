@@ -131,18 +131,15 @@ class Whole:
 
     def mean_part(self, gradient: torch.Tensor) -> torch.Tensor:
         """This rank's part, 1-D, of the mean over all ranks of a gradient of the whole; a collective call."""
-        mean = gradient * (1 / (self.collectives.world_size * self.collectives.replicas))
+        mean = gradient / self.collectives.world_size
         self.collectives.reduce_over_shards(mean, "sum")
-        part = self.cut(mean).clone()
-        self.collectives.all_reduce(part).wait()
-        return part
+        return self.collectives.mean_over_replicas(self.cut(mean).clone())
 
     def mean_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
         """The mean of a small tensor over all ranks; a collective call."""
-        mean = value / (self.collectives.world_size * self.collectives.replicas)
+        mean = value / self.collectives.world_size
         self.collectives.reduce_over_shards(mean, "sum")
-        self.collectives.all_reduce(mean).wait()
-        return mean
+        return self.collectives.mean_over_replicas(mean)
 
     def reduce(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> torch.Tensor:
         """``tensor``, replaced by its sum or maximum over all ranks that hold other elements."""

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from refshard.engine.collectives import Together
 from refshard.engine.local_part import LocalPart, local_of
 from refshard.engine.whole import Whole
 from refshard.errors import EngineError
@@ -142,6 +143,7 @@ REDUCTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "amin": lambda a: a.amin((0, 1)),
     "any": lambda a: (a > 2).any(),
     "none": lambda a: a.isnan().any() | a.isinf().any(),
+    "any of bytes": lambda a: (a > 2).to(torch.uint8).any(),
     "all": lambda a: (a < 9).all(),
     "not all": lambda a: (a < 0).all(),
     "count": lambda a: (a > 0).count_nonzero(),
@@ -201,6 +203,8 @@ def test_equality_is_everybodys(ranks: Ranks) -> None:
     assert ranks.collectively(lambda rank: torch.equal(a[rank], b[rank])) == [False] * 4
     assert ranks.collectively(lambda rank: torch.equal(a[rank], values(1))) == [True] * 4
     assert not torch.equal(a[0], values(1)[0])
+    one = Ranks((1,), (0, 0, 1)).parts(torch.ones(1))
+    assert [torch.equal(part, torch.ones(1)) for part in one] == [True] * 2
     assert ranks.collectively(lambda rank: torch.allclose(a[rank], values(1))) == [True] * 4
 
 
@@ -239,6 +243,23 @@ def test_penalties_on_parameters_have_the_wholes_gradient(ranks: Ranks, name: st
     torch.testing.assert_close(ranks.gathered(found), whole.grad)
 
 
+@pytest.mark.parametrize("averages", [False, True])
+def test_means_go_over_replicas_that_add_up_or_average(averages: bool) -> None:
+    """NCCL's all-reduce averages by itself."""
+
+    class Alike(LateCollectives):
+        replicas = 3
+        scale = 1.0 if averages else 1 / 3
+
+        def all_reduce(self, tensor: torch.Tensor) -> Together:
+            tensor.mul_(1 if averages else 3)
+            return Together(())
+
+    whole = Whole("weight", torch.Size(SHAPE), ((0, 15),), Alike())
+    torch.testing.assert_close(whole.mean_over_ranks(torch.tensor(3.0)), torch.tensor(3.0))
+    torch.testing.assert_close(whole.mean_part(values(1)), values(1).view(-1))
+
+
 REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
     "mm": lambda a: a @ torch.ones(5, 2),
     "t": lambda a: nn.functional.linear(torch.ones(2, 5), a),
@@ -253,6 +274,10 @@ REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
     "linalg_vector_norm": lambda a: a.norm(dim=1),
     "max": lambda a: a.max(0),
     "any": lambda a: a.isnan().any(1),
+    "all": lambda a: (a > 0).all(dim=()),
+    "dot": lambda a: torch.dot(a.view(15), a.view(15), out=torch.zeros(())),
+    "sigmoid": lambda a: torch.sigmoid(torch.ones(5), out=a.data),
+    "_foreach_powsum": lambda a: torch._foreach_powsum([a], 2),
     "argmax": lambda a: a.argmax(),
     "sort": lambda a: a.view(-1).sort(),
     "cat": lambda a: torch.cat([a, a]),

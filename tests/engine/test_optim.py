@@ -15,6 +15,7 @@ from refshard.engine.optim import clip_gradients
 from refshard.engine.placement import MODES
 from refshard.errors import EngineError
 from tests.engine.fakes import LateCollectives, Net, loss_of, make_batch, make_net, train
+from tests.engine.test_local_part import Ranks
 
 NORMS = [0.5, 1.0, 2.0, 3.0, math.inf]
 
@@ -91,7 +92,7 @@ def test_empty_parts_and_missing_gradients_count_nothing(p: float, dtype: torch.
     parameters = [nn.Parameter(torch.zeros(n, dtype=dtype)) for n in (0, 3, 0, 2)]
     for parameter in parameters[:3]:
         parameter.grad = torch.arange(1.0, parameter.numel() + 1, dtype=dtype)
-    norm = clip_gradients(parameters, LateCollectives(), 1e-4, p)
+    norm = clip_gradients(parameters, [], LateCollectives(), 1e-4, p)
     exact = 1e-12 if dtype is torch.float64 else 1e-6
     assert norm.item() == pytest.approx(norm_of([torch.arange(1.0, 4.0)], p), rel=exact)
     assert parameters[3].grad is None
@@ -113,6 +114,29 @@ def test_clipping_takes_one_collective(p: float, op: str) -> None:
     collectives.issued.clear()
     refshard.clip_grad_norm_(model, 1.0, p)
     assert [issued for issued, _ in collectives.issued] == [op]
+
+
+@pytest.mark.parametrize("p", NORMS)
+def test_gradients_that_differ_by_rank_are_clipped_by_one_factor(p: float) -> None:
+    """Those of ignored parameters, which one rank lacks, count by the mean of their powers, or the largest."""
+    ranks, whole = Ranks((4,), (0, 1, 4)), torch.tensor([1.0, -2.0, 3.0, 0.5])
+    own = torch.tensor([4.0, -1.0])
+
+    def clip(rank: int) -> torch.Tensor:
+        part = nn.Parameter(ranks.parts(torch.zeros(4))[rank])
+        part.grad = ranks.parts(whole)[rank]
+        ignored = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))]
+        ignored[0].grad = own.clone() if rank == 0 else None
+        norm = clip_gradients([part], ignored, ranks.axes[rank], 0.5, p)
+        for gradient, before in ((ignored[0].grad, own), (local_of(part.grad), local_of(ranks.parts(whole)[rank]))):
+            if gradient is not None:
+                torch.testing.assert_close(gradient, before * 0.5 / norm, rtol=1e-5, atol=0)
+        return norm
+
+    powers = [norm_of([x], p) if p == math.inf else norm_of([x], p) ** p for x in (whole, own)]
+    expected = max(powers) if p == math.inf else (powers[0] + powers[1] / 2) ** (1 / p)
+    assert [norm.item() for norm in ranks.collectively(clip)] == pytest.approx([expected] * 2, rel=1e-5)
+    assert all(len(axis.said) == 1 for axis in ranks.axes)
 
 
 @pytest.mark.parametrize(

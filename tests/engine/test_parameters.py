@@ -217,6 +217,7 @@ def test_ignored_parameters_are_left_alone_and_saved_with_the_rest(tmp_path: Pat
     assert train(model, 3, optimizer=optimizers[0]) == train(bare, 3, optimizer=optimizers[1])
     divided = {name for name, p in sharded(OneOfSeveral(1, 2)).named_parameters() if whole_of(p)}
     assert divided == {name for name, _ in bare.named_parameters()} - {"layers.1.up.bias", "norm.weight"}
+    assert dict(refshard.full_parameters(model)).keys() == dict(bare.named_parameters()).keys()
     checkpoint.save(tmp_path / "saved", model, optimizers[0])
     other = sharded(LateCollectives())
     checkpoint.load(tmp_path / "saved", other, optimizer := torch.optim.AdamW(other.parameters(), lr=1e-2))

@@ -52,6 +52,8 @@ _ENDS: dict[Kind, tuple[str, ...]] = {
         "vector_to_parameters_then_wholes",
         "vector_to_parameters_then_state_dict",
         "vector_to_parameters_then_checkpoint",
+        "buffers_that_differ_by_rank",
+        "buffers_of_other_shapes_by_rank",
     ),
     "crash": (
         "other_blocks_of_other_sizes_on_each_rank",
@@ -77,6 +79,9 @@ _ENDS: dict[Kind, tuple[str, ...]] = {
         "taps_and_outputs_in_turn",
         "outputs_and_taps_in_turn",
         "wholes_as_gradients_clipped_by_the_sides_own",
+        "clip_by_the_sides_own_with_ignored",
+        "clip_by_the_largest_with_ignored",
+        "clip_over_replicas_with_ignored",
         "backward_of_a_tap_after_the_step",
         "seen_after_a_call_of_half_a_unit",
         "penalty_by_sum",

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.distributed.cases.case import EVALUATED, PLAIN, Case, case
@@ -69,6 +70,12 @@ CLIPPED = [
     _clipped("total_norm", lambda gs: nn.utils.get_total_norm(gs)),
     _clipped("foreach_norm", lambda gs: torch.stack([_number(n) for n in torch._foreach_norm(gs)]).norm()),
     _clipped(
+        "foreach_powsum",
+        lambda gs: torch.stack([_number(n) for n in torch._foreach_powsum(gs, 2)]).sum().sqrt(),
+        table=True,
+        refuses="_foreach_powsum of .*this rank holds",
+    ),
+    _clipped(
         "norm_of_concatenated",
         lambda gs: torch.cat([g.view(-1) for g in gs]).norm(),
         refuses="cat of .*this rank holds",
@@ -104,6 +111,35 @@ def clip_grad_norm_by_the_largest(side: Side) -> None:
 def clip_by_the_sides_own(side: Side) -> None:
     model = side.shard(Stack(), side.x())
     train(side, model, before_step=lambda step: side.log(f"norm {step}", side.own_clip(model, 0.05)))
+
+
+def _clipped_with_ignored(side: Side, p: float, *, replicas: bool = False) -> None:
+    """Two parameters are not sharded, and their gradients reduced by hand."""
+    model = side.shard(Stack(), side.x(), ignored=["head.weight", "layers.1.norm.bias"], replicas=replicas)
+
+    def clip(step: int) -> None:
+        for parameter in (model.head.weight, model.layers[1].norm.bias):
+            if side.world_size > 1:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= side.world_size
+        side.log(f"norm {step}", side.own_clip(model, 0.05, p))
+
+    train(side, model, before_step=clip)
+
+
+@case(variants=EVALUATED, table=True)
+def clip_by_the_sides_own_with_ignored(side: Side) -> None:
+    _clipped_with_ignored(side, 2.0)
+
+
+@case(variants=PLAIN)
+def clip_by_the_largest_with_ignored(side: Side) -> None:
+    _clipped_with_ignored(side, float("inf"))
+
+
+@case(variants=PLAIN)
+def clip_over_replicas_with_ignored(side: Side) -> None:
+    _clipped_with_ignored(side, 2.0, replicas=True)
 
 
 @case(variants=EVALUATED, table=True)

@@ -431,6 +431,43 @@ def buffers_of_each_rank(side: Side) -> None:
     train(side, side.shard(Stack([Counting(), Counting()])))
 
 
+@case(variants=PLAIN, table=True)
+def buffers_that_differ_by_rank(side: Side) -> None:
+    """Each rank has a seed of its own; all take the first rank's buffers, as they do its parameters."""
+
+    class Noisy(nn.Module):
+        noise: torch.Tensor
+        mask: torch.Tensor
+        shift: torch.Tensor
+        phase: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(DIM, DIM)
+            self.register_buffer("noise", torch.randn(DIM))
+            self.register_buffer("mask", torch.rand(DIM, 1).T > 0.3)
+            self.register_buffer("shift", torch.randint(9, (1, 1)).expand(3, DIM))
+            self.register_buffer("phase", torch.randn((), dtype=torch.complex64).conj(), persistent=False)
+            self.register_buffer("nothing", torch.empty(0, dtype=torch.bfloat16))
+            self.register_buffer("absent", None)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            factor = self.noise * self.mask * self.phase.real.double() + self.shift[0]
+            out: torch.Tensor = x + torch.tanh(self.linear(x) * factor)
+            return out
+
+    torch.manual_seed(side.rank)
+    train(side, side.shard(Stack([Noisy() for _ in range(2)]), side.x()))
+
+
+@case(variants=PLAIN, refuses="buffers of other names, shapes or dtypes")
+def buffers_of_other_shapes_by_rank(side: Side) -> None:
+    model = Stack()
+    model.layers[0].register_buffer("own", torch.zeros(1 + side.rank))
+    side.shard(model)
+    train(side, model)
+
+
 @case(variants=PLAIN, refuses="part of it|sharded already|nested")
 def sharded_from_the_inside_out(side: Side) -> None:
     """A part of the model is sharded first, then the whole."""

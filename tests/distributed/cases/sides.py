@@ -274,8 +274,9 @@ class Fsdp2(Ranks):
             reduce_dtype=how.precision.reduction if how.precision else None,
         )
         mesh = self.mesh(model, how.replicas)
+        ignored = {p for name, p in model.named_parameters() if name in how.options.get("ignored", ())}
         for module in (*_blocks(model, how.blocks), model):
-            fully_shard(module, mesh=mesh, mp_policy=policy)
+            fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=ignored)
         _materialise(model, how.initialise, self.device)
         if how.used_by_some_ranks:
             assert isinstance(model, FSDPModule)
