@@ -18,7 +18,7 @@ from refshard.engine.collectives import Collectives, GroupCollectives, group_bes
 from refshard.engine.comm_memory import CommMemory
 from refshard.engine.device import Lanes, lanes_of
 from refshard.engine.executor import Executor
-from refshard.engine.grouping import Member, UnitGroup, find_ignored, group_units
+from refshard.engine.grouping import Member, UnitGroup, blocks_argument, find_ignored, group_units
 from refshard.engine.hooks import Hooks
 from refshard.engine.materialise import (
     Initialise,
@@ -93,6 +93,7 @@ def shard(
             ``"yafsdp"``.
         blocks: the modules that become units, by name, by name of a list of them, or by class; by default the members
             of the outermost ``nn.ModuleList``. The modules before them form one unit, and those after them another.
+            Without blocks, the model is one unit.
         ignored: parameters, or their names, to leave unsharded: each rank has them whole, and their gradients
             are not reduced. They must be the same on all ranks, and on the device that the model computes on. Reduce
             their gradients before ``torch.nn.utils.clip_grad_norm_``: its norm would otherwise differ by rank.
@@ -134,8 +135,8 @@ def shard(
         chosen = replace(chosen, keep=True, gradient_slots=2)
     if communication_streams not in (1, 2):
         raise SpecError(f"communication_streams: must be 1 or 2, got {communication_streams}")
-    if any(hasattr(module, _ENGINE) for module in model.modules()):
-        raise EngineError("the model, or a part of it, is sharded already; shard a fresh one, and as a whole")
+    if sharded := [name for name, module in model.named_modules() if hasattr(module, _ENGINE)]:
+        raise EngineError(_sharded_already(model, sharded))
     if torch.is_inference_mode_enabled():
         raise EngineError(
             "parameters that are made within torch.inference_mode() cannot be trained; shard outside of it"
@@ -277,6 +278,16 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for member in engine.ignored:
         value = member.parameter.detach()
         yield member.name, value.full_tensor() if isinstance(value, DTensor) else value.clone()
+
+
+def _sharded_already(model: nn.Module, names: list[str]) -> str:
+    if "" in names:
+        return "the model is sharded already; shard a fresh one"
+    rest = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    return (
+        f"parts of the model are sharded already ({', '.join(map(repr, names[:2]))}{rest}); shard a fresh model as a "
+        f"whole instead, by one call: refshard.shard(model{blocks_argument(model, names)})"
+    )
 
 
 def _rescale(factor: float | None, collectives: Collectives) -> float:

@@ -1,4 +1,6 @@
-"""Which parameters form a unit: the blocks, what lies before and after them, and what ties bring together."""
+"""Which parameters form a unit: the blocks, what lies before and after them, and what ties bring together; all of a
+model without blocks.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -6,6 +8,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from refshard.errors import EngineError, SpecError, nearest
+
+_UNCALLED = nn.ParameterList, nn.ParameterDict
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +35,15 @@ def group_units(
 ) -> tuple[UnitGroup, ...]:
     """Partition the parameters of ``model``, except ``ignored`` ones, into units, in registration order.
 
-    Each block is a unit. The other modules that own parameters form one unit per stretch between blocks (an embedding
-    before them, a norm and a head after them); one that contains blocks is a unit by itself, as it computes around
-    them. Groups that share a tied parameter become one unit.
+    Each block is a unit; without blocks, the model is. The other modules that own parameters form one unit per stretch
+    between blocks (an embedding before them, a norm and a head after them); one that contains blocks is a unit by
+    itself, as it computes around them. Groups that share a tied parameter become one unit.
 
     Raises:
-        SpecError: no block is found, or a named one does not exist.
+        SpecError: a named block does not exist.
         EngineError: a unit cannot be flattened.
     """
-    chosen = find_blocks(model, blocks)
+    chosen = find_blocks(model, blocks) or {"": model}
     stretches = _stretches(model, chosen)
     owners: dict[nn.Module, list[int]] = {}
     for index, (_, held) in enumerate(stretches):
@@ -73,15 +77,23 @@ def find_blocks(model: nn.Module, blocks: Sequence[str | type[nn.Module]] | None
     named = {name: module for name, module in model.named_modules() if name}
     if blocks is None:
         lists = [name for name, module in named.items() if isinstance(module, nn.ModuleList)]
-        wanted = {member for name in lists for member in _members_of(name, named[name])}
+        members = {member for name in lists for member in _members_of(name, named[name])}
+        wanted = {member for member in members if not isinstance(named[member], _UNCALLED)}
     else:
         wanted = {found for block in blocks for found in _resolve(block, named)}
-    outermost = {n: m for n, m in named.items() if n in wanted and not any(n.startswith(f"{o}.") for o in wanted)}
-    if not outermost:
-        raise SpecError(
-            "blocks: none found (default: members of nn.ModuleLists); give modules that become units, by name or class"
-        )
-    return outermost
+    return {n: m for n, m in named.items() if n in wanted and not any(_lies_in(n, o) for o in wanted)}
+
+
+def blocks_argument(model: nn.Module, names: Sequence[str]) -> str:
+    """What to give :func:`find_blocks` as ``blocks`` to find the modules of these names, as source; nothing if it finds
+    them by itself.
+    """
+    kinds = dict.fromkeys(type(model.get_submodule(name)) for name in names)
+    if [*find_blocks(model, None)] == [*names]:
+        return ""
+    if [*find_blocks(model, [*kinds])] == [*names]:
+        return f", blocks=[{', '.join(kind.__name__ for kind in kinds)}]"
+    return f", blocks={[*names]}"
 
 
 def _resolve(block: str | type[nn.Module], named: dict[str, nn.Module]) -> list[str]:
@@ -108,23 +120,43 @@ def _stretches(model: nn.Module, blocks: dict[str, nn.Module]) -> list[tuple[lis
     """In registration order, per group: names of the modules that make up its forward, and all modules in it."""
     groups: list[tuple[list[str], list[nn.Module]]] = []
     open_stretch = False
+    owned = _owned(model, blocks)
     for name, module in model.named_modules():
         if name in blocks:
             groups.append(([name], list(module.modules())))
             open_stretch = False
-        elif any(name.startswith(f"{block}.") for block in blocks) or not module._parameters:
+        elif name not in owned or any(_lies_in(name, block) for block in blocks):
             continue
-        elif any(block.startswith(f"{name}." if name else "") for block in blocks):
-            groups.append(([name], [module]))
+        elif any(_lies_in(block, name) for block in blocks):
+            groups.append(([name], owned[name]))
             open_stretch = False
         elif open_stretch:
-            if not any(name.startswith(f"{around}.") for around in groups[-1][0]):
+            if not any(_lies_in(name, around) for around in groups[-1][0]):
                 groups[-1][0].append(name)  # else its calls lie within those of the module around it
-            groups[-1][1].append(module)
+            groups[-1][1].extend(owned[name])
         else:
-            groups.append(([name], [module]))
+            groups.append(([name], owned[name]))
             open_stretch = True
     return groups
+
+
+def _owned(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, list[nn.Module]]:
+    """The modules with parameters, by the name of the one that computes with them: a module without a forward, such as
+    a list of parameters, is never called, and serves the module around it.
+    """
+    named, owned = dict(model.named_modules()), dict[str, list[nn.Module]]()
+    for name, module in named.items():
+        owner = name
+        while owner and owner not in blocks and getattr(named[owner].forward, "__func__", None) is nn.Module.forward:
+            owner = owner.rpartition(".")[0]
+        if module._parameters:
+            owned.setdefault(owner, []).append(module)
+    return owned
+
+
+def _lies_in(name: str, around: str) -> bool:
+    """Whether the module of this name is within the other one."""
+    return name.startswith(f"{around}." if around else "")
 
 
 def find_ignored(model: nn.Module, ignored: Sequence[str | nn.Parameter]) -> tuple[Member, ...]:
@@ -174,7 +206,7 @@ def _merge_tied(n_groups: int, touched: list[list[int]]) -> list[int]:
 
 
 def _check_flattenable(group: UnitGroup) -> None:
-    uncalled = [m for m in group.modules if isinstance(m, nn.ParameterList | nn.ParameterDict)]
+    uncalled = [m for m in group.modules if isinstance(m, _UNCALLED)]
     if uncalled:
         raise EngineError(
             f"unit '{group.name}' holds a {type(uncalled[0]).__name__}, which is never called by itself; name the "

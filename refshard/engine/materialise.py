@@ -195,6 +195,7 @@ def _flatten(
     given = [_local(m.parameter.detach()) for m in members]
     layout = lay_out(name, [(m.name, tuple(part.shape)) for m, part in zip(members, given)], collectives.world_size)
     computed, reduced = precision.computed(first.dtype), precision.reduced(first.dtype)
+    narrowed = not trained and computed != first.dtype  # which is another tensor once it is put in place
     full = torch.zeros(layout.numel, dtype=first.dtype if trained else computed, device=device)
     for place, part in zip(layout.parameters, given):
         full[place.offset : place.offset + place.numel].copy_(part.reshape(-1))
@@ -226,7 +227,7 @@ def _flatten(
         scale=collectives.scale,
         rescale=rescale,
         offloaded=offload,
-        narrowed=shard.dtype != first.dtype,
+        narrowed=narrowed,
     )
 
 

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from refshard.engine.grouping import group_units
+from refshard.engine.grouping import blocks_argument, group_units
 from refshard.errors import SpecError
 from tests.engine.fakes import Block, Net, make_net
 
@@ -64,8 +64,33 @@ def test_unknown_blocks_are_refused() -> None:
         group_units(make_net(), ["layer"])
     with pytest.raises(SpecError, match="blocks: the model holds no module of class LSTM"):
         group_units(make_net(), [nn.LSTM])
-    with pytest.raises(SpecError, match=r"blocks: none found \(default: members of nn.ModuleLists\); give modules"):
-        group_units(nn.Sequential(nn.Linear(2, 2)), None)
+
+
+def test_a_model_without_blocks_is_one_unit() -> None:
+    assert described(nn.Linear(2, 2)) == {"Linear": ["weight", "bias"]}
+    assert described(nn.Sequential(nn.Linear(2, 2), nn.Tanh())) == {"Sequential": ["0.weight", "0.bias"]}
+    (names,) = described(make_net(), []).values()
+    assert names == [name for name, _ in make_net().named_parameters()]
+
+
+def test_what_is_never_called_serves_the_module_around_it() -> None:
+    model = make_net()
+    model.extra = nn.ParameterList([nn.Parameter(model.head.weight[0].detach().clone())])
+    model.lists = nn.ModuleList([nn.ParameterList([nn.Parameter(model.head.weight[0].detach().clone())])])
+    model.heads = nn.MultiheadAttention(4, 2)
+    model.heads.extra = nn.ParameterDict({"a": nn.Parameter(model.norm.weight.detach().clone())})
+    groups = described(model)
+    assert groups["Net"] == ["extra.0", "lists.0.0"]
+    assert groups["norm+head+heads"][-2:] == ["heads.out_proj.bias", "heads.extra.a"]
+    assert groups["layers.0"] == block_parameters(0)
+
+
+def test_blocks_as_an_argument() -> None:
+    model = make_net()
+    layers = [f"layers.{i}" for i in range(4)]
+    assert blocks_argument(model, layers) == ""
+    assert blocks_argument(model, ["embed", *layers]) == ", blocks=[Embedding, Block]"
+    assert blocks_argument(model, layers[:2]) == ", blocks=['layers.0', 'layers.1']"
 
 
 def test_lists_and_dictionaries_of_modules_stand_for_their_members() -> None:

@@ -452,6 +452,30 @@ def every_module_is_a_block(side: Side) -> None:
     train(side, side.shard(layers, blocks=["0", "1", "2", "3"]))
 
 
+@case(variants=EVALUATED, table=True)
+def single_layer(side: Side) -> None:
+    train(side, side.shard(nn.Linear(DIM, 3), side.x()))
+
+
+@case(variants=EVALUATED, table=True)
+def model_without_lists(side: Side) -> None:
+    same = side.put(torch.linspace(-1, 1, 4 * DIM).view(4, DIM))  # whose mean each rank knows
+    model = side.shard(nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.BatchNorm1d(DIM), nn.Linear(DIM, 3)), same)
+    train(side, model, lambda _: mean_square(model(same)))
+
+
+@case(table=True)
+def blocks_of_a_model_that_is_one_unit(side: Side) -> None:
+    """Checkpointing recomputes parts of the only unit."""
+    train(side, side.shard(Stack(), side.x(), blocks=()))
+
+
+@case(variants=EVALUATED)
+def model_of_one_unit_with_frozen_parts(side: Side) -> None:
+    model = nn.Sequential(nn.Linear(DIM, DIM), adapted(), nn.Linear(3, 3).requires_grad_(False))
+    train(side, side.shard(model, side.x(), blocks=()))
+
+
 @case()
 def adapters_trained(side: Side) -> None:
     train(side, side.shard(adapted(), side.x()))

@@ -375,7 +375,7 @@ def parameter_list_in_a_block(side: Side) -> None:
     train(side, side.shard(Stack([Listed() for _ in range(3)]), side.x()))
 
 
-@case(refuses="ParameterList, which is never called by itself")
+@case(table=True)
 def parameter_list_in_the_root(side: Side) -> None:
     class Listed(Stack):
         def __init__(self) -> None:
@@ -386,6 +386,48 @@ def parameter_list_in_the_root(side: Side) -> None:
             return super().forward(x * self.extra[0])
 
     train(side, side.shard(Listed(), side.x()))
+
+
+class Held(nn.Module):
+    """Holds weights for the module around it, and is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((DIM,), 0.5))
+        self.shifts = nn.ParameterDict({"a": torch.zeros(DIM), "b": torch.ones(DIM)})
+
+
+@case(table=True)
+def weights_held_beside_the_blocks(side: Side) -> None:
+    """By modules without a forward, in modules before and after the blocks."""
+
+    class Holding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = nn.ModuleList([Held()])
+            self.linear = nn.Linear(DIM, DIM)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            held: Any = self.held[0]
+            out: torch.Tensor = self.linear(x * held.scale) + held.shifts["a"] * held.shifts["b"]
+            return out
+
+    model = Stack(head=Holding())
+    model.inputs = Holding()  # type: ignore[assignment]
+    train(side, side.shard(model, side.x(), blocks=["layers"]))
+
+
+@case(variants=PLAIN, refuses="ParameterList, which is never called by itself")
+def parameter_list_named_as_a_block(side: Side) -> None:
+    class Listed(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.extra = nn.ParameterList([torch.ones(DIM)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x * self.extra[0])
+
+    train(side, side.shard(Listed(), blocks=["extra", "layers"]))
 
 
 @case()
@@ -468,13 +510,26 @@ def buffers_of_other_shapes_by_rank(side: Side) -> None:
     train(side, model)
 
 
-@case(variants=PLAIN, refuses="part of it|sharded already|nested")
+@case(
+    variants=PLAIN, refuses=r"parts .* sharded already \('layers.0.up', 'layers.0.down'\).*blocks=\['layers.0.up', 'lay"
+)
 def sharded_from_the_inside_out(side: Side) -> None:
-    """A part of the model is sharded first, then the whole."""
+    """Parts of a block are sharded first, then the whole."""
     model = Stack()
-    side.shard(model.layers[0], blocks=["up", "down"])
+    for part in (model.layers[0].up, model.layers[0].down):
+        side.shard(part)
     side.models.clear()
     train(side, side.shard(model))
+
+
+@case(variants=PLAIN, table=True, refuses=r"sharded already .* and 1 more.*by one call: refshard.shard\(model\)$")
+def blocks_sharded_first(side: Side) -> None:
+    """FSDP2's idiom."""
+    model = Stack()
+    for layer in model.layers:
+        side.shard(layer)
+    side.models.clear()
+    train(side, side.shard(model, blocks=[]))
 
 
 @case(variants=PLAIN)
