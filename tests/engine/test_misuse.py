@@ -213,7 +213,7 @@ def test_a_frozen_parameter_of_which_a_cast_is_kept_cannot_be_trained(mode: str)
         model, mode=mode, precision=refshard.Precision(parameters=torch.bfloat16), collectives=LateCollectives()
     )
     model.layers[0].requires_grad_(True)
-    with pytest.raises(EngineError, match="'layers.0.*' was unfrozen after sharding, but .* only a cast"):
+    with pytest.raises(EngineError, match=r"'layers\.0.*' was unfrozen after sharding, but .* only a cast"):
         model(make_batch(0)[0])
 
 
