@@ -19,10 +19,13 @@ def columns_over_time() -> str:
     ``*`` is computed with, ``+`` is being gathered or reduced; gradients have a ``d`` before the unit's name.
     """
     mode = find_mode("yafsdp")
-    facts = [UnitFacts("embed", read_in_backward=False), *[UnitFacts("block")] * 4, UnitFacts("head")]
+    embed, block, head = (
+        UnitFacts(mode, name, read_in_backward=name != "embed") for name in ("embed", "block", "head")
+    )
+    facts = [embed, *[block] * 4, head]
     markers = chain_markers(len(facts))
-    rings = assign_rings(markers, facts, mode)
-    stream = build(markers, rings, mode, facts)
+    rings = assign_rings(markers, facts)
+    stream = build(markers, rings, facts)
     sizes = dict(enumerate([3 * KIB, *[2 * KIB] * 4, 3 * KIB]))
     arena = plan_arena([stream], rings, sizes, sizes, mixed=True)
     place = {("parameters", unit): i for i, column in enumerate(arena.columns) for unit in column.parameters}

@@ -1,5 +1,6 @@
 """``shard``: make any module a sharded one, then train it with an ordinary loop."""
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,9 @@ from refshard.engine.grouping import Member, UnitGroup, blocks_argument, find_ig
 from refshard.engine.hooks import Hooks
 from refshard.engine.materialise import (
     Initialise,
+    Terms,
     check_parameters,
+    check_ranks,
     make_unit,
     materialise,
     materialise_buffers,
@@ -31,6 +34,7 @@ from refshard.engine.materialise import (
 from refshard.engine.optim import clip_gradients, watch_optimizers
 from refshard.engine.owners import Make, Place
 from refshard.engine.placement import Accumulation, Mode, find_mode
+from refshard.engine.policy import Policies, resolve
 from refshard.engine.precision import Precision
 from refshard.engine.registration import watch_registrations
 from refshard.engine.state_dict import show_gatherable
@@ -61,6 +65,7 @@ def shard(
     blocks: Sequence[str | type[nn.Module]] | None = None,
     ignored: Sequence[str | nn.Parameter] = (),
     precision: Precision | None = None,
+    policies: Policies | None = None,
     accumulation: Accumulation | None = None,
     gradient_divide_factor: float | None = None,
     initialise: Initialise | None = None,
@@ -98,6 +103,8 @@ def shard(
             are not reduced. They must be the same on all ranks, and on the device that the model computes on. Reduce
             their gradients before ``torch.nn.utils.clip_grad_norm_``: its norm would otherwise differ by rank.
         precision: the dtypes of parameters in compute and of gradients in reduction; by default the model's own.
+        policies: modules that are sharded in another mode or precision, or over another mesh than the rest: a
+            :class:`~refshard.engine.policy.Policy` by patterns of their names, or a function of name and module.
         accumulation: where gradients of several microbatches add up, ``"shard"`` or ``"unsharded"``; by default the
             mode's own way. See :func:`no_sync`.
         gradient_divide_factor: what the sum of the ranks' gradients is divided by; by default the number of ranks of
@@ -142,26 +149,51 @@ def shard(
             "parameters that are made within torch.inference_mode() cannot be trained; shard outside of it"
         )
     left = find_ignored(model, ignored)
-    groups = group_units(model, blocks, left)
+    special = resolve(model, policies or {})
+    groups = group_units(model, blocks, left, special)
     for group in groups:
         check_parameters(group)
     device = _compute_device(groups, mesh)
     if collectives is None:
         mesh = mesh or _default_mesh(device)
         collectives = _mesh_collectives(mesh, device, chosen, communication_streams, comm_memory)
-    rescale = _rescale(gradient_divide_factor, collectives)
+    ranks = collectives.world_size * collectives.replicas
+    divisor = ranks if gradient_divide_factor is None else gradient_divide_factor
+    if not (0 < divisor < math.inf):
+        raise SpecError(f"gradient_divide_factor: must be a finite number > 0, got {divisor}; None takes the mean")
+
+    def precision_of(module: nn.Module) -> Precision:
+        return special.of[module].precision or precision
+
+    @functools.cache
+    def terms(own_mode: str | None, own_mesh: DeviceMesh | None) -> Terms:
+        of_mode, over = chosen, collectives
+        if own_mode is not None and own_mode != mode:
+            of_mode = find_mode(own_mode, accumulation if own_mode != "yafsdp" else None)
+        if own_mesh is not None or of_mode.optimizer != chosen.optimizer:
+            if mesh is None:
+                raise SpecError("policies: a mode or mesh of its own needs process groups; leave out collectives")
+            over = _mesh_collectives(own_mesh or mesh, device, of_mode, communication_streams, comm_memory)
+        return Terms(
+            mode=of_mode, precision_of=precision_of, collectives=over, mesh=own_mesh or mesh, device=device,
+            offload=offload, rescale=over.world_size * over.replicas / divisor,
+        )  # fmt: skip
+
     units = []
     with torch.no_grad():
         for index, group in enumerate(groups):
             materialise(group, device, initialise)
-            units.append(
-                make_unit(index, group, chosen, precision, collectives, device, mesh, offload=offload, rescale=rescale)
-            )
+            own = terms(group.policy.mode, group.policy.mesh)
+            check_ranks(group, own, ranks)
+            units.append(make_unit(index, group, own))
         materialise_buffers(model, device, initialise)
-        take_first_buffers(model, device, collectives)
+        take_first_buffers(
+            model, device, lambda module: terms(special.of[module].mode, special.of[module].mesh).collectives
+        )
     lanes = lanes or lanes_of(device, communication_streams)
-    executor = Executor(units, chosen, collectives, lanes, debug=debug)
-    hooks = Hooks(model, tuple(units), executor, precision)
+    executor = Executor(units, collectives, lanes, debug=debug)
+    casting = {model.get_submodule(n): p.precision for n, p in special.given.items() if n and p.precision is not None}
+    hooks = Hooks(model, tuple(units), executor, precision_of(model), casting)
     watch_optimizers([p.sharded for unit in units for p in unit.parameters], hooks)
     show_gatherable(units)
     watch_registrations(model)
@@ -270,7 +302,7 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for flat in unit.flats:
             full = torch.empty(flat.layout.numel, dtype=flat.shard.dtype, device=unit.device)
             with torch.no_grad():
-                engine.collectives.all_gather(full, flat.shard.to(unit.device)).wait()
+                unit.collectives.all_gather(full, flat.shard.to(unit.device)).wait()
             for parameter in flat.parameters:
                 place, split = parameter.layout, parameter.split
                 part = full[place.offset : place.offset + place.numel].view(place.shape).clone()
@@ -288,15 +320,6 @@ def _sharded_already(model: nn.Module, names: list[str]) -> str:
         f"parts of the model are sharded already ({', '.join(map(repr, names[:2]))}{rest}); shard a fresh model as a "
         f"whole instead, by one call: refshard.shard(model{blocks_argument(model, names)})"
     )
-
-
-def _rescale(factor: float | None, collectives: Collectives) -> float:
-    """What a mean over ranks is multiplied with to be the sum divided by ``factor``."""
-    if factor is None:
-        return 1.0
-    if not (0 < factor < math.inf):
-        raise SpecError(f"gradient_divide_factor: must be a finite number > 0, got {factor}; None takes the mean")
-    return collectives.world_size * collectives.replicas / factor
 
 
 def _compute_device(groups: Sequence[UnitGroup], mesh: DeviceMesh | None) -> torch.device:

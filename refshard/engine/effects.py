@@ -5,7 +5,7 @@ masters in its own memory.
 """
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -37,10 +37,7 @@ class Effects:
         self.reducing: list[int] = []
         self.agreeing = False
         self._combined: set[int] = set()
-        self._all_used: torch.Tensor | None = None
-        self._telling: Pending = Together(())
-        # What reducing amounts to where nothing is sharded.
-        self._reduction = "reduce_scatter" if collectives.world_size > 1 else "all_reduce"
+        self._telling = [_Telling(c, mine) for c, mine in _by_collectives(self._units).items()]
         self._of: dict[OpKind, Callable[[Unit], None]] = {
             OpKind.WAIT: self._wait,
             OpKind.RELEASE: self._release,
@@ -85,47 +82,40 @@ class Effects:
         """Bring a unit's reduction to its end, if one is under way."""
         if unit.reducing is None:
             return
-        if self._collectives.legs == 2 and unit.index not in self._combined:
+        if unit.facts.legs == 2 and unit.index not in self._combined:
             self._combine(unit)
         self._finish(unit)
 
-    def reduce_rest(self) -> None:
-        """Reduce gradients of earlier microbatches that this backward did not reach; end every reduction."""
-        for unit in self._units:
+    def reduce_rest(self, units: Iterable[Unit]) -> None:
+        """Reduce gradients of ``units`` from earlier microbatches that this backward did not reach; end every
+        reduction.
+        """
+        for unit in units:
             if unit.filled and unit.reducing is None:
                 self._reduce(unit)
         for index in tuple(self.reducing):
             self.finish(self._units[index])
 
-    def claim_gradients(self) -> None:
-        """All reductions of a backward have ended: give parameters that only other ranks have used their gradients.
+    def claim_gradients(self, units: Sequence[Unit]) -> None:
+        """All reductions of ``units`` have ended: give parameters that only other ranks have used their gradients.
 
         The ranks tell each other which parameters they have used, in one small collective. A rank that has used all
         need not hear what the others say: there, neither the host nor compute waits.
         """
-        if self._collectives.world_size * self._collectives.replicas == 1:
+        if not units:
             return
         self._agree("the end of backward", -1)
-        self._telling.wait()
-        device = self._units[0].device
-        left = {claim.parameter.layout.name: claim for unit in self._units for claim in unit.unclaimed}
-        names = [parameter.layout.name for unit in self._units for parameter in unit.trained]
-        if self._all_used is None:
-            self._all_used = torch.ones(len(names), dtype=torch.uint8, device=device)
-        used = self._all_used
-        if left:
-            used = torch.tensor([name not in left for name in names], dtype=torch.uint8, device=device)
-        lane: Lane = "combine" if self._collectives.legs == 2 else "reduce"
-        self._wait_for_compute(lane)
-        with self._lanes.use(lane):
-            self._telling = self._lanes.issued(lane, self._collectives.all_reduce_max(used))
-        if left:
-            self._telling.wait()
-            self._telling = Together(())
-            for name, by_any in zip(names, used.tolist()):
-                if by_any and name in left:
+        left = {claim.parameter.layout.name: claim for unit in units for claim in unit.unclaimed}
+        for telling in self._telling:
+            lane: Lane = "combine" if telling.collectives.legs == 2 else "reduce"
+            used = telling.say(left)
+            self._wait_for_compute(lane)
+            with self._lanes.use(lane):
+                telling.pending = self._lanes.issued(lane, telling.collectives.all_reduce_max(used))
+            for name in telling.hear(used) if left else ():
+                if name in left:
                     left[name].flat.accept(left[name].parameter, left[name].part, foreign=False)
-        for unit in self._units:
+        for unit in units:
             unit.unclaimed.clear()
 
     def _agree(self, what: str, index: int) -> None:
@@ -168,7 +158,7 @@ class Effects:
         with label("all_gather", unit.name), self._lanes.use("gather"):
             unit.slot.acquire(unit.name)
             pairs = [(full, self._source(flat, full)) for flat, full in zip(unit.flats, unit.slot.flats)]
-            works = (self._collectives.all_gather(full, shard) for full, shard in pairs)
+            works = (unit.collectives.all_gather(full, shard) for full, shard in pairs)
             unit.start_gather(self._issue("gather", "all_gather", unit, works))
 
     def _evict(self, slot: Slot) -> None:
@@ -226,17 +216,16 @@ class Effects:
             unit.complete_gradients()
         self._lanes.fork()
         with label("reduce_scatter", unit.name):
-            legs = self._collectives.legs
             slot = unit.gradient_slot
             given = [
-                (flat.open_target(full, needs_slot_free=legs == 2), full, scratch)
+                (flat.open_target(full, needs_slot_free=unit.facts.legs == 2), full, scratch)
                 for flat, full, scratch in zip(unit.trained_flats, slot.flats, slot.scratch)
             ]
             # Every gradient must be in the slot before it is reduced (fourth wait).
             self._wait_for_compute("reduce")
             with self._lanes.use("reduce"):
-                works = (self._collectives.reduce_scatter(*tensors) for tensors in given)
-                unit.reducing = self._issue("reduce", self._reduction, unit, works)
+                works = (unit.collectives.reduce_scatter(*tensors) for tensors in given)
+                unit.reducing = self._issue("reduce", _reduction(unit), unit, works)
         self.reducing.append(unit.index)
 
     def _combine(self, unit: Unit) -> None:
@@ -249,7 +238,7 @@ class Effects:
         self._release_gradients(unit)
         targets = [flat.target for flat in unit.trained_flats if flat.target is not None]
         with label("all_reduce", unit.name), self._lanes.use("combine"):
-            works = (self._collectives.all_reduce(target) for target in targets)
+            works = (unit.collectives.all_reduce(target) for target in targets)
             unit.reducing = self._issue("combine", "all_reduce", unit, works)
         self._combined.add(unit.index)
 
@@ -257,7 +246,7 @@ class Effects:
         if unit.reducing is None:
             return
         # The optimizer reads the result, and the next unit writes its gradients over what was sent (sixth wait).
-        self._await(unit.reducing, "all_reduce" if unit.index in self._combined else self._reduction, unit)
+        self._await(unit.reducing, "all_reduce" if unit.index in self._combined else _reduction(unit), unit)
         unit.reducing = None
         self.reducing.remove(unit.index)
         for flat, full in zip(unit.trained_flats, unit.gradient_slot.flats):
@@ -293,3 +282,46 @@ class Effects:
 
     def _failed(self, collective: str, unit: Unit, error: RuntimeError) -> Exception:
         return failed(error, f"{collective} of unit '{unit.name}'", self._collectives.world_rank)
+
+
+class _Telling:
+    """What the ranks of ``collectives`` tell each other of the parameters of ``units``; ``pending`` is the last call."""
+
+    def __init__(self, collectives: Collectives, units: Sequence[Unit]) -> None:
+        self.collectives = collectives
+        self.pending: Pending = Together(())
+        self._units = units
+        self._all_used: torch.Tensor | None = None
+
+    def say(self, left: Container[str]) -> torch.Tensor:
+        """Whether this rank has used each of the trained parameters: all but those in ``left``."""
+        self.pending.wait()
+        names, device = self._names(), self._units[0].device
+        if any(name in left for name in names):
+            return torch.tensor([name not in left for name in names], dtype=torch.uint8, device=device)
+        if self._all_used is None or len(self._all_used) != len(names):
+            self._all_used = torch.ones(len(names), dtype=torch.uint8, device=device)
+        return self._all_used
+
+    def hear(self, used: torch.Tensor) -> list[str]:
+        """Await the others, and return the names of what any rank has used."""
+        self.pending.wait()
+        self.pending = Together(())
+        return [name for name, by_any in zip(self._names(), used.tolist()) if by_any]
+
+    def _names(self) -> list[str]:
+        return [parameter.layout.name for unit in self._units for parameter in unit.trained]
+
+
+def _by_collectives(units: Iterable[Unit]) -> dict[Collectives, list[Unit]]:
+    """Those of which several ranks reduce gradients."""
+    found: dict[Collectives, list[Unit]] = {}
+    for unit in units:
+        if unit.collectives.world_size * unit.collectives.replicas > 1:
+            found.setdefault(unit.collectives, []).append(unit)
+    return found
+
+
+def _reduction(unit: Unit) -> str:
+    """What reducing amounts to, where nothing is sharded too."""
+    return "reduce_scatter" if unit.collectives.world_size > 1 else "all_reduce"

@@ -21,7 +21,7 @@ from refshard.engine.device import Lanes
 from refshard.engine.effects import Effects
 from refshard.engine.materialise import make_room_for_gradients
 from refshard.engine.passes import Followed, OnDemand, Pass, Scene, cut
-from refshard.engine.placement import Mode, Storage
+from refshard.engine.placement import Storage
 from refshard.engine.schedule import Op, OpKind, PassKind, Presence, Rings, UnitFacts, assign_rings, build
 from refshard.engine.transforms import outside_transforms
 from refshard.engine.unit import Unit
@@ -44,11 +44,8 @@ class Executor:
     backward. While ``accumulating``, gradients that add up unsharded are not reduced.
     """
 
-    def __init__(
-        self, units: Sequence[Unit], mode: Mode, collectives: Collectives, lanes: Lanes, *, debug: bool
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], collectives: Collectives, lanes: Lanes, *, debug: bool) -> None:
         self._units = tuple(units)
-        self._mode = mode
         self._collectives = collectives
         self._debug = debug
         self._effects = Effects(self._units, collectives, lanes)
@@ -62,7 +59,7 @@ class Executor:
         self._markers: tuple[Op, ...] = ()
         self._followed: set[bool] = set()
         self._scripts: dict[PassKind, tuple[Scene, ...]] = {}
-        self._pass: Pass = self._on_demand(PassKind(legs=collectives.legs))
+        self._pass: Pass = self._on_demand(PassKind())
         self._backward_open = False
         self._open_forwards: set[object] = set()
         self._version = 0
@@ -80,7 +77,7 @@ class Executor:
     @property
     def stream(self) -> tuple[Op, ...]:
         """The op stream of a training step of one microbatch; empty until one has been observed."""
-        return self._build(PassKind(legs=self._collectives.legs)) if True in self._followed else ()
+        return self._build(PassKind()) if True in self._followed else ()
 
     @property
     def _facts(self) -> tuple[UnitFacts, ...]:
@@ -95,7 +92,7 @@ class Executor:
                 froze different parameters.
         """
         changed = [unit for unit in self._units if unit.check_parameters()]
-        self.abandon_pass(keep_ahead=self._mode.parameters == "shard")
+        self.abandon_pass(keep_ahead=True)
         for unit in self._units:
             unit.doubt()
         if changed:
@@ -137,7 +134,7 @@ class Executor:
         for unit in changed:
             begun = unit.take_over_freezing()
             for flat in begun:
-                make_room_for_gradients(flat, self._mode, self._collectives)
+                make_room_for_gradients(flat, unit.mode, unit.collectives)
             if begun:
                 self._bind_first(unit)
                 self.replan()
@@ -168,13 +165,13 @@ class Executor:
         if not self._pass.expects(None):
             self._give_up_order("the end of backward")
         self._end_pass()
-        if self._pass.kind.reduce:
-            self._effects.reduce_rest()
-            self._effects.claim_gradients()
-        else:
-            for unit in self._units:
-                unit.show_unreduced()
         units = self._units
+        reduced = [unit for unit in units if unit.facts.reduces(self._pass.kind)]
+        self._effects.reduce_rest(reduced)
+        self._effects.claim_gradients(reduced)
+        for unit in units:
+            if not unit.facts.reduces(self._pass.kind):
+                unit.show_unreduced()
         fruitless = any(u.trains for u in units) and not any(u.arrived or u.read_outside for u in units)
         if not fruitless:
             self._open_forwards.difference_update(forwards)
@@ -248,9 +245,10 @@ class Executor:
         self._effects.agreeing = self._debug
         lost, self._backward_open = self._backward_open, False
         for unit in self._units:
-            keep_gradients = self._mode.gradients == "replicate" and not lost
-            self._effects.abandon(unit, keep_gradients=keep_gradients, keep_ahead=keep_ahead)
-            if self._mode.parameters == "shard" and not unit.ahead:
+            keep_gradients = unit.mode.gradients == "replicate" and not lost
+            shards = unit.mode.parameters == "shard"
+            self._effects.abandon(unit, keep_gradients=keep_gradients, keep_ahead=keep_ahead and shards)
+            if shards and not unit.ahead:
                 self._effects.execute(Op(OpKind.RELEASE, unit.index, "forward"))
         self.rest()
         self._effects.settle()
@@ -285,15 +283,10 @@ class Executor:
         unit.bind(slot, gradient_slot, self._on_gradients)
 
     def _on_demand(self, kind: PassKind, record: list[Op] | None = None) -> OnDemand:
-        return OnDemand(kind, self._units, self._mode, self._effects, record)
-
-    @property
-    def _reduces(self) -> bool:
-        return not (self.accumulating and self._mode.gradients == "replicate")
+        return OnDemand(kind, self._units, self._effects, record)
 
     def _kind(self, *, training: bool, forward: bool) -> PassKind:
-        reduce = training and self._reduces
-        return PassKind(training=training, forward=forward, reduce=reduce, legs=self._collectives.legs)
+        return PassKind(training=training, forward=forward, reduce=training and not self.accumulating)
 
     def _open(self, *, training: bool, forward: bool, record: list[Op] | None = None) -> None:
         """Follow the schedule of a pass from its start, if one is known; without ``forward``, of a backward alone."""
@@ -315,13 +308,13 @@ class Executor:
         if isinstance(self._pass, OnDemand) and self._pass.record is None:
             # The last pass was a backward, as pipelines have it, or an evaluation; or nothing is followed. What a
             # forward on demand has gathered and kept is given up where the schedule of a backward alone starts anew.
-            if True in self._followed and self._mode.parameters == "shard":
-                for unit in self._units:
+            for unit in self._units if True in self._followed else ():
+                if unit.mode.parameters == "shard":
                     self._effects.execute(Op(OpKind.RELEASE, unit.index, "backward"))
             self._open(training=True, forward=False)
-        elif self._pass.kind.reduce != self._reduces:
+        elif self._pass.kind.reduce == self.accumulating:
             # Forward ran within no_sync and backward does not, or the other way round.
-            self._pass = self._pass.turned(replace(self._pass.kind, reduce=self._reduces), self._script_of)
+            self._pass = self._pass.turned(replace(self._pass.kind, reduce=not self.accumulating), self._script_of)
 
     def _forget_barred_forwards(self) -> None:
         """The optimizer has stepped since they ran, and so barred every backward that had not come."""
@@ -354,27 +347,26 @@ class Executor:
                 "all ranks must call the same modules in every step"
             )
         self._markers = observed
-        self._rings = assign_rings(self._markers, self._facts, self._mode)
+        self._rings = assign_rings(self._markers, self._facts)
         self._scripts.clear()
         self._followed = followed
-        if self._mode.storage == "ring":
-            self._move_to_arena(training=True in followed)
+        planned = [unit for unit in self._units if unit.mode.storage == "ring"]
+        if planned:
+            self._move_to_arena(planned, training=True in followed)
 
-    def _move_to_arena(self, *, training: bool) -> None:
-        legs = self._collectives.legs
+    def _move_to_arena(self, planned: Sequence[Unit], *, training: bool) -> None:
         kinds = [PassKind(training=False, reduce=False)]
         if training:
-            kinds += [PassKind(legs=legs), PassKind(forward=False, legs=legs)]
-        parameters = {unit.index: nbytes_of(unit.parameter_sizes) for unit in self._units}
-        trained = [unit for unit in self._units if training and unit.trained]
+            kinds += [PassKind(), PassKind(forward=False)]
+        parameters = {unit.index: nbytes_of(unit.parameter_sizes) for unit in planned}
+        trained = [unit for unit in planned if training and unit.trained]
         gradients = {unit.index: nbytes_of(self._sizes(unit, gradients=True)) for unit in trained}
         self._forget_arena()
-        self.arena = plan_arena(
-            [self._build(kind) for kind in kinds], self._rings, parameters, gradients,
-            mixed=not self._mode.keep,
-        )  # fmt: skip
+        keep = planned[0].mode.keep
+        streams = [self._build(kind) for kind in kinds]
+        self.arena = plan_arena(streams, self._rings, parameters, gradients, mixed=not keep)
         for column in self.arena.columns:
-            pool = self._pool_of(column)
+            pool = self._pool_of(column, keep=keep)
             for index in column.gradients:
                 self._planned_gradients[index] = self._slot(self._units[index], pool, gradients=True)
             for index in column.parameters:
@@ -383,10 +375,11 @@ class Executor:
             pool.rest()  # before the next is made: all at once could be the step's peak
             self._pools += (pool,)
 
-    def _pool_of(self, column: Column) -> Pool:
-        device = self._units[0].device
-        if self._mode.keep:
-            return Pool(self._allocate(column.nbytes, device, reduced=not column.parameters))
+    def _pool_of(self, column: Column, *, keep: bool) -> Pool:
+        first = self._units[[*column.parameters, *column.gradients][0]]
+        device = first.device
+        if keep:
+            return Pool(self._allocate(first, column.nbytes, reduced=not column.parameters))
         return Pool(torch.empty(column.nbytes, dtype=torch.uint8, device=device), column.lasting)
 
     def _lay_gradients(self, slots: Mapping[int, Slot]) -> None:
@@ -397,7 +390,7 @@ class Executor:
                 unit.place_gradients(slot)
 
     def _build(self, kind: PassKind) -> tuple[Op, ...]:
-        return build(self._markers, self._rings, self._mode, self._facts, kind)
+        return build(self._markers, self._rings, self._facts, kind)
 
     def _script_of(self, kind: PassKind) -> tuple[Scene, ...]:
         """The op stream of a pass of this kind, scene by scene."""
@@ -413,13 +406,13 @@ class Executor:
             slot = Slot(Pool(shards[0]), shards, unit.places)
             slot.acquire(unit.name)
         else:
-            slot = self._own_slot(unit, self._mode.storage, gradients=False)
+            slot = self._own_slot(unit, unit.mode.storage, gradients=False)
         if unit.gradients_aliased:
             whole = [flat.whole_gradient for flat in unit.trained_flats if flat.whole_gradient is not None]
             memory = whole[0] if whole else torch.empty(0)
             gradient_slot = Slot(Pool(memory), whole, unit.gradient_places, accumulates=True)
         else:
-            gradient_slot = self._own_slot(unit, self._mode.gradient_storage, gradients=True)
+            gradient_slot = self._own_slot(unit, unit.mode.gradient_storage, gradients=True)
         self._own_gradients[unit.index] = gradient_slot
         self._bind(unit, slot, gradient_slot)
 
@@ -428,7 +421,7 @@ class Executor:
         kept = storage == "persistent"
         nbytes = nbytes_of(self._sizes(unit, gradients=gradients, accumulates=kept))
         if kept:
-            pool = Pool(self._allocate(nbytes, unit.device, reduced=gradients))
+            pool = Pool(self._allocate(unit, nbytes, reduced=gradients))
         else:
             pool = Pool(torch.empty(nbytes, dtype=torch.uint8, device=unit.device), "per use")
         slot = self._slot(unit, pool, gradients=gradients, accumulates=kept and gradients)
@@ -446,8 +439,8 @@ class Executor:
             return unit.parameter_sizes
         return [*unit.gradient_sizes, *(() if accumulates else unit.scratch_sizes)]
 
-    def _allocate(self, nbytes: int, device: torch.device, *, reduced: bool) -> torch.Tensor:
-        return self._collectives.allocate(nbytes, dtype=torch.uint8, device=device, reduced=reduced)
+    def _allocate(self, unit: Unit, nbytes: int, *, reduced: bool) -> torch.Tensor:
+        return unit.collectives.allocate(nbytes, dtype=torch.uint8, device=unit.device, reduced=reduced)
 
     def _give_up_order(self, came: str) -> None:
         assert isinstance(self._pass, Followed)

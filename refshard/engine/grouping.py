@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from refshard.engine.policy import AS_AROUND, Policy, Resolved, resolve
 from refshard.errors import EngineError, SpecError, nearest
 
 _UNCALLED = nn.ParameterList, nn.ParameterDict
@@ -28,23 +29,32 @@ class UnitGroup:
     name: str
     modules: tuple[nn.Module, ...]
     parameters: tuple[Member, ...]
+    policy: Policy = AS_AROUND
 
 
 def group_units(
-    model: nn.Module, blocks: Sequence[str | type[nn.Module]] | None, ignored: Sequence[Member] = ()
+    model: nn.Module,
+    blocks: Sequence[str | type[nn.Module]] | None,
+    ignored: Sequence[Member] = (),
+    policies: Resolved | None = None,
 ) -> tuple[UnitGroup, ...]:
     """Partition the parameters of ``model``, except ``ignored`` ones, into units, in registration order.
 
-    Each block is a unit; without blocks, the model is. The other modules that own parameters form one unit per stretch
-    between blocks (an embedding before them, a norm and a head after them); one that contains blocks is a unit by
-    itself, as it computes around them. Groups that share a tied parameter become one unit.
+    Each block is a unit; without blocks, the model is. A module with a mode or a mesh of its own by ``policies`` is one
+    too, also within a block. The other modules that own parameters form one unit per stretch between blocks (an
+    embedding before them, a norm and a head after them); one that contains blocks is a unit by itself, as it computes
+    around them. Groups that share a tied parameter become one unit.
 
     Raises:
         SpecError: a named block does not exist.
-        EngineError: a unit cannot be flattened.
+        EngineError: a unit cannot be flattened, or has parameters of several policies.
     """
+    policies = policies or resolve(model, {})
+    named = dict(model.named_modules())
+    apart = {member for name in policies.apart() for member in _members_of(name, named[name])}
     chosen = find_blocks(model, blocks) or {"": model}
-    stretches = _stretches(model, chosen)
+    chosen = {name: module for name, module in named.items() if name in chosen or name in apart}
+    stretches = _stretches(model, chosen, policies)
     owners: dict[nn.Module, list[int]] = {}
     for index, (_, held) in enumerate(stretches):
         for module in held:
@@ -62,8 +72,14 @@ def group_units(
         parameters = tuple(member for member, touched in members if merged[touched[0]] == root)
         if parameters:
             name = "+".join(name for names, _ in parts for name in names)
-            modules = tuple(m for names, _ in parts for m in (model.get_submodule(n) for n in names))
-            groups.append(UnitGroup(name or type(model).__name__, modules, parameters))
+            modules = tuple(named[name] for names, _ in parts for name in names)
+            group = UnitGroup(name or type(model).__name__, modules, parameters, policies.of[modules[0]])
+            if len({_place(policies.of[module]) for module in modules}) > 1:
+                raise EngineError(
+                    f"modules of unit '{group.name}' share parameters and have policies of different modes or meshes; "
+                    "give them the same"
+                )
+            groups.append(group)
     for group in groups:
         _check_flattenable(group)
     return tuple(groups)
@@ -116,21 +132,27 @@ def _members_of(name: str, module: nn.Module) -> Iterator[str]:
         yield from _members_of(f"{name}.{child}", member)
 
 
-def _stretches(model: nn.Module, blocks: dict[str, nn.Module]) -> list[tuple[list[str], list[nn.Module]]]:
-    """In registration order, per group: names of the modules that make up its forward, and all modules in it."""
+def _stretches(
+    model: nn.Module, blocks: dict[str, nn.Module], policies: Resolved
+) -> list[tuple[list[str], list[nn.Module]]]:
+    """In registration order, per group: names of the modules that make up its forward, and all modules in it, without
+    those of blocks within it.
+    """
     groups: list[tuple[list[str], list[nn.Module]]] = []
     open_stretch = False
     owned = _owned(model, blocks)
     for name, module in model.named_modules():
         if name in blocks:
-            groups.append(([name], list(module.modules())))
+            inner = [block for block in blocks if block != name and _lies_in(block, name)]
+            held = dict(module.named_modules(prefix=name))
+            groups.append(([name], [m for n, m in held.items() if not any(n == b or _lies_in(n, b) for b in inner)]))
             open_stretch = False
         elif name not in owned or any(_lies_in(name, block) for block in blocks):
             continue
         elif any(_lies_in(block, name) for block in blocks):
             groups.append(([name], owned[name]))
             open_stretch = False
-        elif open_stretch:
+        elif open_stretch and _place(policies.of[module]) == _place(policies.of[groups[-1][1][0]]):
             if not any(_lies_in(name, around) for around in groups[-1][0]):
                 groups[-1][0].append(name)  # else its calls lie within those of the module around it
             groups[-1][1].extend(owned[name])
@@ -138,6 +160,11 @@ def _stretches(model: nn.Module, blocks: dict[str, nn.Module]) -> list[tuple[lis
             groups.append(([name], owned[name]))
             open_stretch = True
     return groups
+
+
+def _place(policy: Policy) -> tuple[object, object]:
+    """What the modules of a unit must have in common."""
+    return policy.mode, policy.mesh
 
 
 def _owned(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, list[nn.Module]]:

@@ -15,9 +15,10 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -93,7 +94,10 @@ class Hooks:
     ``unanswered`` says that no backward has come since the model's last forward, which had gradients enabled.
     """
 
-    def __init__(self, root: nn.Module, units: tuple[Unit, ...], executor: Executor, precision: Precision) -> None:
+    def __init__(
+        self, root: nn.Module, units: tuple[Unit, ...], executor: Executor, precision: Precision,
+        casting: Mapping[nn.Module, Precision] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         self.executor = executor
         self._precision = precision
         self._units = units
@@ -112,6 +116,9 @@ class Hooks:
             unit.on_listed = self._end_failed
         for called in self._modules.values():
             self._hook_module(called)
+        for module, own in casting.items():
+            module.register_forward_pre_hook(partial(_cast_inputs, own), with_kwargs=True)
+            module.register_forward_hook(partial(_cast_outputs, own))
         self._root = self._modules.get(root)
         # Last, so that it comes before those of the root's own unit.
         root.register_forward_pre_hook(_Hook(self._begin_pass), prepend=True)
@@ -171,7 +178,7 @@ class Hooks:
 
     def _begin(self, called: _Module, args: Any, kwargs: Any) -> Any:
         """A call begins; return its arguments where they change."""
-        unit, precision = called.unit, self._precision
+        unit, precision = called.unit, called.unit.precision
         recomputing = _in_backward()
         if recomputing:
             self._recompute(unit)
@@ -216,9 +223,7 @@ class Hooks:
                 self.executor.abandon_forward(self._forward)
                 return None
             self._end_pass()
-        if self._precision.output is None:
-            return None
-        return with_leaves(output, [self._precision.cast_output(leaf) for leaf in leaves_of(output)])
+        return _cast_outputs(self._precision, _, __, output)
 
     def _in_method(self) -> bool:
         """Whether the model's own forward is called by a method of the model that is called like one."""
@@ -422,6 +427,20 @@ class _Ending:
     def __del__(self) -> None:
         if self._hooks is not None:
             self._hooks.end_backward(self._running, raised=True)
+
+
+def _cast_inputs(precision: Precision, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Arguments as the parameters of a module of this precision meet them; None where nothing changes."""
+    if precision.parameters is None or not precision.cast_inputs:
+        return None
+    return with_leaves((args, kwargs), [precision.cast_input(leaf) for leaf in leaves_of((args, kwargs))])
+
+
+def _cast_outputs(precision: Precision, _: nn.Module, __: Any, output: Any) -> Any:
+    """What a module of this precision returns; None where nothing changes."""
+    if precision.output is None:
+        return None
+    return with_leaves(output, [precision.cast_output(leaf) for leaf in leaves_of(output)])
 
 
 def _in_backward() -> bool:

@@ -1,8 +1,9 @@
 """From a bare model's parameters to a unit's flat ones: materialise, flatten, take one rank's values, keep a part."""
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +21,7 @@ from refshard.engine.precision import Precision
 from refshard.engine.split import Split
 from refshard.engine.unit import FlatParameter, Unit, UnitParameter
 from refshard.engine.whole import Master, Whole
-from refshard.errors import EngineError
+from refshard.errors import EngineError, SpecError
 
 COMMUNICATED = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
@@ -31,29 +32,29 @@ Initialise = Callable[[nn.Module], object]
 """Fills the parameters that a module holds directly, in place."""
 
 
-def make_unit(
-    index: int,
-    group: UnitGroup,
-    mode: Mode,
-    precision: Precision,
-    collectives: Collectives,
-    device: torch.device,
-    mesh: DeviceMesh | None,
-    *,
-    offload: bool,
-    rescale: float,
-) -> Unit:
-    """Flatten a group's parameters, take the first rank's values, keep this rank's part and let go of the rest.
-
-    ``rescale`` is what the mean of the ranks' gradients is multiplied with.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """How a unit is sharded. ``precision_of`` is a module's, ``rescale`` what the mean of the ranks' gradients is
+    multiplied with.
     """
-    partitions: dict[tuple[torch.dtype, bool], list[Member]] = {}
+
+    mode: Mode
+    precision_of: Callable[[nn.Module], Precision]
+    collectives: Collectives
+    mesh: DeviceMesh | None
+    device: torch.device
+    offload: bool
+    rescale: float
+
+
+def make_unit(index: int, group: UnitGroup, terms: Terms) -> Unit:
+    """Flatten a group's parameters, take the first rank's values, keep this rank's part and let go of the rest."""
+    mode, collectives = terms.mode, terms.collectives
+    partitions: dict[tuple[torch.dtype, bool, Precision], list[Member]] = {}
     for member in group.parameters:
-        partitions.setdefault((member.parameter.dtype, member.parameter.requires_grad), []).append(member)
-    flats = tuple(
-        _flatten(group.name, members, precision, collectives, device, mesh, offload=offload, rescale=rescale)
-        for members in partitions.values()
-    )
+        precision = terms.precision_of(member.holders[0][0]).of_parameters()
+        partitions.setdefault((member.parameter.dtype, member.parameter.requires_grad, precision), []).append(member)
+    flats = tuple(_flatten(group.name, members, precision, terms) for (_, _, precision), members in partitions.items())
     for flat in flats:
         if flat.trained:
             make_room_for_gradients(flat, mode, collectives)
@@ -62,11 +63,39 @@ def make_unit(
         name=group.name,
         modules=group.modules,
         flats=flats,
-        device=device,
+        mode=mode,
+        precision=terms.precision_of(group.modules[0]),
+        collectives=collectives,
+        device=terms.device,
         # The backward of an embedding reads indices only.
         read_in_backward=not all(type(m) is nn.Embedding for member in group.parameters for m, _ in member.holders),
         aliased=mode.optimizer == "replicate" and all(_may_alias(flat, flat.dtype) for flat in flats),
     )
+
+
+def check_ranks(group: UnitGroup, terms: Terms, ranks: int) -> None:
+    """Check that the ranks of a unit's mesh hold the same parameters, and together with those that hold other experts
+    make up the model's ``ranks``.
+
+    Raises:
+        SpecError: they do not.
+    """
+    held = terms.collectives.world_size * terms.collectives.replicas
+    for member in group.parameters:
+        split = Split.of(member.name, member.parameter)
+        others = split.mesh.size() if split is not None and split.divided else 1
+        apart = split is None or terms.mesh is None or not _share_ranks(split.mesh, terms.mesh)
+        if not apart or held not in (ranks, ranks // others):
+            raise SpecError(
+                f"parameter '{member.name}' of unit '{group.name}' is on {others} x {held} ranks, and the model on "
+                f"{ranks}: a policy's mesh must have all ranks of the model's, or those that are left of it beside the "
+                "mesh that splits the parameter"
+            )
+
+
+def _share_ranks(one: DeviceMesh, other: DeviceMesh) -> bool:
+    """Whether two meshes have several ranks in common."""
+    return len({*one.mesh.flatten().tolist()} & {*other.mesh.flatten().tolist()}) > 1
 
 
 def check_parameters(group: UnitGroup) -> None:
@@ -126,8 +155,11 @@ def materialise_buffers(model: nn.Module, device: torch.device, initialise: Init
         _fill(module, device, initialise, f"{type(module).__name__} '{name}'")
 
 
-def take_first_buffers(model: nn.Module, device: torch.device, collectives: Collectives) -> None:
-    """Overwrite the buffers of ``model``, as far as they are plain tensors, with the first rank's.
+def take_first_buffers(
+    model: nn.Module, device: torch.device, collectives_of: Callable[[nn.Module], Collectives]
+) -> None:
+    """Overwrite the buffers of ``model``, as far as they are plain tensors, with those of the first rank of the
+    collectives that a module has.
 
     They travel together, as bytes: in one collective per axis, whatever their dtypes and devices.
 
@@ -135,9 +167,16 @@ def take_first_buffers(model: nn.Module, device: torch.device, collectives: Coll
         EngineError: the ranks have buffers of other names, shapes or dtypes.
     """
     dense = (torch.strided, False)
-    named = {n: b for n, b in model.named_buffers() if type(b) is torch.Tensor and (b.layout, b.is_quantized) == dense}
-    if not named:
-        return
+    found: dict[Collectives, dict[str, torch.Tensor]] = {}
+    for name, module in model.named_modules():
+        for key, b in module._buffers.items():
+            if type(b) is torch.Tensor and (b.layout, b.is_quantized) == dense:
+                found.setdefault(collectives_of(module), {})[f"{name}.{key}" if name else key] = b
+    for collectives, named in found.items():
+        _take_first(named, device, collectives)
+
+
+def _take_first(named: Mapping[str, torch.Tensor], device: torch.device, collectives: Collectives) -> None:
     alike = repr([(name, b.shape, b.dtype) for name, b in named.items()])
     if not collectives.agree(zlib.crc32(alike.encode())):
         raise EngineError(
@@ -178,17 +217,8 @@ def _fill(module: nn.Module, device: torch.device, initialise: Initialise | None
             )
 
 
-def _flatten(
-    name: str,
-    members: Sequence[Member],
-    precision: Precision,
-    collectives: Collectives,
-    device: torch.device,
-    mesh: DeviceMesh | None,
-    *,
-    offload: bool,
-    rescale: float,
-) -> FlatParameter:
+def _flatten(name: str, members: Sequence[Member], precision: Precision, terms: Terms) -> FlatParameter:
+    collectives, device = terms.collectives, terms.device
     first = members[0].parameter
     trained = first.requires_grad
     splits = [Split.of(m.name, m.parameter) for m in members]
@@ -201,16 +231,16 @@ def _flatten(
         full[place.offset : place.offset + place.numel].copy_(part.reshape(-1))
     collectives.broadcast(full)
     own = slice(collectives.rank * layout.shard_numel, (collectives.rank + 1) * layout.shard_numel)
-    keep = {"device": "cpu", "pin_memory": device.type == "cuda"} if offload else {"device": device}
+    keep = {"device": "cpu", "pin_memory": device.type == "cuda"} if terms.offload else {"device": device}
     shard = torch.empty(layout.shard_numel, dtype=full.dtype, **keep).copy_(full[own])
     master = Master(shard)
     parameters = []
     for member, place, split in zip(members, layout.parameters, splits):
         start, stop = layout.local_range(place, collectives.rank)
         local = shard[start:stop]
-        as_part = _parts_of(place, layout, collectives, split, mesh, master)
+        as_part = _parts_of(place, layout, collectives, split, terms.mesh, master)
         listed = _listed(member)
-        sharded = _put_in_place(member, nn.Parameter(as_part(local), requires_grad=trained), rescale)
+        sharded = _put_in_place(member, nn.Parameter(as_part(local), requires_grad=trained), terms.rescale)
         parameters.append(
             UnitParameter(place, member.holders, sharded, start, stop, local.data_ptr(), split, as_part, listed)
         )
@@ -225,8 +255,8 @@ def _flatten(
         reduced_over=collectives.world_size * collectives.replicas,
         scratch_numel=collectives.scratch_numel(layout.numel),
         scale=collectives.scale,
-        rescale=rescale,
-        offloaded=offload,
+        rescale=terms.rescale,
+        offloaded=terms.offload,
         narrowed=narrowed,
     )
 

@@ -11,7 +11,6 @@ from itertools import pairwise
 from typing import final
 
 from refshard.engine.effects import Effects
-from refshard.engine.placement import Mode
 from refshard.engine.schedule import BLOCKING, MARKERS, Op, OpKind, PassKind, Phase, Presence, on_demand
 from refshard.engine.unit import Unit
 from refshard.errors import EngineError
@@ -148,13 +147,10 @@ class Followed(Pass):
 class OnDemand(Pass):
     """A pass in an unknown order: each unit is gathered when it is needed. ``record``, if given, takes the markers."""
 
-    def __init__(
-        self, kind: PassKind, units: Sequence[Unit], mode: Mode, effects: Effects, record: list[Op] | None = None
-    ) -> None:
+    def __init__(self, kind: PassKind, units: Sequence[Unit], effects: Effects, record: list[Op] | None = None) -> None:
         self.kind = kind
         self.record = record
         self._units = units
-        self._mode = mode
         self._effects = effects
 
     def expects(self, marker: Op | None) -> bool:
@@ -167,8 +163,8 @@ class OnDemand(Pass):
         if marker.kind is OpKind.BEGIN:
             self._end_others(unit)
             self._make_room(unit, marker.phase)
-        reducing = self._effects.reducing
-        for op in on_demand(marker, unit.presence, reducing, self._mode, unit.facts, self.kind):
+        facts = [unit.facts for unit in self._units]
+        for op in on_demand(marker, unit.presence, self._effects.reducing, facts, self.kind):
             self._effects.execute(op)
         if self.record is not None:
             self.record.append(marker)
@@ -178,7 +174,7 @@ class OnDemand(Pass):
 
     def turned(self, kind: PassKind, scenes_of: Callable[[PassKind], Sequence[Scene]]) -> Pass:
         """See :meth:`Pass.turned`."""
-        return OnDemand(kind, self._units, self._mode, self._effects, self.record)
+        return OnDemand(kind, self._units, self._effects, self.record)
 
     def _end_others(self, unit: Unit) -> None:
         """End the backward of units that have nothing more to bring and no gradient that said so."""

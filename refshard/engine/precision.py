@@ -39,6 +39,10 @@ class Precision:
                     f"precision: {field} must be a floating-point dtype such as torch.bfloat16, got {dtype}"
                 )
 
+    def of_parameters(self) -> "Precision":
+        """What of it tells how parameters are kept: those for which it is equal may lie in one flat parameter."""
+        return Precision(parameters=self.parameters, reduction=self.reduction)
+
     def computed(self, dtype: torch.dtype) -> torch.dtype:
         """What a parameter of the model's ``dtype`` is gathered and computed in."""
         return self.parameters if self.parameters is not None and dtype.is_floating_point else dtype

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from refshard.engine.placement import Mode, Storage
+from refshard.engine.placement import Mode
 
 Phase = Literal["forward", "backward"]
 
@@ -74,13 +74,20 @@ class Op:
 class UnitFacts:
     """What the schedule has to know of a unit.
 
-    ``size_class`` is equal for units with interchangeable buffers. ``trained`` says that it has gradients to
-    reduce, ``read_in_backward`` that its backward reads the parameters (that of an embedding does not).
+    ``mode`` is the unit's own: those of a model may differ. ``size_class`` is equal for units with interchangeable
+    buffers. ``trained`` says that it has gradients to reduce, ``read_in_backward`` that its backward reads the
+    parameters (that of an embedding does not). ``legs`` is 2 where shards are replicated too.
     """
 
+    mode: Mode
     size_class: Hashable
     trained: bool = True
     read_in_backward: bool = True
+    legs: int = 1
+
+    def reduces(self, kind: "PassKind") -> bool:
+        """Whether the unit's gradients are reduced in a pass of this kind."""
+        return self.trained and (kind.reduce or self.mode.gradients == "shard")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +95,13 @@ class PassKind:
     """What one pass has to communicate.
 
     ``training`` passes have a backward; one without ``forward`` is that alone, where the pass before was another
-    microbatch's backward, as pipelines have it. ``reduce`` is false where the gradients stay unsharded for a later
-    microbatch. ``legs`` is 2 where shards are replicated too.
+    microbatch's backward, as pipelines have it. ``reduce`` is false where gradients that add up unsharded wait for a
+    later microbatch.
     """
 
     training: bool = True
     forward: bool = True
     reduce: bool = True
-    legs: int = 1
 
 
 SlotKey = tuple[Hashable, int]
@@ -130,19 +136,19 @@ def chain_markers(n_units: int, *, enclosing: bool = False) -> tuple[Op, ...]:
     return tuple(forward + backward)
 
 
-def assign_rings(markers: Sequence[Op], facts: Sequence[UnitFacts], mode: Mode) -> Rings:
-    """Give the repeated size classes a ring of ``mode.ring_slots`` each, in order of first use.
+def assign_rings(markers: Sequence[Op], facts: Sequence[UnitFacts]) -> Rings:
+    """Give the repeated size classes a ring of as many slots as their mode says, in order of first use.
 
     A unit whose compute overlaps that of another unit in the same slot (one that encloses others, say) is left out.
     ``facts`` are by unit.
     """
-    if mode.storage != "ring":
-        return {}
     uses = _uses(markers, facts)
-    in_order = list(dict.fromkeys(u.unit for u in uses))
+    classes: dict[tuple[Mode, Hashable], list[int]] = {}
+    for unit in dict.fromkeys(u.unit for u in uses if facts[u.unit].mode.storage == "ring"):
+        if not _encloses_another(unit, uses):
+            classes.setdefault((facts[unit].mode, facts[unit].size_class), []).append(unit)
     turns: dict[int, SlotKey] = {}
-    for size in dict.fromkeys(facts[u].size_class for u in in_order):
-        members = [u for u in in_order if facts[u].size_class == size and not _encloses_another(u, uses)]
+    for (mode, size), members in classes.items():
         if len(members) > mode.ring_slots:
             turns.update({unit: (size, turn % mode.ring_slots) for turn, unit in enumerate(members)})
     return turns
@@ -151,7 +157,6 @@ def assign_rings(markers: Sequence[Op], facts: Sequence[UnitFacts], mode: Mode) 
 def build(
     markers: Sequence[Op],
     rings: Rings,
-    mode: Mode,
     facts: Sequence[UnitFacts],
     kind: PassKind = PassKind(),
 ) -> tuple[Op, ...]:
@@ -161,15 +166,14 @@ def build(
     awaited: dict[int, list[Op]] = {i: [] for i in range(len(markers) + 1)}
     reading = [u for u in _uses(markers, facts) if u.reads]
     for position, use in enumerate(reading):
-        if not _previous_residency(position, reading, rings, mode):
-            issue = _issue_position(position, reading, rings, mode)
+        if not _previous_residency(position, reading, rings, facts):
+            issue = _issue_position(position, reading, rings, facts)
             before[issue].append(Op(OpKind.GATHER, use.unit, use.phase))
             awaited[use.begin].append(Op(OpKind.WAIT, use.unit, use.phase))
-        if not _kept_until_next_use(position, reading, rings, mode):
+        if not _kept_until_next_use(position, reading, rings, facts):
             # A release comes before the gathers at its place: one of them may take the freed storage.
             before[use.end + 1].insert(0, Op(OpKind.RELEASE, use.unit, use.phase))
-    if kind.reduce:
-        _place_reductions(before, awaited, markers, rings, mode, facts, kind)
+    _place_reductions(before, awaited, markers, rings, facts, kind)
     ops: list[Op] = []
     for index in range(len(markers) + 1):
         ops += [*before[index], *awaited[index], *markers[index : index + 1]]
@@ -181,17 +185,16 @@ def _place_reductions(
     awaited: dict[int, list[Op]],
     markers: Sequence[Op],
     rings: Rings,
-    mode: Mode,
     facts: Sequence[UnitFacts],
     kind: PassKind,
 ) -> None:
-    uses = [u for u in _uses(markers, facts) if u.phase == "backward" and facts[u.unit].trained]
-    slot_free = [_finish_position(position, uses, mode, len(markers)) for position in range(len(uses))]
+    uses = [u for u in _uses(markers, facts) if u.phase == "backward" and facts[u.unit].reduces(kind)]
+    slot_free = [_finish_position(position, uses, facts, len(markers)) for position in range(len(uses))]
     for use, awaited_at, following in zip(uses, slot_free, [*slot_free[1:], len(markers)]):
         here = before[use.end + 1]
-        first = sum(op.kind is OpKind.RELEASE for op in here) if _outside(use.unit, rings, mode.storage) else len(here)
+        first = sum(op.kind is OpKind.RELEASE for op in here) if _outside(use.unit, rings, facts) else len(here)
         here.insert(first, Op(OpKind.REDUCE, use.unit, use.phase))
-        if kind.legs == 1:
+        if facts[use.unit].legs == 1:
             awaited[awaited_at].append(Op(OpKind.FINISH, use.unit, use.phase))
         else:
             awaited[awaited_at].append(Op(OpKind.COMBINE, use.unit, use.phase))
@@ -207,31 +210,34 @@ class Presence(StrEnum):
 
 
 def on_demand(
-    marker: Op, presence: Presence, reducing: Sequence[int], mode: Mode, facts: UnitFacts, kind: PassKind
+    marker: Op, presence: Presence, reducing: Sequence[int], facts: Sequence[UnitFacts], kind: PassKind
 ) -> tuple[Op, ...]:
     """The ops that ``marker`` asks for when the order of execution is not known: nothing is prefetched.
 
-    ``reducing`` lists the units with a reduction in flight, oldest first; ``facts`` are the marked unit's.
+    ``reducing`` lists the units with a reduction in flight, oldest first; ``facts`` are by unit.
     """
-    unit, phase = marker.unit, marker.phase
+    unit, phase, mode = marker.unit, marker.phase, facts[marker.unit].mode
     if marker.kind is OpKind.BEGIN:
-        if phase == "backward" and not facts.read_in_backward:
+        if phase == "backward" and not facts[unit].read_in_backward:
             return (marker,)
         gather = (Op(OpKind.GATHER, unit, phase),) if presence is Presence.SHARDED else ()
         wait = (Op(OpKind.WAIT, unit, phase),) if presence is not Presence.UNSHARDED else ()
         return (*gather, *wait, marker)
     kept = mode.parameters == "replicate" or (phase == "forward" and mode.storage == "persistent" and kind.training)
     release = () if kept else (Op(OpKind.RELEASE, unit, phase),)
-    if phase == "forward" or not facts.trained or not kind.reduce:
+    if phase == "forward" or not facts[unit].reduces(kind):
         return (marker, *release)
     done = reducing[: max(0, len(reducing) + 1 - mode.gradient_slots)]  # this unit's reduction comes on top
-    combined = OpKind.COMBINE if kind.legs == 2 else None
     return (
         marker,
         *release,
-        *(Op(k, u, phase) for u in done for k in (combined, OpKind.FINISH) if k),
+        *(Op(k, u, phase) for u in done for k in _LAST_LEGS[-facts[u].legs :]),
         Op(OpKind.REDUCE, unit, phase),
     )
+
+
+_LAST_LEGS = (OpKind.COMBINE, OpKind.FINISH)
+"""How reductions of two legs are brought to an end; those of one have the last only."""
 
 
 def _uses(markers: Sequence[Op], facts: Sequence[UnitFacts]) -> list[_Use]:
@@ -249,9 +255,9 @@ def _uses(markers: Sequence[Op], facts: Sequence[UnitFacts]) -> list[_Use]:
     return uses
 
 
-def _outside(unit: int, keys: Mapping[int, SlotKey], storage: Storage) -> bool:
+def _outside(unit: int, keys: Mapping[int, SlotKey], facts: Sequence[UnitFacts]) -> bool:
     """Whether a unit is outside of all rings: it has its own storage, and waits for no other unit's."""
-    return storage == "ring" and unit not in keys
+    return facts[unit].mode.storage == "ring" and unit not in keys
 
 
 def _conflict(keys: Mapping[int, SlotKey], a: int, b: int) -> bool:
@@ -264,26 +270,27 @@ def _encloses_another(unit: int, uses: Sequence[_Use]) -> bool:
     return any(m.begin < other.begin < m.end for m in mine for other in uses if other.unit != unit)
 
 
-def _issue_position(position: int, uses: Sequence[_Use], rings: Rings, mode: Mode) -> int:
+def _issue_position(position: int, uses: Sequence[_Use], rings: Rings, facts: Sequence[UnitFacts]) -> int:
     """Index of the marker before which the gather for ``uses[position]`` is issued."""
     unit = uses[position].unit
-    ahead = position - mode.prefetch - (OUTSIDE_AHEAD if _outside(unit, rings, mode.storage) else 0)
+    ahead = position - facts[unit].mode.prefetch - (OUTSIDE_AHEAD if _outside(unit, rings, facts) else 0)
     wanted = uses[ahead].begin if ahead >= 0 else 0
     own = [u.end + 1 for u in uses[:position] if u.unit == unit]
     occupants = [u.end + 1 for u in uses[:position] if _conflict(rings, u.unit, unit)]
     return max([wanted, *own, *occupants])
 
 
-def _previous_residency(position: int, uses: Sequence[_Use], rings: Rings, mode: Mode) -> bool:
+def _previous_residency(position: int, uses: Sequence[_Use], rings: Rings, facts: Sequence[UnitFacts]) -> bool:
     """Whether ``uses[position]`` finds its unit still unsharded from the use before."""
     unit = uses[position].unit
     previous = next((p for p in range(position - 1, -1, -1) if uses[p].unit == unit), None)
-    return previous is not None and _kept_until_next_use(previous, uses, rings, mode)
+    return previous is not None and _kept_until_next_use(previous, uses, rings, facts)
 
 
-def _kept_until_next_use(position: int, uses: Sequence[_Use], rings: Rings, mode: Mode) -> bool:
+def _kept_until_next_use(position: int, uses: Sequence[_Use], rings: Rings, facts: Sequence[UnitFacts]) -> bool:
     """Whether the unit stays unsharded after ``uses[position]`` until its next use."""
     use = uses[position]
+    mode = facts[use.unit].mode
     if mode.parameters == "replicate":
         return True
     following = next((p for p in range(position + 1, len(uses)) if uses[p].unit == use.unit), None)
@@ -291,14 +298,15 @@ def _kept_until_next_use(position: int, uses: Sequence[_Use], rings: Rings, mode
         return False
     if mode.storage == "persistent":
         return True
-    issue = _issue_position(following, uses, rings, mode)
+    issue = _issue_position(following, uses, rings, facts)
     stays = use.unit in rings and not any(_conflict(rings, u.unit, use.unit) for u in uses[position + 1 : following])
     turn = next((u.begin for u in uses if u.phase == "backward"), 0)
     return issue <= use.end + 1 or (stays and (mode.keep or issue <= turn))
 
 
-def _finish_position(position: int, uses: Sequence[_Use], mode: Mode, end_of_step: int) -> int:
+def _finish_position(position: int, uses: Sequence[_Use], facts: Sequence[UnitFacts], end_of_step: int) -> int:
     """Index of the marker before which the gradients of ``uses[position]`` must be reduced."""
+    mode = facts[uses[position].unit].mode
     if mode.gradient_storage == "persistent":
         return end_of_step
     later = position + mode.gradient_slots

@@ -17,9 +17,11 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from refshard.engine.buffers import Places, Sizes, Slot
-from refshard.engine.collectives import Pending
+from refshard.engine.collectives import Collectives, Pending
 from refshard.engine.layout import ParameterLayout, UnitLayout
 from refshard.engine.local_part import AsPart, UnreducedPart, local_of, whole_of
+from refshard.engine.placement import Mode
+from refshard.engine.precision import Precision
 from refshard.engine.schedule import Phase, Presence, UnitFacts
 from refshard.engine.split import Split
 from refshard.engine.whole import Master
@@ -243,6 +245,9 @@ class Unit:
     name: str
     modules: tuple[nn.Module, ...]
     flats: tuple[FlatParameter, ...]
+    mode: Mode
+    precision: Precision
+    collectives: Collectives
     device: torch.device
     read_in_backward: bool = True
     aliased: bool = False
@@ -285,7 +290,9 @@ class Unit:
         self.trained = tuple(p for flat in self.trained_flats for p in flat.parameters)
         self.frozen = not all(p.sharded.requires_grad for p in self.parameters)
         sizes = ((flat.layout.numel, str(flat.dtype), str(flat.reduce_dtype), flat.trained) for flat in self.flats)
-        self.facts = UnitFacts(tuple(sizes), trained=bool(self.trained), read_in_backward=self.read_in_backward)
+        self.facts = UnitFacts(
+            self.mode, tuple(sizes), bool(self.trained), self.read_in_backward, self.collectives.legs
+        )
 
     @property
     def trains(self) -> bool:

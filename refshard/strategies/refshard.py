@@ -68,15 +68,14 @@ class Refshard(Strategy):
         units = engine_of(self._model).units
         facts = [unit.facts for unit in units]
         markers = chain_markers(len(units), enclosing=_encloses(self._model, units))
-        mode = engine_of(self._model).mode
-        rings = assign_rings(markers, facts, mode)
+        rings = assign_rings(markers, facts)
         kept, microbatches = self._mode.parameters == "replicate", self._world.case.job.microbatches
         if self._world.case.job.workload == "training":
             reduced_once = self._mode.gradients == "replicate"
             kinds = [PassKind(reduce=not reduced_once or i == microbatches - 1) for i in range(microbatches)]
         else:
             kinds = [PassKind(training=False, reduce=False)] * microbatches
-        streams = [build(markers, rings, mode, facts, kind) for kind in kinds]
+        streams = [build(markers, rings, facts, kind) for kind in kinds]
         # Parameters that are kept are gathered once after each optimizer step; without one, in a warm-up pass.
         current = range(1 if kinds[0].training else 0, microbatches) if kept else ()
         issued = [

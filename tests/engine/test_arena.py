@@ -17,10 +17,11 @@ KINDS = (PassKind(training=False, reduce=False), PassKind(), PassKind(forward=Fa
 def chain(embed: int, block: int, head: int, *, blocks: int, times: int = 1, mixed: bool = True) -> Arena:
     """The arena of a chain of units of so many bytes, whose gradients take ``times`` as many."""
     sizes = dict(enumerate([embed, *[block] * blocks, head]))
-    facts = [UnitFacts("embed", read_in_backward=False), *[UnitFacts("block")] * blocks, UnitFacts("head")]
+    ends = UnitFacts(YAFSDP, "embed", read_in_backward=False), UnitFacts(YAFSDP, "head")
+    facts = [ends[0], *[UnitFacts(YAFSDP, "block")] * blocks, ends[1]]
     markers = chain_markers(len(sizes))
-    rings = assign_rings(markers, facts, YAFSDP)
-    streams = [build(markers, rings, YAFSDP, facts, kind) for kind in KINDS]
+    rings = assign_rings(markers, facts)
+    streams = [build(markers, rings, facts, kind) for kind in KINDS]
     return plan_arena(streams, rings, sizes, {unit: times * size for unit, size in sizes.items()}, mixed=mixed)
 
 
@@ -69,26 +70,23 @@ def ordered(draw: st.DrawFn) -> tuple[tuple[Op, ...], list[UnitFacts], dict[int,
         for unit in draw(st.permutations(range(n_units)))
         for kind in (OpKind.BEGIN, OpKind.END)
     )
-    facts = draw(
-        st.lists(
-            st.builds(UnitFacts, st.sampled_from([500, 700, 900]), read_in_backward=st.booleans()),
-            min_size=n_units,
-            max_size=n_units,
-        )
+    legs = st.just(draw(st.sampled_from([1, 2])))
+    one = st.builds(
+        UnitFacts, st.just(YAFSDP), st.sampled_from([500, 700, 900]), read_in_backward=st.booleans(), legs=legs
     )
+    facts = draw(st.lists(one, min_size=n_units, max_size=n_units))
     parameters = {unit: int(str(one.size_class)) for unit, one in enumerate(facts)}
     gradients = {unit: draw(st.sampled_from([1, 2])) * size for unit, size in parameters.items()}
     return markers, facts, parameters, gradients
 
 
-@given(ordered(), st.sampled_from([1, 2]), st.booleans())
+@given(ordered(), st.booleans())
 def test_no_two_are_in_a_column_at_once(
-    case: tuple[tuple[Op, ...], list[UnitFacts], dict[int, int], dict[int, int]], legs: int, mixed: bool
+    case: tuple[tuple[Op, ...], list[UnitFacts], dict[int, int], dict[int, int]], mixed: bool
 ) -> None:
     markers, facts, parameters, gradients = case
-    rings = assign_rings(markers, facts, YAFSDP)
-    kinds = [PassKind(training=False, reduce=False), PassKind(legs=legs), PassKind(forward=False, legs=legs)]
-    streams = [build(markers, rings, YAFSDP, facts, kind) for kind in kinds]
+    rings = assign_rings(markers, facts)
+    streams = [build(markers, rings, facts, kind) for kind in KINDS]
     arena = plan_arena(streams, rings, parameters, gradients, mixed=mixed)
     of_parameters = {unit: i for i, column in enumerate(arena.columns) for unit in column.parameters}
     of_gradients = {unit: i for i, column in enumerate(arena.columns) for unit in column.gradients}
@@ -107,7 +105,7 @@ def test_no_two_are_in_a_column_at_once(
             elif op.kind is OpKind.REDUCE:
                 assert held.setdefault(of_gradients[op.unit], 0) == 0, f"{op} while its column is taken"
                 held[of_gradients[op.unit]] = gradients[op.unit]
-            elif op.kind is (OpKind.COMBINE if legs == 2 else OpKind.FINISH):
+            elif op.kind is (OpKind.COMBINE if facts[op.unit].legs == 2 else OpKind.FINISH):
                 held[of_gradients[op.unit]] = 0
             most = max(most, sum(held.values()))
     assert arena.bound == most <= arena.nbytes
@@ -118,9 +116,9 @@ def test_alignment() -> None:
 
 
 def test_units_of_one_slot_of_a_ring_share_a_column() -> None:
-    facts = [*sized([500] * 5), *sized([900])]
+    facts = sized([*[500] * 5, 900], YAFSDP)
     markers = chain_markers(6)
-    rings = assign_rings(markers, facts, YAFSDP)
+    rings = assign_rings(markers, facts)
     sizes = {unit: int(str(one.size_class)) for unit, one in enumerate(facts)}
-    arena = plan_arena([build(markers, rings, YAFSDP, facts)], rings, sizes, {}, mixed=True)
+    arena = plan_arena([build(markers, rings, facts)], rings, sizes, {}, mixed=True)
     assert [sorted(column.parameters) for column in arena.columns] == [[5], [0, 2, 4], [1, 3]]

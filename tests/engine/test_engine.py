@@ -76,8 +76,8 @@ def test_executed_stream_is_the_plan_of_a_chain(mode: str) -> None:
     engine = engine_of(model)
     markers = chain_markers(len(engine.units))
     facts = [unit.facts for unit in engine.units]
-    slots = assign_rings(markers, facts, MODES[mode])
-    assert engine.executor.stream == build(markers, slots, MODES[mode], facts)
+    slots = assign_rings(markers, facts)
+    assert engine.executor.stream == build(markers, slots, facts)
 
 
 def test_collectives_of_a_step_are_the_streams_in_order(mode: str) -> None:

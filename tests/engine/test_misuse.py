@@ -202,7 +202,7 @@ def test_what_the_engine_cannot_follow_is_refused(mode: str, change: Callable[[N
     _, model = pair(mode)
     train(model, 2)
     change(model)
-    with pytest.raises(EngineError, match="parameter '.*' was replaced or moved after sharding"):
+    with pytest.raises(EngineError, match=r"parameter '.*' was replaced or moved after sharding"):
         model(make_batch(0)[0])
 
 

@@ -82,13 +82,13 @@ def test_a_backward_alone_is_prefetched_as_planned() -> None:
     train(model, "F0 F1 B0 B1", steps=1)
     units = engine_of(model).units
     markers, facts = chain_markers(len(units)), [unit.facts for unit in units]
-    slots = assign_rings(markers, facts, MODES["yafsdp"])
+    slots = assign_rings(markers, facts)
     calls = {OpKind.GATHER: "all_gather", OpKind.REDUCE: "reduce_scatter"}
     kinds = PassKind(training=False), PassKind(), PassKind(forward=False)
     expected = [
         (calls[op.kind], 4 * units[op.unit].flats[0].layout.numel)
         for kind in kinds
-        for op in build(markers, slots, MODES["yafsdp"], facts, kind)
+        for op in build(markers, slots, facts, kind)
         if op.kind in calls
     ]
     assert collectives.issued == expected

@@ -25,20 +25,20 @@ from refshard.errors import SpecError
 
 modes = st.sampled_from(sorted(MODES.values(), key=lambda m: m.name))
 sharding = st.sampled_from([m for m in MODES.values() if m.storage != "persistent"])
-kinds = st.builds(PassKind, forward=st.booleans(), reduce=st.booleans(), legs=st.sampled_from([1, 2]))
+kinds = st.builds(PassKind, forward=st.booleans(), reduce=st.booleans())
 
 
 def chain(n_blocks: int, mode: Mode) -> tuple[tuple[Op, ...], Rings]:
     """Stream and rings of an embedding, ``n_blocks`` blocks and a head."""
     markers = chain_markers(n_blocks + 2)
-    facts = sized([900, *[500] * n_blocks, 700])
-    rings = assign_rings(markers, facts, mode)
-    return build(markers, rings, mode, facts), rings
+    facts = sized([900, *[500] * n_blocks, 700], mode)
+    rings = assign_rings(markers, facts)
+    return build(markers, rings, facts), rings
 
 
-def sized(sizes: list[int]) -> list[UnitFacts]:
+def sized(sizes: list[int], mode: Mode, legs: int = 1) -> list[UnitFacts]:
     """Ordinary units of these sizes."""
-    return [UnitFacts(size) for size in sizes]
+    return [UnitFacts(mode, size, legs=legs) for size in sizes]
 
 
 @st.composite
@@ -51,7 +51,10 @@ def shuffled(draw: st.DrawFn) -> tuple[tuple[Op, ...], list[UnitFacts]]:
         for unit in draw(st.permutations(range(n_units)))
         for kind in (OpKind.BEGIN, OpKind.END)
     ]
-    facts = st.builds(UnitFacts, st.sampled_from([500, 700]), trained=st.booleans(), read_in_backward=st.booleans())
+    facts = st.builds(
+        UnitFacts, draw(st.sampled_from([modes, st.just(draw(modes))])), st.sampled_from([500, 700]),
+        trained=st.booleans(), read_in_backward=st.booleans(), legs=st.sampled_from([1, 2]),
+    )  # fmt: skip
     return tuple(markers), draw(st.lists(facts, min_size=n_units, max_size=n_units))
 
 
@@ -90,14 +93,14 @@ def test_fsdp_stream_by_hand() -> None:
     )
 
 
-@given(shuffled(), modes, kinds)
+@given(shuffled(), kinds)
 def test_compute_finds_its_unit_gathered_and_alone_in_its_slot(
-    given_order: tuple[tuple[Op, ...], list[UnitFacts]], mode: Mode, kind: PassKind
+    given_order: tuple[tuple[Op, ...], list[UnitFacts]], kind: PassKind
 ) -> None:
     markers, facts = given_order
-    rings = assign_rings(markers, facts, mode)
+    rings = assign_rings(markers, facts)
     state: dict[int, str] = {}
-    for op in build(markers, rings, mode, facts, kind):
+    for op in build(markers, rings, facts, kind):
         match op.kind:
             case OpKind.GATHER:
                 assert state.get(op.unit) is None
@@ -113,30 +116,31 @@ def test_compute_finds_its_unit_gathered_and_alone_in_its_slot(
             case OpKind.RELEASE:
                 assert state.pop(op.unit) == "ready"
     read = {u for u, f in enumerate(facts) if kind.forward or f.read_in_backward}
-    kept = read if mode.parameters == "replicate" else set()
+    kept = {unit for unit in read if facts[unit].mode.parameters == "replicate"}
     assert state.keys() == kept, "sharded parameters stay unsharded after the step, or replicated ones do not"
 
 
-@given(shuffled(), modes, kinds)
+@given(shuffled(), kinds)
 def test_gradients_are_reduced_once_and_so_many_at_a_time(
-    given_order: tuple[tuple[Op, ...], list[UnitFacts]], mode: Mode, kind: PassKind
+    given_order: tuple[tuple[Op, ...], list[UnitFacts]], kind: PassKind
 ) -> None:
     markers, facts = given_order
-    rings = assign_rings(markers, facts, mode)
+    rings = assign_rings(markers, facts)
     held: list[int] = []
     legs: dict[int, list[OpKind]] = {}
-    for op in build(markers, rings, mode, facts, kind):
+    for op in build(markers, rings, facts, kind):
         if op.kind in (OpKind.REDUCE, OpKind.COMBINE, OpKind.FINISH):
             legs.setdefault(op.unit, []).append(op.kind)
         if op.kind is OpKind.REDUCE:
             held.append(op.unit)
-            assert len(held) <= mode.gradient_slots or mode.gradient_storage == "persistent"
+            bounded = [u for u in held if facts[u].mode.gradient_storage != "persistent"]
+            assert len(bounded) <= facts[op.unit].mode.gradient_slots
         elif op.kind in (OpKind.COMBINE, OpKind.FINISH) and op.unit in held:
             held.remove(op.unit)
     assert not held
-    combine = [OpKind.COMBINE] if kind.legs == 2 else []
-    trained = [u for u, f in enumerate(facts) if f.trained] if kind.reduce else []
-    assert legs == {u: [OpKind.REDUCE, *combine, OpKind.FINISH] for u in trained}
+    combine = {1: [], 2: [OpKind.COMBINE]}
+    reduced = [u for u, f in enumerate(facts) if f.reduces(kind)]
+    assert legs == {u: [OpKind.REDUCE, *combine[facts[u].legs], OpKind.FINISH] for u in reduced}
 
 
 @given(st.integers(3, 12), sharding)
@@ -170,19 +174,19 @@ def test_ring_serves_the_repeated_size_only() -> None:
 def test_an_enclosing_unit_stays_gathered_from_first_to_last_use_and_out_of_the_ring() -> None:
     mode = find_mode("yafsdp")
     markers = chain_markers(5, enclosing=True)
-    facts = sized([500] * 5)
-    rings = assign_rings(markers, facts, mode)
+    facts = sized([500] * 5, mode)
+    rings = assign_rings(markers, facts)
     assert 0 not in rings
-    stream = build(markers, rings, mode, facts)
+    stream = build(markers, rings, facts)
     assert [op.phase for op in stream if op.kind is OpKind.GATHER and op.unit == 0] == ["forward"]
     assert [op.kind for op in stream if op.unit == 0][-3:] == [OpKind.RELEASE, OpKind.REDUCE, OpKind.FINISH]
 
 
 def test_evaluation_gives_up_what_is_sharded_and_reduces_nothing() -> None:
     for mode in MODES.values():
-        markers, facts = chain_markers(5), sized([500] * 5)
+        markers, facts = chain_markers(5), sized([500] * 5, mode)
         kind = PassKind(training=False, reduce=False)
-        stream = build(markers, assign_rings(markers, facts, mode), mode, facts, kind)
+        stream = build(markers, assign_rings(markers, facts), facts, kind)
         assert {op.phase for op in stream} == {"forward"}
         counts = Counter(op.kind for op in stream)
         assert counts[OpKind.GATHER] == 5
@@ -190,8 +194,8 @@ def test_evaluation_gives_up_what_is_sharded_and_reduces_nothing() -> None:
 
 
 def test_backward_alone_gathers_ahead_of_itself() -> None:
-    markers, facts, mode = chain_markers(5), sized([900, 500, 500, 500, 700]), find_mode("yafsdp")
-    stream = build(markers, assign_rings(markers, facts, mode), mode, facts, PassKind(forward=False))
+    markers, facts = chain_markers(5), sized([900, 500, 500, 500, 700], find_mode("yafsdp"))
+    stream = build(markers, assign_rings(markers, facts), facts, PassKind(forward=False))
     assert short(stream) == (
         "g4b g3b w4b (4b )4b r4b R4b g2b w3b (3b f4b )3b r3b g1b g0b R3b w2b (2b f3b )2b r2b R2b w1b (1b f2b )1b r1b "
         "R1b w0b (0b f1b )0b r0b R0b f0b"
@@ -215,13 +219,13 @@ def test_zero2_keeps_parameters_from_forward_to_backward() -> None:
 def test_zero1_keeps_parameters_from_step_to_step_and_finishes_when_all_is_issued() -> None:
     stream, _ = chain(1, find_mode("zero1"))
     assert short(stream) == "g0 g1 w0 (0 )0 g2 w1 (1 )1 w2 (2 )2 (2b )2b R2b (1b )1b R1b (0b )0b R0b f2b f1b f0b"
-    unreduced = build(chain_markers(3), {}, find_mode("zero1"), sized([1, 2, 3]), PassKind(reduce=False))
+    unreduced = build(chain_markers(3), {}, sized([1, 2, 3], find_mode("zero1")), PassKind(reduce=False))
     assert short(unreduced) == "g0 g1 w0 (0 )0 g2 w1 (1 )1 w2 (2 )2 (2b )2b (1b )1b (0b )0b"
 
 
 def test_the_second_leg_overlaps_the_backward_after_the_next() -> None:
-    markers, facts, mode = chain_markers(4), sized([900, 500, 500, 700]), find_mode("fsdp")
-    stream = build(markers, {}, mode, facts, PassKind(legs=2))
+    markers, facts = chain_markers(4), sized([900, 500, 500, 700], find_mode("fsdp"), legs=2)
+    stream = build(markers, {}, facts)
     assert short(stream).partition("(3b")[2] == (
         " )3b r3b g1b R3b w2b (2b c3b )2b r2b g0b R2b w1b (1b f3b c2b )1b r1b R1b w0b (0b f2b c1b )0b r0b R0b "
         "f1b c0b f0b"
@@ -229,23 +233,26 @@ def test_the_second_leg_overlaps_the_backward_after_the_next() -> None:
 
 
 def test_an_embedding_is_not_gathered_for_its_backward() -> None:
-    facts = [UnitFacts(900, read_in_backward=False), *sized([500, 500, 700])]
-    stream = build(chain_markers(4), {}, find_mode("fsdp"), facts)
+    mode = find_mode("fsdp")
+    facts = [UnitFacts(mode, 900, read_in_backward=False), *sized([500, 500, 700], mode)]
+    stream = build(chain_markers(4), {}, facts)
     assert [op.phase for op in stream if op.unit == 0 and op.kind is OpKind.GATHER] == ["forward"]
 
 
 def test_frozen_units_are_gathered_for_backward_and_reduce_nothing() -> None:
-    facts = [UnitFacts(500, trained=False)] * 4
-    stream = build(chain_markers(4), {}, find_mode("fsdp"), facts)
+    facts = [UnitFacts(find_mode("fsdp"), 500, trained=False)] * 4
+    stream = build(chain_markers(4), {}, facts)
     counts = Counter(op.kind for op in stream)
     assert (counts[OpKind.GATHER], counts[OpKind.REDUCE], counts[OpKind.FINISH]) == (7, 0, 0)
 
 
 def test_on_demand_gathers_what_is_not_there_and_prefetches_nothing() -> None:
-    facts, kind = UnitFacts(500), PassKind()
+    kind = PassKind()
 
-    def ops(marker: Op, presence: Presence, reducing: list[int], mode: str = "yafsdp", kind: PassKind = kind) -> str:
-        return short(on_demand(marker, presence, reducing, find_mode(mode), facts, kind))
+    def ops(
+        marker: Op, presence: Presence, reducing: list[int], mode: str = "yafsdp", kind: PassKind = kind, legs: int = 1
+    ) -> str:
+        return short(on_demand(marker, presence, reducing, sized([500] * 3, find_mode(mode), legs), kind))
 
     begin, end = Op(OpKind.BEGIN, 1, "forward"), Op(OpKind.END, 1, "forward")
     last = Op(OpKind.END, 1, "backward")
@@ -258,10 +265,10 @@ def test_on_demand_gathers_what_is_not_there_and_prefetches_nothing() -> None:
     assert ops(end, Presence.UNSHARDED, [], "zero2", PassKind(training=False)) == ")1 r1"
     assert ops(last, Presence.UNSHARDED, [], "zero1") == ")1b R1b"
     assert ops(last, Presence.UNSHARDED, [], "zero1", PassKind(reduce=False)) == ")1b"
-    assert ops(last, Presence.UNSHARDED, [2], "fsdp", PassKind(legs=2)) == ")1b r1b c2b f2b R1b"
-    unread = UnitFacts(500, read_in_backward=False)
+    assert ops(last, Presence.UNSHARDED, [2], "fsdp", legs=2) == ")1b r1b c2b f2b R1b"
+    unread = [UnitFacts(find_mode("fsdp"), 500, read_in_backward=False)] * 2
     begin_backward = Op(OpKind.BEGIN, 1, "backward")
-    assert on_demand(begin_backward, Presence.SHARDED, [], find_mode("fsdp"), unread, kind) == (begin_backward,)
+    assert on_demand(begin_backward, Presence.SHARDED, [], unread, kind) == (begin_backward,)
 
 
 def test_gradients_accumulate_where_they_are_told_to() -> None:

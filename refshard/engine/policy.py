@@ -1,0 +1,75 @@
+"""How some modules are sharded unlike the rest of a model: in another mode or precision, or over another mesh."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from refshard.engine.precision import Precision
+from refshard.errors import SpecError, nearest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What :func:`refshard.shard` does otherwise for a module and all within it; None is as around it.
+
+    A module with a ``mode`` or a ``mesh`` becomes a unit of its own. ``precision`` applies to its parameters, to its
+    inputs and, if it names an ``output``, to what it returns. ``mesh`` has the ranks that hold the same parameters:
+    those of the model's, or with expert parallelism (parameters that are DTensors over a mesh of experts) those that
+    are left of it.
+    """
+
+    mode: str | None = None
+    precision: Precision | None = None
+    mesh: DeviceMesh | None = None
+
+    def within(self, outer: "Policy") -> "Policy":
+        """What holds for a module of this policy in one of the policy ``outer``."""
+        return Policy(
+            mode=self.mode or outer.mode, precision=self.precision or outer.precision, mesh=self.mesh or outer.mesh
+        )
+
+
+Policies = Mapping[str, Policy] | Callable[[str, nn.Module], Policy | None]
+"""By patterns of names of modules, as in ``"layers.*.experts"`` (of several, the last that matches counts); or a
+function of a module's name and the module, which returns None where nothing is special.
+"""
+AS_AROUND = Policy()
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """``given`` are the policies of modules by name, ``of`` what holds for each module of the model."""
+
+    given: Mapping[str, Policy]
+    of: Mapping[nn.Module, Policy]
+
+    def apart(self) -> list[str]:
+        """The names of the modules that become units of their own."""
+        return [name for name, policy in self.given.items() if policy.mode is not None or policy.mesh is not None]
+
+
+def resolve(model: nn.Module, policies: Policies) -> Resolved:
+    """What ``policies`` mean for each module of ``model``.
+
+    Raises:
+        SpecError: a pattern matches no module.
+    """
+    named = dict(model.named_modules())
+    find = policies if callable(policies) else _by_pattern(policies, list(named))
+    given = {name: policy for name, module in named.items() if (policy := find(name, module)) is not None}
+    of: dict[nn.Module, Policy] = {}
+    for name, module in named.items():
+        around = AS_AROUND if not name else of[named[name.rpartition(".")[0]]]
+        of[module] = given[name].within(around) if name in given else around
+    return Resolved(given, of)
+
+
+def _by_pattern(policies: Mapping[str, Policy], names: list[str]) -> Callable[[str, nn.Module], Policy | None]:
+    for pattern in policies:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise SpecError(f"policies: no module's name matches '{pattern}'; {nearest(pattern, names)}")
+    last_first = [*policies.items()][::-1]
+    return lambda name, _: next((policy for pattern, policy in last_first if fnmatchcase(name, pattern)), None)
