@@ -11,9 +11,11 @@ if TYPE_CHECKING:
     from refshard.engine.api import clip_grad_norm_, full_parameters, no_sync, shard, whole_tensors
     from refshard.engine.methods import register_forward_method
     from refshard.engine.optim import local_parameters
+    from refshard.engine.policy import Policy
     from refshard.engine.precision import Precision
 
 __all__ = [
+    "Policy",
     "Precision",
     "__version__",
     "checkpoint",
@@ -30,6 +32,7 @@ __all__ = [
 
 
 _HOME = {
+    "Policy": "refshard.engine.policy",
     "Precision": "refshard.engine.precision",
     "clip_grad_norm_": "refshard.engine.api",
     "full_parameters": "refshard.engine.api",

@@ -177,6 +177,7 @@ def shard(
         return Terms(
             mode=of_mode, precision_of=precision_of, collectives=over, mesh=own_mesh or mesh, device=device,
             offload=offload, rescale=over.world_size * over.replicas / divisor,
+            partial=over.world_size * over.replicas < ranks,
         )  # fmt: skip
 
     units = []

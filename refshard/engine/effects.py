@@ -285,7 +285,7 @@ class Effects:
 
 
 class _Telling:
-    """What the ranks of ``collectives`` tell each other of the parameters of ``units``; ``pending`` is the last call."""
+    """What the ranks of ``collectives`` tell each other of the parameters of ``units``, in ``pending`` at last."""
 
     def __init__(self, collectives: Collectives, units: Sequence[Unit]) -> None:
         self.collectives = collectives

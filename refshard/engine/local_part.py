@@ -86,7 +86,13 @@ class _Part(torch.Tensor):
     tolist = numpy = __array__ = __dlpack__ = _no_elements
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        """For torch.distributed.checkpoint: one item for each box that this rank holds."""
+        """For torch.distributed.checkpoint: one item for each box that this rank holds.
+
+        Raises:
+            EngineError: other ranks have another tensor of the same name.
+        """
+        if self._whole.master is not None:
+            self._whole.master.check_saved(self._whole.name, self._whole.split)
         properties = TensorProperties(dtype=self._local_tensor.dtype)
         chunks = self.__create_chunk_list__()
         if 0 in self._whole.shape:  # no element and so no box; yet a reader must find the name and the shape

@@ -35,7 +35,7 @@ Initialise = Callable[[nn.Module], object]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
     """How a unit is sharded. ``precision_of`` is a module's, ``rescale`` what the mean of the ranks' gradients is
-    multiplied with.
+    multiplied with. ``partial`` says that the collectives have but some of the model's ranks.
     """
 
     mode: Mode
@@ -45,6 +45,7 @@ class Terms:
     device: torch.device
     offload: bool
     rescale: float
+    partial: bool = False
 
 
 def make_unit(index: int, group: UnitGroup, terms: Terms) -> Unit:
@@ -74,22 +75,27 @@ def make_unit(index: int, group: UnitGroup, terms: Terms) -> Unit:
 
 
 def check_ranks(group: UnitGroup, terms: Terms, ranks: int) -> None:
-    """Check that the ranks of a unit's mesh hold the same parameters, and together with those that hold other experts
-    make up the model's ``ranks``.
+    """Check that the ranks of a unit's mesh have the same parameters, and are all or a part of the model's ``ranks``.
 
     Raises:
-        SpecError: they do not.
+        SpecError: they are not.
     """
     held = terms.collectives.world_size * terms.collectives.replicas
+    if ranks % held:
+        raise SpecError(f"policies: the mesh of '{group.name}' has {held} ranks, which must divide the model's {ranks}")
     for member in group.parameters:
         split = Split.of(member.name, member.parameter)
-        others = split.mesh.size() if split is not None and split.divided else 1
-        apart = split is None or terms.mesh is None or not _share_ranks(split.mesh, terms.mesh)
-        if not apart or held not in (ranks, ranks // others):
+        if split is None or terms.mesh is None:
+            continue
+        if split.divided and _share_ranks(split.mesh, terms.mesh):
             raise SpecError(
-                f"parameter '{member.name}' of unit '{group.name}' is on {others} x {held} ranks, and the model on "
-                f"{ranks}: a policy's mesh must have all ranks of the model's, or those that are left of it beside the "
-                "mesh that splits the parameter"
+                f"parameter '{member.name}' is split over ranks that its unit '{group.name}' is sharded over, too; "
+                "give its module a policy with the mesh of the ranks that have the same part"
+            )
+        if held != ranks and held * split.mesh.size() != ranks:
+            raise SpecError(
+                f"parameter '{member.name}' is split over {split.mesh.size()} ranks and sharded over {held}, which "
+                f"together must be the model's {ranks} ranks"
             )
 
 
@@ -233,7 +239,7 @@ def _flatten(name: str, members: Sequence[Member], precision: Precision, terms: 
     own = slice(collectives.rank * layout.shard_numel, (collectives.rank + 1) * layout.shard_numel)
     keep = {"device": "cpu", "pin_memory": device.type == "cuda"} if terms.offload else {"device": device}
     shard = torch.empty(layout.shard_numel, dtype=full.dtype, **keep).copy_(full[own])
-    master = Master(shard)
+    master = Master(shard, elsewhere_other=terms.partial)
     parameters = []
     for member, place, split in zip(members, layout.parameters, splits):
         start, stop = layout.local_range(place, collectives.rank)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from refshard.engine.collectives import Collectives
 from refshard.engine.exchange import Owned, stand_in
 from refshard.engine.local_part import whole_of
 from refshard.errors import EngineError
@@ -38,7 +39,7 @@ Flat = tuple[Place, list[Owned]]
 """Those of a place that the optimizer is given, in the same order; there is at least one."""
 
 
-def members_of(groups: Sequence[Group], places: Sequence[Place]) -> list[Flat]:
+def members_of(groups: Sequence[Group], places: Sequence[Place], collectives: Collectives) -> list[Flat]:
     """What is to be stepped, by flat parameter; owners are not chosen yet.
 
     Raises:
@@ -54,16 +55,21 @@ def members_of(groups: Sequence[Group], places: Sequence[Place]) -> list[Flat]:
         )
     flats = []
     for place in places:
-        members = [_member(p, group_of[p], place.device) for p in place.parameters if p in group_of]
+        members = [_member(p, group_of[p], place.device, collectives) for p in place.parameters if p in group_of]
         if members:
             flats.append((place, members))
     return flats
 
 
-def _member(parameter: nn.Parameter, group: int, device: torch.device) -> Owned:
+def _member(parameter: nn.Parameter, group: int, device: torch.device, collectives: Collectives) -> Owned:
     whole = whole_of(parameter)
     if whole is None:
         return Owned(parameter, None, group, owner=0, tensor=parameter)
+    if whole.collectives is not collectives:
+        raise EngineError(
+            f"whole_tensors: {whole.label} is sharded over other ranks than the model (its policy names a mesh or a "
+            "mode); leave it to an elementwise optimizer, such as AdamW"
+        )
     if whole.slab_shape != whole.shape:
         raise EngineError(
             f"whole_tensors: {whole.label} is split by tensor parallelism, and the ranks that shard it have a slab of "

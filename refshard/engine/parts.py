@@ -34,11 +34,15 @@ def named_parts(model: nn.Module) -> tuple[Named, ...]:
     """Every distinct parameter, in the registration order of the units, and last the ignored ones.
 
     Raises:
-        EngineError: the model is not sharded, or a parameter was replaced or moved since.
+        EngineError: the model is not sharded, a parameter was replaced or moved since, or other ranks have another one
+            of its name.
     """
     engine = engine_of(model)
     for unit in engine.units:
         unit.check_parameters()
+        for flat in unit.flats:
+            for parameter in flat.parameters:
+                flat.master.check_saved(parameter.layout.name, parameter.split)
     names: dict[tuple[nn.Module, str], list[str]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for attribute in module._parameters:

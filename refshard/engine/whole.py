@@ -16,11 +16,25 @@ from refshard.errors import EngineError
 @dataclass(eq=False, slots=True)
 class Master:
     """The ``shard`` that parts of parameters lie in. ``handed_out`` says that others were given plain tensors of that
-    memory, through which they may write unseen.
+    memory, through which they may write unseen. ``elsewhere_other`` says that ranks of the model outside of the unit's
+    mesh have other parameters under the same names.
     """
 
     shard: torch.Tensor
     handed_out: bool = False
+    elsewhere_other: bool = False
+
+    def check_saved(self, name: str, split: Split | None) -> None:
+        """Check that a tensor in it is known by its name to all ranks of the model.
+
+        Raises:
+            EngineError: other ranks have another one of this ``name``.
+        """
+        if self.elsewhere_other and split is None:
+            raise EngineError(
+                f"'{name}' cannot be saved: ranks outside of its policy's mesh have another tensor of this name; make "
+                "experts DTensors over the mesh of those ranks (distribute_tensor with Shard(0)) before refshard.shard"
+            )
 
     def hand_out(self, local: torch.Tensor) -> None:
         """Others are given ``local``; that of a gradient or of optimizer state lies elsewhere."""

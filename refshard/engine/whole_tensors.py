@@ -44,7 +44,7 @@ class WholeTensors(torch.optim.Optimizer):
         self._complete = False
         super().__init__(parameters, {})
         self.collectives = collectives
-        flats = members_of(self.param_groups, places)
+        flats = members_of(self.param_groups, places, collectives)
         self.members = tuple(member for _, members in flats for member in members)
         self._adopt(prototype(make, self.param_groups, self.members, options))
         self._buckets = [

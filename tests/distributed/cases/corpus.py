@@ -23,6 +23,7 @@ from tests.distributed.cases import (
     modules,
     optimizers,
     parameters,
+    policies,
     precision,
     reads,
     saving,
@@ -52,6 +53,7 @@ THEMES: tuple[ModuleType, ...] = (
     modules,
     parameters,
     precision,
+    policies,
     saving,
     compiled,
 )
