@@ -9,8 +9,6 @@ from torch import nn
 
 from refshard.errors import EngineError, SpecError, nearest
 
-_UNCALLED = nn.ParameterList, nn.ParameterDict
-
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -72,15 +70,15 @@ def group_units(
 def find_blocks(model: nn.Module, blocks: Sequence[str | type[nn.Module]] | None) -> dict[str, nn.Module]:
     """The modules that become units, by name: as requested, or the members of the outermost ``nn.ModuleList``.
 
-    A list or dictionary of modules among them stands for its members.
+    A list or dictionary of modules among them stands for its members. A list of parameters is no block.
     """
     named = {name: module for name, module in model.named_modules() if name}
     if blocks is None:
         lists = [name for name, module in named.items() if isinstance(module, nn.ModuleList)]
-        members = {member for name in lists for member in _members_of(name, named[name])}
-        wanted = {member for member in members if not isinstance(named[member], _UNCALLED)}
+        found = {member for name in lists for member in _members_of(name, named[name])}
     else:
-        wanted = {found for block in blocks for found in _resolve(block, named)}
+        found = {member for block in blocks for member in _resolve(block, named)}
+    wanted = {name for name in found if not isinstance(named[name], nn.ParameterList | nn.ParameterDict)}
     return {n: m for n, m in named.items() if n in wanted and not any(_lies_in(n, o) for o in wanted)}
 
 
@@ -206,12 +204,6 @@ def _merge_tied(n_groups: int, touched: list[list[int]]) -> list[int]:
 
 
 def _check_flattenable(group: UnitGroup) -> None:
-    uncalled = [m for m in group.modules if isinstance(m, _UNCALLED)]
-    if uncalled:
-        raise EngineError(
-            f"unit '{group.name}' holds a {type(uncalled[0]).__name__}, which is never called by itself; name the "
-            "module around it among the blocks"
-        )
     devices = {member.parameter.device for member in group.parameters}
     if len(devices) > 1:
         raise EngineError(

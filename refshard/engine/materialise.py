@@ -243,11 +243,11 @@ def _parts_of(
     place: ParameterLayout, layout: UnitLayout, collectives: Collectives, split: Split | None, mesh: DeviceMesh | None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """What makes a local part of this rank's elements; where they are all elements, a view of the true shape."""
-    if collectives.world_size == 1 and not (split and split.divided):
-        return lambda elements: elements.view(place.shape)
     bounds = [min(max(r * layout.shard_numel - place.offset, 0), place.numel) for r in range(layout.world_size + 1)]
     shape = torch.Size(place.shape) if split is None else split.shape
     whole = Whole(place.name, shape, tuple(pairwise(bounds)), collectives, split, mesh)
+    if collectives.world_size == 1 and not whole.divided:
+        return lambda elements: elements.view(place.shape)
     return lambda elements: LocalPart(elements, whole)
 
 

@@ -64,7 +64,7 @@ def _member(parameter: nn.Parameter, group: int, device: torch.device) -> Owned:
     whole = whole_of(parameter)
     if whole is None:
         return Owned(parameter, None, group, owner=0, tensor=parameter)
-    if whole.slab_shape != whole.shape:
+    if whole.divided:
         raise EngineError(
             f"whole_tensors: {whole.label} is split by tensor parallelism, and the ranks that shard it have a slab of "
             f"{list(whole.slab_shape)} only; leave it to an elementwise optimizer, such as AdamW"
