@@ -73,19 +73,14 @@ def find_blocks(model: nn.Module, blocks: Sequence[str | type[nn.Module]] | None
     A list or dictionary of modules among them stands for its members. A list of parameters is no block.
     """
     named = {name: module for name, module in model.named_modules() if name}
-    if blocks is None:
-        lists = [name for name, module in named.items() if isinstance(module, nn.ModuleList)]
-        found = {member for name in lists for member in _members_of(name, named[name])}
-    else:
-        found = {member for block in blocks for member in _resolve(block, named)}
+    lists = [name for name, module in named.items() if isinstance(module, nn.ModuleList)]
+    found = {member for block in (lists if blocks is None else blocks) for member in _resolve(block, named)}
     wanted = {name for name in found if not isinstance(named[name], nn.ParameterList | nn.ParameterDict)}
     return {n: m for n, m in named.items() if n in wanted and not any(_lies_in(n, o) for o in wanted)}
 
 
 def blocks_argument(model: nn.Module, names: Sequence[str]) -> str:
-    """What to give :func:`find_blocks` as ``blocks`` to find the modules of these names, as source; nothing if it finds
-    them by itself.
-    """
+    """The argument that has ``shard`` make units of the modules of these names, as source; nothing by default."""
     kinds = dict.fromkeys(type(model.get_submodule(name)) for name in names)
     if [*find_blocks(model, None)] == [*names]:
         return ""
@@ -123,18 +118,16 @@ def _stretches(model: nn.Module, blocks: dict[str, nn.Module]) -> list[tuple[lis
         if name in blocks:
             groups.append(([name], list(module.modules())))
             open_stretch = False
-        elif name not in owned or any(_lies_in(name, block) for block in blocks):
-            continue
-        elif any(_lies_in(block, name) for block in blocks):
-            groups.append(([name], owned[name]))
-            open_stretch = False
-        elif open_stretch:
-            if not any(_lies_in(name, around) for around in groups[-1][0]):
-                groups[-1][0].append(name)  # else its calls lie within those of the module around it
-            groups[-1][1].extend(owned[name])
-        else:
-            groups.append(([name], owned[name]))
-            open_stretch = True
+        elif name in owned and not any(_lies_in(name, block) for block in blocks):
+            around_blocks = any(_lies_in(block, name) for block in blocks)
+            if around_blocks or not open_stretch:
+                groups.append(([name], owned[name]))
+            else:
+                names, held = groups[-1]
+                held += owned[name]
+                if not any(_lies_in(name, around) for around in names):
+                    names.append(name)  # else its calls lie within those of the module around it
+            open_stretch = not around_blocks
     return groups
 
 
