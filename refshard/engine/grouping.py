@@ -10,8 +10,6 @@ from torch import nn
 from refshard.engine.policy import AS_AROUND, Policy, Resolved, resolve
 from refshard.errors import EngineError, SpecError, nearest
 
-_UNCALLED = nn.ParameterList, nn.ParameterDict
-
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -88,22 +86,17 @@ def group_units(
 def find_blocks(model: nn.Module, blocks: Sequence[str | type[nn.Module]] | None) -> dict[str, nn.Module]:
     """The modules that become units, by name: as requested, or the members of the outermost ``nn.ModuleList``.
 
-    A list or dictionary of modules among them stands for its members.
+    A list or dictionary of modules among them stands for its members. A list of parameters is no block.
     """
     named = {name: module for name, module in model.named_modules() if name}
-    if blocks is None:
-        lists = [name for name, module in named.items() if isinstance(module, nn.ModuleList)]
-        members = {member for name in lists for member in _members_of(name, named[name])}
-        wanted = {member for member in members if not isinstance(named[member], _UNCALLED)}
-    else:
-        wanted = {found for block in blocks for found in _resolve(block, named)}
+    lists = [name for name, module in named.items() if isinstance(module, nn.ModuleList)]
+    found = {member for block in (lists if blocks is None else blocks) for member in _resolve(block, named)}
+    wanted = {name for name in found if not isinstance(named[name], nn.ParameterList | nn.ParameterDict)}
     return {n: m for n, m in named.items() if n in wanted and not any(_lies_in(n, o) for o in wanted)}
 
 
 def blocks_argument(model: nn.Module, names: Sequence[str]) -> str:
-    """What to give :func:`find_blocks` as ``blocks`` to find the modules of these names, as source; nothing if it finds
-    them by itself.
-    """
+    """The argument that has ``shard`` make units of the modules of these names, as source; nothing by default."""
     kinds = dict.fromkeys(type(model.get_submodule(name)) for name in names)
     if [*find_blocks(model, None)] == [*names]:
         return ""
@@ -147,18 +140,17 @@ def _stretches(
             held = dict(module.named_modules(prefix=name))
             groups.append(([name], [m for n, m in held.items() if not any(n == b or _lies_in(n, b) for b in inner)]))
             open_stretch = False
-        elif name not in owned or any(_lies_in(name, block) for block in blocks):
-            continue
-        elif any(_lies_in(block, name) for block in blocks):
-            groups.append(([name], owned[name]))
-            open_stretch = False
-        elif open_stretch and _place(policies.of[module]) == _place(policies.of[groups[-1][1][0]]):
-            if not any(_lies_in(name, around) for around in groups[-1][0]):
-                groups[-1][0].append(name)  # else its calls lie within those of the module around it
-            groups[-1][1].extend(owned[name])
-        else:
-            groups.append(([name], owned[name]))
-            open_stretch = True
+        elif name in owned and not any(_lies_in(name, block) for block in blocks):
+            around_blocks = any(_lies_in(block, name) for block in blocks)
+            follows = open_stretch and _place(policies.of[module]) == _place(policies.of[groups[-1][1][0]])
+            if around_blocks or not follows:
+                groups.append(([name], owned[name]))
+            else:
+                names, of_names = groups[-1]
+                of_names += owned[name]
+                if not any(_lies_in(name, around) for around in names):
+                    names.append(name)  # else its calls lie within those of the module around it
+            open_stretch = not around_blocks
     return groups
 
 
@@ -233,12 +225,6 @@ def _merge_tied(n_groups: int, touched: list[list[int]]) -> list[int]:
 
 
 def _check_flattenable(group: UnitGroup) -> None:
-    uncalled = [m for m in group.modules if isinstance(m, _UNCALLED)]
-    if uncalled:
-        raise EngineError(
-            f"unit '{group.name}' holds a {type(uncalled[0]).__name__}, which is never called by itself; name the "
-            "module around it among the blocks"
-        )
     devices = {member.parameter.device for member in group.parameters}
     if len(devices) > 1:
         raise EngineError(

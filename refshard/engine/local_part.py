@@ -669,7 +669,7 @@ def _item(func: Operator, args: Sequence[Any], _: dict[str, Any]) -> Any:
 def _view_as_real(func: Operator, args: Sequence[Any], _: dict[str, Any]) -> Any:
     part = args[0]
     whole: Whole = part._whole
-    if whole.slab_shape != whole.shape:
+    if whole.divided:
         raise _refused(func, whole)
     if whole.pairs is None:
         ranges = tuple((2 * start, 2 * stop) for start, stop in whole.ranges)

@@ -87,7 +87,7 @@ def check_ranks(group: UnitGroup, terms: Terms, ranks: int) -> None:
         split = Split.of(member.name, member.parameter)
         if split is None or terms.mesh is None:
             continue
-        if split.divided and _share_ranks(split.mesh, terms.mesh):
+        if split.axes and _share_ranks(split.mesh, terms.mesh):
             raise SpecError(
                 f"parameter '{member.name}' is split over ranks that its unit '{group.name}' is sharded over, too; "
                 "give its module a policy with the mesh of the ranks that have the same part"
@@ -319,11 +319,11 @@ def _parts_of(
     master: Master,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """What makes a local part of this rank's elements; where they are all elements, a view of the true shape."""
-    if collectives.world_size == 1 and not (split and split.divided):
-        return lambda elements: elements.view(place.shape)
     bounds = [min(max(r * layout.shard_numel - place.offset, 0), place.numel) for r in range(layout.world_size + 1)]
     shape = torch.Size(place.shape) if split is None else split.shape
     whole = Whole(place.name, shape, tuple(pairwise(bounds)), collectives, split, mesh, master)
+    if collectives.world_size == 1 and not whole.divided:
+        return lambda elements: elements.view(place.shape)
     return lambda elements: LocalPart(elements, whole)
 
 

@@ -70,7 +70,7 @@ def _member(parameter: nn.Parameter, group: int, device: torch.device, collectiv
             f"whole_tensors: {whole.label} is sharded over other ranks than the model (its policy names a mesh or a "
             "mode); leave it to an elementwise optimizer, such as AdamW"
         )
-    if whole.slab_shape != whole.shape:
+    if whole.divided:
         raise EngineError(
             f"whole_tensors: {whole.label} is split by tensor parallelism, and the ranks that shard it have a slab of "
             f"{list(whole.slab_shape)} only; leave it to an elementwise optimizer, such as AdamW"

@@ -10,7 +10,7 @@ from typing import Literal, Self
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from refshard.engine.collectives import Collectives
 from refshard.errors import EngineError
@@ -18,7 +18,11 @@ from refshard.errors import EngineError
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How the ranks of ``mesh`` divide a parameter of this ``shape`` and ``stride``."""
+    """How the ranks of ``mesh`` divide a parameter of this ``shape`` and ``stride``.
+
+    By DTensor's rule, which is that of ``torch.chunk``: where an axis does not divide the size, its last ranks have
+    less than the others, or nothing.
+    """
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -30,21 +34,16 @@ class Split:
         """How ``parameter`` is split; None if it is a plain tensor.
 
         Raises:
-            EngineError: it is split unevenly, over several axes, or is a pending sum.
+            EngineError: it is a pending sum, or is split in an order of its own.
         """
         if not isinstance(parameter, DTensor):
             return None
-        mesh, placements = parameter.device_mesh, parameter.placements
-        even = all(
-            p.is_replicate() or (p.is_shard() and parameter.shape[p.dim] % mesh.size() == 0)  # type: ignore[attr-defined]
-            for p in placements
-        )
-        if mesh.ndim != 1 or not even:
+        if not all(type(placement) in (Shard, Replicate) for placement in parameter.placements):
             raise EngineError(
-                f"parameter '{name}' must be split evenly over one axis of a mesh, got {placements} of "
-                f"{tuple(parameter.shape)} over {mesh.ndim} axes, {mesh.size()} ranks; choose a degree that divides it"
+                f"parameter '{name}' must be split by Shard and Replicate, got {parameter.placements}; redistribute it "
+                "before refshard.shard"
             )
-        return cls(mesh, placements, parameter.shape, parameter.stride())
+        return cls(parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
 
     def wrap(self, part: torch.Tensor) -> DTensor:
         """This rank's part as the modules see it."""
@@ -60,13 +59,13 @@ class Split:
     @property
     def slab(self) -> tuple[slice, ...]:
         """Which part of the parameter this rank has."""
-        (placement,) = self.placements
         bounds = [slice(0, size) for size in self.shape]
-        if placement.is_shard():
-            dim: int = placement.dim % len(self.shape)  # type: ignore[attr-defined]
-            length = self.shape[dim] // self.mesh.size()
-            first = self.mesh.get_local_rank() * length
-            bounds[dim] = slice(first, first + length)
+        for axis, placement in enumerate(self.placements):
+            if isinstance(placement, Shard):
+                bound = bounds[placement.dim]
+                length = -(-(bound.stop - bound.start) // self.mesh.size(axis))
+                first = min(bound.start + self.mesh.get_local_rank(axis) * length, bound.stop)
+                bounds[placement.dim] = slice(first, min(first + length, bound.stop))
         return tuple(bounds)
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
@@ -74,21 +73,29 @@ class Split:
         return self.wrap(part).full_tensor()
 
     @property
-    def divided(self) -> bool:
-        """Whether other ranks of the mesh have other elements."""
-        return self.placements != (Replicate(),)
+    def axes(self) -> tuple[int, ...]:
+        """The axes of the mesh that divide the parameter."""
+        return tuple(axis for axis, placement in enumerate(self.placements) if isinstance(placement, Shard))
+
+    def axis(self, collectives: Collectives) -> "Collectives | SplitAxis":
+        """What reductions over all elements go over, given the shard axis."""
+        return SplitAxis(collectives, self.mesh, self.axes) if self.axes else collectives
 
 
 @dataclass(frozen=True, slots=True)
 class SplitAxis:
-    """The shard axis together with the mesh that splits a parameter: over both, its norms are those of the whole."""
+    """The shard axis together with the axes of a mesh that split a parameter: over all of them, its norms are those of
+    the whole.
+    """
 
     collectives: Collectives
     mesh: DeviceMesh
+    axes: tuple[int, ...]
 
     def reduce_over_shards(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> None:
         """See :meth:`Collectives.reduce_over_shards`."""
         self.collectives.reduce_over_shards(tensor, op)
-        there = tensor.to(self.mesh.device_type)
-        dist.all_reduce(there, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self.mesh.get_group())
+        there, of = tensor.to(self.mesh.device_type), dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+        for axis in self.axes:
+            dist.all_reduce(there, op=of, group=self.mesh.get_group(axis))
         tensor.copy_(there)

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from refshard.engine.collectives import Axis, Collectives
 from refshard.engine.layout import Box, boxes
-from refshard.engine.split import Split, SplitAxis
+from refshard.engine.split import Split
 from refshard.errors import EngineError
 
 
@@ -70,8 +70,7 @@ class Whole:
     def __post_init__(self) -> None:
         """``axis`` is what reductions over all elements go over, ``slab`` where this rank's slab lies in the whole."""
         self.start, self.stop = self.ranges[self.collectives.rank]
-        divided = self.split is not None and self.split.divided
-        self.axis = SplitAxis(self.collectives, self.split.mesh) if self.split and divided else self.collectives
+        self.axis = self.split.axis(self.collectives) if self.split else self.collectives
         self.slab = self.split.slab if self.split else tuple(slice(0, n) for n in self.shape)
         self.slab_shape = torch.Size([s.stop - s.start for s in self.slab])
         self._reshaped = {}
@@ -81,9 +80,14 @@ class Whole:
         return self
 
     @property
+    def divided(self) -> bool:
+        """Whether tensor parallelism gives other ranks other slabs; where it splits unevenly, one may be the whole."""
+        return self.axis is not self.collectives
+
+    @property
     def held(self) -> str:
         """What this rank has, in words."""
-        slab = f" of its slab {list(self.slab_shape)}" if self.slab_shape != self.shape else ""
+        slab = f" of its slab {list(self.slab_shape)}" if self.divided else ""
         return f"elements {self.start} to {self.stop} of {self.slab_shape.numel()}{slab}"
 
     def alike(self, other: "Whole") -> bool:
@@ -100,7 +104,7 @@ class Whole:
         if shape == self.shape:
             return self
         if shape not in self._reshaped:
-            if self.slab_shape != self.shape:
+            if self.divided:
                 raise EngineError(
                     f"{self.label}: cannot be given the shape {tuple(shape)}, since tensor parallelism has split it; "
                     "call full_tensor() first"

@@ -24,12 +24,14 @@ def _by_row(side: Side, *values: int) -> torch.Tensor:
 
 
 class Sparse(nn.Module):
-    """Mixtral's loop: each row goes to one expert, and experts that get no row are not called. The last gets none."""
+    """Mixtral's loop: each row goes to one expert, and experts that get no row are not called."""
 
-    def __init__(self) -> None:
+    def __init__(self, experts: int) -> None:
         super().__init__()
-        self.router = nn.Linear(DIM, 5)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(DIM, 7), nn.Tanh(), nn.Linear(7, DIM)) for _ in range(5))
+        self.router = nn.Linear(DIM, experts)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(DIM, 7), nn.Tanh(), nn.Linear(7, DIM)) for _ in range(experts)
+        )
 
     def forward(self, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
         weights = self.router(x).softmax(-1)
@@ -41,16 +43,17 @@ class Sparse(nn.Module):
 
 
 class Mixture(Checkpointing):
-    """Two blocks of experts."""
+    """Two blocks of experts, of which the last may be spare: it gets no row."""
 
-    def __init__(self) -> None:
+    def __init__(self, used: int = 4, spare: int = 1) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Sparse() for _ in range(2))
+        self.used = used
+        self.layers = nn.ModuleList(Sparse(used + spare) for _ in range(2))
         self.head = nn.Linear(DIM, 3)
 
     def forward(self, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
         for index, layer in enumerate(self.layers):
-            x = self.call(layer, x, (choice + index) % 4)
+            x = self.call(layer, x, (choice + index) % self.used)
         out: torch.Tensor = self.head(x)
         return out
 
@@ -114,6 +117,14 @@ def hooks_on_experts_that_some_ranks_use(side: Side) -> None:
     train(side, model, lambda step: mean_square(model(side.x(step), _choice(side, step))))
     for name, number in calls.items():
         side.log(f"calls {name}", number)
+
+
+@case(table=True)
+def experts_that_one_rank_uses_all_of(side: Side) -> None:
+    """The other rank uses one, so that it alone does not know when its last gradient has come."""
+    model, choice = Mixture(used=3, spare=0), _by_row(side, 0, 1, 2, 1, 1, 1)
+    side.shard(model, side.x(), choice, blocks=["layers"], used_by_some_ranks=True)
+    train(side, model, lambda step: mean_square(model(side.x(step), choice)), optimizer=sgd(model, momentum=0.9))
 
 
 class Tasks(Stack):

@@ -167,7 +167,6 @@ _ENDS: dict[Kind, tuple[str, ...]] = {
         "whole_state_dict_loaded_into_a_sharded_model",
         "model_saved_whole_by_torch",
         "gradients_of_two_losses_kept_as_views",
-        "parameter_list_named_as_a_block",
     ),
 }
 

@@ -377,6 +377,8 @@ def parameter_list_in_a_block(side: Side) -> None:
 
 @case(table=True)
 def parameter_list_in_the_root(side: Side) -> None:
+    """Also where it is named as a block, which is never called."""
+
     class Listed(Stack):
         def __init__(self) -> None:
             super().__init__()
@@ -385,7 +387,9 @@ def parameter_list_in_the_root(side: Side) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x * self.extra[0])
 
-    train(side, side.shard(Listed(), side.x()))
+    for blocks in (None, ["extra", "layers"]):
+        model = side.shard(Listed(), side.x(), blocks=blocks)
+        train(side, model)
 
 
 class Held(nn.Module):
@@ -415,19 +419,6 @@ def weights_held_beside_the_blocks(side: Side) -> None:
     model = Stack(head=Holding())
     model.inputs = Holding()  # type: ignore[assignment]
     train(side, side.shard(model, side.x(), blocks=["layers"]))
-
-
-@case(variants=PLAIN, refuses="ParameterList, which is never called by itself")
-def parameter_list_named_as_a_block(side: Side) -> None:
-    class Listed(Stack):
-        def __init__(self) -> None:
-            super().__init__()
-            self.extra = nn.ParameterList([torch.ones(DIM)])
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x * self.extra[0])
-
-    train(side, side.shard(Listed(), blocks=["extra", "layers"]))
 
 
 @case()
