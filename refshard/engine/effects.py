@@ -14,9 +14,10 @@ import torch
 from refshard.engine.buffers import Slot
 from refshard.engine.collectives import Collectives, Pending, Together, failed
 from refshard.engine.device import Lane, Lanes
+from refshard.engine.flat import FlatParameter
 from refshard.engine.labels import label, mark
 from refshard.engine.schedule import Op, OpKind, Phase, Presence
-from refshard.engine.unit import FlatParameter, Unit
+from refshard.engine.unit import Unit
 from refshard.errors import EngineError
 
 
@@ -80,7 +81,7 @@ class Effects:
 
     def finish(self, unit: Unit) -> None:
         """Bring a unit's reduction to its end, if one is under way."""
-        if unit.reducing is None:
+        if unit.gradients.reducing is None:
             return
         if unit.facts.legs == 2 and unit.index not in self._combined:
             self._combine(unit)
@@ -91,7 +92,7 @@ class Effects:
         reduction.
         """
         for unit in units:
-            if unit.filled and unit.reducing is None:
+            if unit.gradients.filled and unit.gradients.reducing is None:
                 self._reduce(unit)
         for index in tuple(self.reducing):
             self.finish(self._units[index])
@@ -105,7 +106,7 @@ class Effects:
         if not units:
             return
         self._agree("the end of backward", -1)
-        left = {claim.parameter.layout.name: claim for unit in units for claim in unit.unclaimed}
+        left = {claim.parameter.layout.name: claim for unit in units for claim in unit.gradients.unclaimed}
         for telling in self._telling:
             lane: Lane = "combine" if telling.collectives.legs == 2 else "reduce"
             used = telling.say(left)
@@ -116,7 +117,7 @@ class Effects:
                 if name in left:
                     left[name].flat.accept(left[name].parameter, left[name].part, foreign=False)
         for unit in units:
-            unit.unclaimed.clear()
+            unit.gradients.unclaimed.clear()
 
     def _agree(self, what: str, index: int) -> None:
         """Raise an error if another rank is about to issue another collective; only while ``agreeing``."""
@@ -130,7 +131,7 @@ class Effects:
     def abandon(self, unit: Unit, *, keep_gradients: bool, keep_ahead: bool) -> None:
         """Give up what is under way of a unit: see :meth:`Unit.abandon`."""
         gathering = None if unit.ahead and keep_ahead else unit.gathering
-        for pending in (gathering, unit.reducing):
+        for pending in (gathering, unit.gradients.reducing):
             if pending is not None:
                 # Nobody will use its result; if it failed, the next collective says so.
                 with suppress(RuntimeError):
@@ -205,62 +206,64 @@ class Effects:
             self._newly_released = True
 
     def _reduce(self, unit: Unit) -> None:
-        if not unit.trains and not unit.filled:
+        if not unit.gradients.wanted and not unit.gradients.filled:
             return
         self._agree("the reduction", unit.index)
         # Gradients that are still where autograd has put them may have come, and be allocated, on several streams.
         self._lanes.join()
-        if not unit.gradient_slot.accumulates:
-            self._evict(unit.gradient_slot)
+        if not unit.gradients.slot.accumulates:
+            self._evict(unit.gradients.slot)
         with label("copy_in", unit.name):
-            unit.complete_gradients()
+            unit.gradients.complete()
         self._lanes.fork()
         with label("reduce_scatter", unit.name):
-            slot = unit.gradient_slot
+            slot = unit.gradients.slot
             given = [
                 (flat.open_target(full, needs_slot_free=unit.facts.legs == 2), full, scratch)
-                for flat, full, scratch in zip(unit.trained_flats, slot.flats, slot.scratch)
+                for flat, full, scratch in zip(unit.gradients.flats, slot.flats, slot.scratch)
             ]
             # Every gradient must be in the slot before it is reduced (fourth wait).
             self._wait_for_compute("reduce")
             with self._lanes.use("reduce"):
                 works = (unit.collectives.reduce_scatter(*tensors) for tensors in given)
-                unit.reducing = self._issue("reduce", _reduction(unit), unit, works)
+                unit.gradients.reducing = self._issue("reduce", _reduction(unit), unit, works)
         self.reducing.append(unit.index)
 
     def _combine(self, unit: Unit) -> None:
-        if unit.reducing is None or unit.index in self._combined:  # A second part of its backward came before.
+        if (
+            unit.gradients.reducing is None or unit.index in self._combined
+        ):  # A second part of its backward came before.
             return
         # The second leg reads what the first has written (fifth wait). It has a lane of its own: the replicas may be
         # far away, and the next unit's first leg need not queue behind it.
-        self._lanes.follow("combine", unit.reducing)
-        self._await(unit.reducing, "reduce_scatter", unit)
+        self._lanes.follow("combine", unit.gradients.reducing)
+        self._await(unit.gradients.reducing, "reduce_scatter", unit)
         self._release_gradients(unit)
-        targets = [flat.target for flat in unit.trained_flats if flat.target is not None]
+        targets = [flat.target for flat in unit.gradients.flats if flat.target is not None]
         with label("all_reduce", unit.name), self._lanes.use("combine"):
             works = (unit.collectives.all_reduce(target) for target in targets)
-            unit.reducing = self._issue("combine", "all_reduce", unit, works)
+            unit.gradients.reducing = self._issue("combine", "all_reduce", unit, works)
         self._combined.add(unit.index)
 
     def _finish(self, unit: Unit) -> None:
-        if unit.reducing is None:
+        if unit.gradients.reducing is None:
             return
         # The optimizer reads the result, and the next unit writes its gradients over what was sent (sixth wait).
-        self._await(unit.reducing, "all_reduce" if unit.index in self._combined else _reduction(unit), unit)
-        unit.reducing = None
+        self._await(unit.gradients.reducing, "all_reduce" if unit.index in self._combined else _reduction(unit), unit)
+        unit.gradients.reducing = None
         self.reducing.remove(unit.index)
-        for flat, full in zip(unit.trained_flats, unit.gradient_slot.flats):
-            unit.unclaimed += flat.take_reduced(full, unit.filled)
+        for flat, full in zip(unit.gradients.flats, unit.gradients.slot.flats):
+            unit.gradients.unclaimed += flat.take_reduced(full, unit.gradients.filled)
             self._host_memory_in_use |= flat.offloaded
-        unit.filled.clear()
+        unit.gradients.filled.clear()
         if unit.index in self._combined:
             self._combined.discard(unit.index)
         else:
             self._release_gradients(unit)
 
     def _release_gradients(self, unit: Unit) -> None:
-        unit.gradient_slot.release()
-        self._newly_released |= not unit.gradient_slot.accumulates
+        unit.gradients.slot.release()
+        self._newly_released |= not unit.gradients.slot.accumulates
 
     def _wait_for_compute(self, lane: Lane) -> None:
         self._compute_so_far = self._lanes.record("compute", self._compute_so_far)

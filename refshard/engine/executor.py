@@ -24,7 +24,7 @@ from refshard.engine.passes import Followed, OnDemand, Pass, Scene, cut
 from refshard.engine.placement import Storage
 from refshard.engine.schedule import Op, OpKind, PassKind, Presence, Rings, UnitFacts, assign_rings, build
 from refshard.engine.transforms import outside_transforms
-from refshard.engine.unit import Unit
+from refshard.engine.unit import Activity, Unit
 from refshard.errors import EngineError
 
 
@@ -171,8 +171,10 @@ class Executor:
         self._effects.claim_gradients(reduced)
         for unit in units:
             if not unit.facts.reduces(self._pass.kind):
-                unit.show_unreduced()
-        fruitless = any(u.trains for u in units) and not any(u.arrived or u.read_outside for u in units)
+                unit.gradients.show_unreduced()
+        fruitless = any(u.gradients.wanted for u in units) and not any(
+            u.gradients.arrived or u.gradients.read_outside for u in units
+        )
         if not fruitless:
             self._open_forwards.difference_update(forwards)
             if isinstance(self._pass, OnDemand) and self._pass.record is not None:
@@ -201,7 +203,7 @@ class Executor:
                 f"rank {self._collectives.world_rank} unshards unit '{unit.name}' where another rank does something "
                 "else; unshard is a collective, which all ranks must call for the same modules in the same order"
             )
-        needed = not unit.ended and (unit.facts.read_in_backward or not self._backward_open)
+        needed = unit.activity is not Activity.ENDED and (unit.facts.read_in_backward or not self._backward_open)
         if unit.presence is not Presence.SHARDED or not unit.slot.free or not needed:
             return
         self._effects.execute(Op(OpKind.GATHER, unit.index, "forward"))
@@ -217,7 +219,7 @@ class Executor:
         Raises:
             EngineError: the unit is computing.
         """
-        if unit.computing:
+        if unit.exposed:
             raise EngineError(
                 f"unit '{unit.name}' is computing, and cannot be resharded; call reshard after its forward or backward"
             )
@@ -301,8 +303,7 @@ class Executor:
     def _open_backward(self) -> None:
         self._backward_open = True
         for unit in self._units:
-            unit.arrived.clear()
-            unit.read_outside = False
+            unit.gradients.begin_backward()
         if self._order is Order.OBSERVING:
             self._leave_arena()  # a forward without gradients, which checkpointing recomputes now
         if isinstance(self._pass, OnDemand) and self._pass.record is None:
@@ -385,9 +386,9 @@ class Executor:
     def _lay_gradients(self, slots: Mapping[int, Slot]) -> None:
         """Let gradients go to these slots; no reduction may be under way."""
         for unit in self._units:
-            slot = slots.get(unit.index, unit.gradient_slot)
-            if slot is not unit.gradient_slot:
-                unit.place_gradients(slot)
+            slot = slots.get(unit.index, unit.gradients.slot)
+            if slot is not unit.gradients.slot:
+                unit.gradients.place(slot)
 
     def _build(self, kind: PassKind) -> tuple[Op, ...]:
         return build(self._markers, self._rings, self._facts, kind)
@@ -407,10 +408,10 @@ class Executor:
             slot.acquire(unit.name)
         else:
             slot = self._own_slot(unit, unit.mode.storage, gradients=False)
-        if unit.gradients_aliased:
-            whole = [flat.whole_gradient for flat in unit.trained_flats if flat.whole_gradient is not None]
+        if unit.gradients.aliased:
+            whole = [flat.whole_gradient for flat in unit.gradients.flats if flat.whole_gradient is not None]
             memory = whole[0] if whole else torch.empty(0)
-            gradient_slot = Slot(Pool(memory), whole, unit.gradient_places, accumulates=True)
+            gradient_slot = Slot(Pool(memory), whole, unit.gradients.places, accumulates=True)
         else:
             gradient_slot = self._own_slot(unit, unit.mode.gradient_storage, gradients=True)
         self._own_gradients[unit.index] = gradient_slot
@@ -429,7 +430,7 @@ class Executor:
         return slot
 
     def _slot(self, unit: Unit, pool: Pool, *, gradients: bool, accumulates: bool = False) -> Slot:
-        places = unit.gradient_places if gradients else unit.places
+        places = unit.gradients.places if gradients else unit.places
         sizes = self._sizes(unit, gradients=gradients, accumulates=accumulates)
         return Slot(pool, carve(pool, sizes), places, accumulates=accumulates, debug=self._debug)
 
@@ -437,7 +438,7 @@ class Executor:
         """What a slot holds. One that accumulates has no scratch, which would be idle most of the time."""
         if not gradients:
             return unit.parameter_sizes
-        return [*unit.gradient_sizes, *(() if accumulates else unit.scratch_sizes)]
+        return [*unit.gradients.sizes, *(() if accumulates else unit.gradients.scratch_sizes)]
 
     def _allocate(self, unit: Unit, nbytes: int, *, reduced: bool) -> torch.Tensor:
         return unit.collectives.allocate(nbytes, dtype=torch.uint8, device=unit.device, reduced=reduced)

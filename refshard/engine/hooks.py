@@ -26,12 +26,13 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from refshard.engine.executor import Executor
+from refshard.engine.gradients import will_run
 from refshard.engine.precision import Precision
 from refshard.engine.reads import address, watch_reads
 from refshard.engine.schedule import Op, OpKind
 from refshard.engine.transforms import in_transform
 from refshard.engine.trees import leaves_of, tensors_of, with_leaves
-from refshard.engine.unit import Unit, will_run
+from refshard.engine.unit import Unit
 from refshard.errors import EngineError
 
 
@@ -349,7 +350,7 @@ class Hooks:
         """Activation checkpointing reruns a unit's forward: its weights are needed from here on."""
         if not unit.in_backward:
             self._take_up(unit)
-            unit.recomputed = True
+            unit.recompute()
 
     def _take_up(self, unit: Unit) -> None:
         """Begin the unit's backward before a gradient of its outputs has come, or after it has ended.
@@ -358,7 +359,7 @@ class Hooks:
         run: it lasts until the backward ends.
         """
         self._open_backward()
-        if unit.frozen or len(unit.arrived) == len(unit.trained):
+        if unit.frozen or unit.gradients.all_arrived:
             unit.inputs_awaited += 1
         self.executor.mark(Op(OpKind.BEGIN, unit.index, "backward"))
 

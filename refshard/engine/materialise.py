@@ -13,13 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from refshard.engine.collectives import Collectives
+from refshard.engine.flat import FlatParameter, UnitParameter
 from refshard.engine.grouping import Member, UnitGroup
 from refshard.engine.layout import ParameterLayout, UnitLayout, lay_out
 from refshard.engine.local_part import AsPart, LocalPart, whole_of
 from refshard.engine.placement import Mode
 from refshard.engine.precision import Precision
 from refshard.engine.split import Split
-from refshard.engine.unit import FlatParameter, Unit, UnitParameter
+from refshard.engine.unit import Unit
 from refshard.engine.whole import Master, Whole
 from refshard.errors import EngineError, SpecError
 

@@ -12,7 +12,7 @@ from typing import final
 
 from refshard.engine.effects import Effects
 from refshard.engine.schedule import BLOCKING, MARKERS, Op, OpKind, PassKind, Phase, Presence, on_demand
-from refshard.engine.unit import Unit
+from refshard.engine.unit import Activity, Unit
 from refshard.errors import EngineError
 
 
@@ -187,7 +187,7 @@ class OnDemand(Pass):
         for other in self._units:
             if other is unit or not unit.slot.overlaps(other.slot):
                 continue
-            if other.in_backward and not (unit.lasts or other.recomputed):
+            if other.in_backward and not (unit.lasts or other.activity is Activity.RECOMPUTED):
                 # What it still lacks comes later, if at all, and it begins again then.
                 other.on_gradients(other)
             if other.presence is not Presence.SHARDED:
@@ -195,7 +195,7 @@ class OnDemand(Pass):
                 self._effects.execute(Op(OpKind.RELEASE, other.index, phase))
 
     def _check_free(self, unit: Unit, other: Unit) -> None:
-        if other.computing:
+        if other.exposed:
             raise EngineError(
                 f"unit '{unit.name}' needs the slot that unit '{other.name}' still holds: in step 0 one ended before "
                 "the other began, but now they run nested in each other; shard with mode='fsdp', or "

@@ -41,7 +41,7 @@ class Allocations(TorchDispatchMode):
         self.found: Counter[str] = Counter()
         self._pools: dict[str, Pool] = {}
         for unit in engine_of(model).units:
-            for role, slot in (("parameters", unit.slot), ("gradients", unit.gradient_slot)):
+            for role, slot in (("parameters", unit.slot), ("gradients", unit.gradients.slot)):
                 if slot.pool not in self._pools.values():
                     self._pools[f"{role} of {unit.name}"] = slot.pool
         self._there = {name: self._has_storage(name) for name in self._pools}
@@ -145,7 +145,7 @@ class Together(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for unit in self._units:
-            parameters, gradients = (slot.owner is not None for slot in (unit.slot, unit.gradient_slot))
+            parameters, gradients = (slot.owner is not None for slot in (unit.slot, unit.gradients.slot))
             if gradients:
                 self.had_gradients.add(unit.name)
             if parameters and gradients:
@@ -160,7 +160,7 @@ def test_gradients_take_a_slot_after_the_parameters_gave_theirs_up(mode: str) ->
     refshard.shard(model, mode=mode, collectives=LateCollectives())
     for number in range(3):
         loss_of(model, make_batch(number)).backward()
-    transient = [unit for unit in engine_of(model).units if not unit.gradient_slot.accumulates]
+    transient = [unit for unit in engine_of(model).units if not unit.gradients.slot.accumulates]
     with Together(transient) as seen:
         loss_of(model, make_batch(3)).backward()
     assert seen.had_gradients == {unit.name for unit in transient} >= {"embed", "norm+head"}

@@ -313,7 +313,7 @@ def test_transient_storage_is_gone_between_steps() -> None:
     model = sharded("fsdp")
     train(model, 2)
     for unit in engine_of(model).units:
-        for slot in (unit.slot, unit.gradient_slot):
+        for slot in (unit.slot, unit.gradients.slot):
             assert [flat.untyped_storage().nbytes() for flat in slot.flats] == [0]
 
 
@@ -440,14 +440,14 @@ def test_on_demand_no_units_gradients_share_memory_with_anything() -> None:
     model = sharded("yafsdp")
     train(model, 3)
     executor, units = engine_of(model).executor, engine_of(model).units
-    planned = {id(unit.gradient_slot.pool) for unit in units}
+    planned = {id(unit.gradients.slot.pool) for unit in units}
     assert len(planned) < len(units)
     executor.begin_pass(object(), training=True)
     for kind in (OpKind.BEGIN, OpKind.END):
         executor.mark(Op(kind, 0, "forward"))
     with pytest.warns(UserWarning, match="the order of execution changed"):
         executor.mark(Op(OpKind.BEGIN, 0, "forward"))
-    own = {id(unit.gradient_slot.pool) for unit in units}
+    own = {id(unit.gradients.slot.pool) for unit in units}
     assert len(own) == len(units)
     assert not own & {id(unit.slot.pool) for unit in units}
 

@@ -11,10 +11,10 @@ from torch import nn
 
 import refshard
 from refshard.engine.api import engine_of
+from refshard.engine.flat import FlatParameter
 from refshard.engine.layout import NARROWEST_BYTES
 from refshard.engine.local_part import local_of
 from refshard.engine.placement import MODES
-from refshard.engine.unit import FlatParameter
 from tests.engine.fakes import LateCollectives
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
