@@ -143,6 +143,7 @@ _ENDS: dict[Kind, tuple[str, ...]] = {
         "sharded_from_the_inside_out",
         "whole_state_dict_loaded_into_a_sharded_model",
         "model_saved_whole_by_torch",
+        "state_dict_in_inference_mode",
     ),
 }
 
