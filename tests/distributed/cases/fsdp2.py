@@ -133,6 +133,8 @@ _ENDS: dict[Kind, tuple[str, ...]] = {
         "sparse_embedding",
         "list_of_dictionaries",
         "float8_parameters",
+        "float8_parameters_trained",
+        "frozen_parameters_of_dtypes_that_are_only_gathered",
         "scalar_and_empty_parameters",
         "parameters_that_are_not_contiguous",
         "dtypes_mixed_in_a_block",
