@@ -142,6 +142,7 @@ _ENDS: dict[Kind, tuple[str, ...]] = {
         "tied_between_blocks",
         "module_shared_by_blocks",
         "model_copied_after_sharding",
+        "block_replicated_by_torch_after_sharding",
         "sharded_from_the_inside_out",
         "whole_state_dict_loaded_into_a_sharded_model",
         "model_saved_whole_by_torch",

@@ -383,6 +383,15 @@ def module_replaced_after_sharding(side: Side) -> None:
     train(side, model, start=2, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+@case(variants=PLAIN, refuses="cat of .*this rank holds")
+def block_replicated_by_torch_after_sharding(side: Side) -> None:
+    """Where parameters are whole, its reductions find no gradients to reduce."""
+    model = side.shard(Stack())
+    if side.world_size > 1:
+        model.layers[0] = nn.parallel.DistributedDataParallel(model.layers[0])
+    train(side, model)
+
+
 @case(variants=PLAIN, refuses="functional|replaced|moved|layers|head")
 def functional_call(side: Side) -> None:
     model = side.shard(Stack())
