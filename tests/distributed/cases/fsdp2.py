@@ -39,6 +39,7 @@ _ENDS: dict[Kind, tuple[str, ...]] = {
         "functional_call",
         "factor_over_replicas",
         "asked_between_passes",
+        "gradients_by_autograd_grad_that_may_lack",
         "buffers_that_differ_by_rank",
         "buffers_of_other_shapes_by_rank",
     ),
