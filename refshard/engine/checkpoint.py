@@ -22,7 +22,7 @@ from refshard.engine.api import full_parameters
 from refshard.engine.dcp import Place, check_loadable, key_of, read, write
 from refshard.engine.local_part import local_of
 from refshard.engine.optimizer_state import Restore, group_keys, kinds_of, plan_restore, state_of
-from refshard.engine.parts import named_parts
+from refshard.engine.parts import named_parts, prefixes
 from refshard.engine.saved import Saved
 from refshard.errors import CheckpointError, nearest
 
@@ -109,11 +109,10 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     Raises:
         EngineError: the model is not sharded.
     """
-    names = {part.name: part.names for part in named_parts(model)}
     found: dict[str, torch.Tensor] = {}
-    for name, value in full_parameters(model):
+    for part, (_, value) in zip(named_parts(model), full_parameters(model), strict=True):
         if _rank() == 0:
-            found.update(dict.fromkeys(names[name], value.cpu()))
+            found.update(dict.fromkeys(part.names, value.cpu()))
     if _rank() != 0:
         return {}
     found.update({name: buffer.detach().cpu().clone() for name, buffer in _buffers(model)})
@@ -252,8 +251,8 @@ def _check_ties(where: Path, ties: Sequence[Tie]) -> None:
 def _buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """The buffers that belong to the model's state, under every name."""
     return [
-        (f"{prefix}.{name}" if prefix else name, buffer)
-        for prefix, module in model.named_modules(remove_duplicate=False)
+        (prefix + name, buffer)
+        for prefix, module in prefixes(model)
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
     ]
@@ -263,10 +262,9 @@ def _state_names(model: nn.Module) -> list[str]:
     """The keys of the bare model's ``state_dict()``, in its order."""
     buffers = {name for name, _ in _buffers(model)}
     names = []
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        dot = f"{prefix}." if prefix else ""
-        names += [dot + name for name, parameter in module._parameters.items() if parameter is not None]
-        names += [dot + name for name in module._buffers if dot + name in buffers]
+    for prefix, module in prefixes(model):
+        names += [prefix + name for name, parameter in module._parameters.items() if parameter is not None]
+        names += [prefix + name for name in module._buffers if prefix + name in buffers]
     return names
 
 

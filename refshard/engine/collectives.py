@@ -20,6 +20,12 @@ from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from refshard.engine.comm_memory import CommMemory, allocate, backend_of, has_group_memory, require_memory
 from refshard.errors import EngineError
 
+COMMUNICATED = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+    | {torch.uint8, torch.int8, torch.int32, torch.int64}
+)
+"""The dtypes that libraries know; elements of others are sent as bytes."""
+
 
 class Pending(Protocol):
     """A collective under way."""
@@ -213,6 +219,7 @@ class GroupCollectives(Collectives):
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
         """See :meth:`Collectives.all_gather`."""
+        output, shard = _known(output), _known(shard)
         if self._gather is not None and not self._by_parts:
             return self._gather(output, shard)
         own = output[self.rank * shard.numel() : (self.rank + 1) * shard.numel()]
@@ -278,7 +285,7 @@ class GroupCollectives(Collectives):
         for group in (self._replicas, self._shards):
             if group is not None:
                 with self._told("broadcast of the first rank's weights"):
-                    dist.broadcast(tensor, group_src=0, group=group)
+                    dist.broadcast(_known(tensor), group_src=0, group=group)
 
     def reduce_over_shards(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> None:
         """See :meth:`Collectives.reduce_over_shards`."""
@@ -297,7 +304,7 @@ class GroupCollectives(Collectives):
         with self._told("broadcast of parts of a parameter"):
             for rank, (start, stop) in enumerate(ranges):
                 if stop > start:
-                    dist.broadcast(whole[start:stop], group_src=rank, group=self._shards)
+                    dist.broadcast(_known(whole[start:stop]), group_src=rank, group=self._shards)
         return whole.to(part.device)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> Pending:
@@ -385,6 +392,11 @@ def library_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """
     backend = backend_of(group, device)
     return group.name() if backend == "emulated" else backend
+
+
+def _known(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or its bytes, as libraries take it."""
+    return tensor if tensor.dtype in COMMUNICATED else tensor.view(torch.uint8)
 
 
 _PIECE_BYTES = 2**20

@@ -572,19 +572,31 @@ def _refuse(func: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     raise _refused(func, _any_whole(args, kwargs))
 
 
+def _decompose(func: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """An operator that autograd takes apart, except in inference mode."""
+    return func.decompose(*args, **kwargs)
+
+
 def _reshape(func: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A reshape that keeps the order of the elements."""
     part = args[0]
     made = func(torch.empty(part._whole.shape, device="meta"), *args[1:], **kwargs)
     if not made.is_contiguous() or made.numel() != part.numel():
         raise _refused(func, part._whole)
-    return type(part)(part._local_tensor, part._whole.reshaped(made.shape))
+    return _alias(part, part._whole.reshaped(made.shape))
 
 
 def _same(_: Operator, args: Sequence[Any], __: dict[str, Any]) -> Any:
     """``detach`` and the like: the same inner tensor, so that writes raise the version that the engine watches."""
-    part = args[0]
-    return type(part)(part._local_tensor, part._whole)
+    return _alias(args[0], args[0]._whole)
+
+
+def _alias(part: Any, whole: Whole) -> Any:
+    """A view of a normal tensor is a normal one in inference mode too: autograd will have them share a version."""
+    if part.is_inference() or not torch.is_inference_mode_enabled():
+        return type(part)(part._local_tensor, whole)
+    with torch.inference_mode(False):
+        return type(part)(part._local_tensor, whole)
 
 
 def _expand(func: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -742,9 +754,10 @@ def _handler_of(func: Operator) -> Handler:
     """What runs an operator on parts."""
     name, arguments = _name(func), func._schema.arguments
     tensors, writes_out = sum("Tensor" in str(a.type) for a in arguments), any(a.is_out for a in arguments)
-    handler: Handler = _refuse
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    handler: Handler = _decompose if composite else _refuse
     if writes_out or func.namespace == "prims" or func is torch.ops.aten.view.dtype:
-        handler = _elementwise(func) if _is_elementwise(func) and not name.startswith("_foreach_") else _refuse
+        handler = _elementwise(func) if _is_elementwise(func) and not name.startswith("_foreach_") else handler
     elif func.namespace == "aten" and name in _BY_NAME:
         handler = _BY_NAME[name]
     elif func.namespace == "aten" and name in reductions.REDUCTIONS and tensors == 1:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from refshard.engine.collectives import Collectives
+from refshard.engine.collectives import COMMUNICATED, Collectives
 from refshard.engine.flat import FlatParameter, UnitParameter
 from refshard.engine.grouping import Member, UnitGroup
 from refshard.engine.layout import ParameterLayout, UnitLayout, lay_out
@@ -24,11 +24,11 @@ from refshard.engine.unit import Unit
 from refshard.engine.whole import Master, Whole
 from refshard.errors import EngineError, SpecError
 
-COMMUNICATED = frozenset(
-    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
-    | {torch.uint8, torch.int8, torch.int32, torch.int64}
+FROZEN_ONLY = frozenset(
+    {torch.bool, torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex32}
+    | {dtype for name, dtype in vars(torch).items() if name.startswith("float8_")}
 )
-"""The dtypes that parameters may have."""
+"""The dtypes of parameters that are gathered, as bytes, and cannot be reduced."""
 Initialise = Callable[[nn.Module], object]
 """Fills the parameters that a module holds directly, in place."""
 
@@ -118,10 +118,14 @@ def check_parameters(group: UnitGroup) -> None:
                 f"parameter '{member.name}' must be a plain nn.Parameter, got {kind.__name__}: flattening would drop "
                 "the subclass; shard the model before converting it"
             )
-        if dtype not in COMMUNICATED:
+        trained = member.parameter.requires_grad
+        allowed = COMMUNICATED if trained else COMMUNICATED | FROZEN_ONLY
+        if dtype not in allowed:
+            names = ", ".join(sorted(str(d).removeprefix("torch.") for d in allowed))
+            cannot = "reduce" if trained else "gather"
             raise EngineError(
-                f"parameter '{member.name}' is of {dtype}, which collectives cannot reduce; keep it in one of "
-                f"{', '.join(sorted(str(d).removeprefix('torch.') for d in COMMUNICATED))}"
+                f"parameter '{member.name}' is of {dtype}, which collectives cannot {cannot}; "
+                f"keep it in one of {names}{', or freeze it' if dtype in FROZEN_ONLY else ''}"
             )
 
 

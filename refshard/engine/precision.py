@@ -20,7 +20,7 @@ class Precision:
     ``output`` is the dtype that floating-point outputs of the model's own forward are cast to; None leaves them as they
     are. With ``cast_inputs=False``, inputs of units are not cast to the dtype that they compute in.
 
-    Frozen parameters have no master; only their cast is kept.
+    Frozen parameters have no master; only their cast is kept. Those in float8 are not cast.
 
     Raises:
         SpecError: a dtype is no floating-point one.
@@ -45,7 +45,8 @@ class Precision:
 
     def computed(self, dtype: torch.dtype) -> torch.dtype:
         """What a parameter of the model's ``dtype`` is gathered and computed in."""
-        return self.parameters if self.parameters is not None and dtype.is_floating_point else dtype
+        casts = dtype.is_floating_point and dtype.itemsize > 1  # no float8
+        return self.parameters if self.parameters is not None and casts else dtype
 
     def reduced(self, dtype: torch.dtype) -> torch.dtype:
         """What gradients of a parameter of the model's ``dtype`` are reduced in."""

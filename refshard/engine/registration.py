@@ -17,6 +17,8 @@ _SHARDED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 def watch_registrations(model: nn.Module) -> None:
     """From now on refuse new parameters, and modules that hold some, anywhere in ``model``.
 
+    A module may be put around another one in its place, or come off again: torch's ``checkpoint_wrapper``, say.
+
     Raises:
         EngineError: later, where one is registered; the model is as it was then.
     """
@@ -36,10 +38,18 @@ def _refuse_parameter(module: nn.Module, name: str, parameter: nn.Parameter | No
 
 
 def _refuse_module(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-    if submodule is None or module not in _SHARDED or module._modules.get(name) is submodule:
+    there = module._modules.get(name)
+    if submodule is None or module not in _SHARDED or there is submodule:
         return
-    if name == "parametrizations" or any(True for _ in submodule.parameters()):
+    held = _holders(submodule)
+    wraps = there is not None and _holders(there) == held
+    if name == "parametrizations" or (held and not wraps):
         raise _refused(f"module '{name}'", module)
+    _SHARDED.update(submodule.modules())
+
+
+def _holders(module: nn.Module) -> set[nn.Module]:
+    return {held for held in module.modules() if any(p is not None for p in held._parameters.values())}
 
 
 def _refused(what: str, module: nn.Module) -> EngineError:

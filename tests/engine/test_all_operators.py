@@ -35,8 +35,10 @@ KINDS = (*[("part",)] * 3, *[("part", other) for other in ("whole", "0-d", "row"
 TORCHS_OWN = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AssertionError, EngineError)
 UNLIKE = ("empty", "resize", "set_")
 """Operators with such names leave values undefined; of these, as of random ones, only the shape counts."""
-LEFT_OUT = ("_add_batch_dim", "_remove_batch_dim", "set_data")
-"""What nobody calls: the inner workings of vmap, and those of assigning ``.data``, which parts refuse."""
+LEFT_OUT = ("_add_batch_dim", "_remove_batch_dim", "set_data", "cumprod_backward")
+"""What nobody calls: the inner workings of vmap; those of assigning ``.data``, which parts refuse; and a backward that
+reads for subclasses what it computes with otherwise, which drawn arguments contradict.
+"""
 
 
 class Drawn(NamedTuple):
@@ -55,12 +57,13 @@ class Told(NamedTuple):
 
 
 class Draw:
-    """One set of arguments for an operator."""
+    """One set of arguments for an operator, and whether it is called in inference mode: it then comes undivided."""
 
     def __init__(self, schema: Any, chance: random.Random) -> None:
         self._chance, self._generator = chance, torch.Generator().manual_seed(chance.randrange(1 << 30))
         self.shape = chance.choice(SHAPES)
         self._dtype, self._kinds, self._length = chance.choice(DTYPES), chance.choice(KINDS), chance.choice((1, 2, 3))
+        self.inference = chance.random() < 0.25
         self.args, self.kwargs = [], {}
         for argument in schema.arguments:
             if argument.kwarg_only and argument.has_default_value() and chance.random() < 0.5:
@@ -162,7 +165,8 @@ def _try(operator: Any, draw: Draw) -> tuple[str, str]:
     args, kwargs = draw.filled(wholes)
     seed = torch.get_rng_state()
     try:
-        expected = operator(*args, **kwargs)
+        with torch.inference_mode(draw.inference):
+            expected = operator(*args, **kwargs)
     except Exception:
         return "invalid", ""
     numel = math.prod(draw.shape)
@@ -173,7 +177,8 @@ def _try(operator: Any, draw: Draw) -> tuple[str, str]:
         given[rank] = [ranks.parts(d.value)[rank] if d.is_part else d.value.clone() for d in draw.tensors]
         args, kwargs = draw.filled(given[rank])
         torch.set_rng_state(seed)
-        return operator(*args, **kwargs)
+        with torch.inference_mode(draw.inference):
+            return operator(*args, **kwargs)
 
     try:
         found = ranks.collectively(call)

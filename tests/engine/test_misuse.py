@@ -222,6 +222,9 @@ def test_a_frozen_parameter_of_which_a_cast_is_kept_cannot_be_trained(mode: str)
     [
         (lambda m: setattr(m, "head", nn.Linear(6, 11)), r"module 'head' is put into a Net"),
         (lambda m: m.layers.append(nn.Linear(6, 6)), r"module '4' is put into a ModuleList"),
+        (lambda m: setattr(m, "head", nn.Sequential(m.head, nn.Linear(11, 11))), r"module 'head' is put into a Net"),
+        (lambda m: setattr(m, "other", m.head), r"module 'other' is put into a Net"),
+        (lambda m: setattr(m, "layers", m.layers[:3]), r"module 'layers' is put into a Net"),
         (
             lambda m: setattr(m.head, "weight", nn.Parameter(torch.zeros(11, 6))),
             r"parameter 'weight' is put into a Lin",

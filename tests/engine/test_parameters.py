@@ -64,8 +64,7 @@ def of_a_subclass(model: Net) -> None:
 
 
 def of_float8(model: Net) -> None:
-    weight = torch.zeros(6, 13).to(torch.float8_e4m3fn)
-    model.layers[1].down.weight = nn.Parameter(weight, requires_grad=False)  # type: ignore[union-attr]
+    model.layers[1].down.weight = nn.Parameter(torch.zeros(6, 13).to(torch.float8_e4m3fn))  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,20 @@
 """Activation checkpointing by every way that torch has."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed._composable.checkpoint_activation import checkpoint as checkpoint_in_place
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    ActivationWrapper,
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+    offload_wrapper,
+)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -14,6 +22,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+import refshard
 from tests.distributed.cases.case import EVALUATED, case
 from tests.distributed.cases.models import (
     Adapted,
@@ -249,6 +258,49 @@ def wrapped_before_sharding(side: Side) -> None:
     model = Stack()
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
     train(side, side.shard(model, side.x()))
+    if side.engine:
+        assert refshard.checkpoint.full_state_dict(model).keys() in (model.state_dict().keys(), set())
+
+
+def _wrapped_after_sharding(side: Side, wrapper: Callable[[nn.Module], nn.Module], kind: type[nn.Module]) -> None:
+    """As people do who come from FSDP1. Names are those of the model that was sharded."""
+    model = side.shard(Stack(), side.x())
+    names = [name for name, _ in model.named_parameters()]
+    apply_activation_checkpointing(model, wrapper, check_fn=lambda module: isinstance(module, kind))
+    train(side, model)
+    state: dict[str, Any] = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    assert list(model.state_dict()) == list(state) == names
+    for name, value in state.items():
+        side.log(f"saved {name}", value)
+    if side.engine:
+        assert [name for name, _ in refshard.full_parameters(model)] == names
+        assert list(refshard.checkpoint.full_state_dict(model)) in (names, [])
+    model.load_state_dict(model.state_dict())
+    for module in list(model.modules()):
+        for name, wrapped in list(module.named_children()):
+            if isinstance(wrapped, ActivationWrapper):
+                setattr(module, name, wrapped._checkpoint_wrapped_module)
+    train(side, model, start=10)
+
+
+@case(variants=EVALUATED, table=True)
+def wrapped_after_sharding(side: Side) -> None:
+    _wrapped_after_sharding(side, checkpoint_wrapper, Block)
+
+
+@case(variants=EVALUATED)
+def wrapped_after_sharding_reentrant(side: Side) -> None:
+    _wrapped_after_sharding(side, partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT), Block)
+
+
+@case(variants=EVALUATED)
+def wrapped_after_sharding_to_offload(side: Side) -> None:
+    _wrapped_after_sharding(side, offload_wrapper, Block)
+
+
+@case(variants=EVALUATED)
+def parts_wrapped_after_sharding(side: Side) -> None:
+    _wrapped_after_sharding(side, checkpoint_wrapper, nn.Linear)
 
 
 @case(variants=EVALUATED)

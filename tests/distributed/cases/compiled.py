@@ -1,7 +1,11 @@
 """torch.compile, of blocks, of models and of the optimizer's step; with a backend that compiles nothing."""
 
-import torch
+from typing import Any
 
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+import refshard
 from tests.distributed.cases.case import EVALUATED, PLAIN, case
 from tests.distributed.cases.models import Stack, adamw, adapted, mean_square, train
 from tests.distributed.cases.sides import Side
@@ -32,6 +36,23 @@ def blocks_compiled_before_sharding(side: Side) -> None:
     for layer in model.layers:
         layer.compile(backend="aot_eager")
     train(side, side.shard(model))
+
+
+@case(variants=PLAIN, table=True)
+def blocks_wrapped_by_the_compiler_after_sharding(side: Side) -> None:
+    """A wrapper in each block's place, until the end."""
+    torch._dynamo.reset()
+    model = side.shard(Stack())
+    for index, layer in enumerate(model.layers):
+        model.layers[index] = torch.compile(layer, backend="aot_eager")
+    train(side, model)
+    state: dict[str, Any] = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    for name, value in state.items():
+        side.log(f"saved {name}", value)
+    if side.engine:
+        assert refshard.checkpoint.full_state_dict(model).keys() in (state.keys(), set())
+    for index, layer in enumerate(model.layers):
+        model.layers[index] = layer._orig_mod
 
 
 @case(variants=PLAIN)

@@ -52,6 +52,7 @@ _ENDS: dict[Kind, tuple[str, ...]] = {
         "vector_to_parameters_then_wholes",
         "vector_to_parameters_then_state_dict",
         "vector_to_parameters_then_checkpoint",
+        "gradients_by_autograd_grad_that_may_lack",
         "buffers_that_differ_by_rank",
         "buffers_of_other_shapes_by_rank",
     ),
@@ -157,6 +158,8 @@ _ENDS: dict[Kind, tuple[str, ...]] = {
         "sparse_embedding",
         "list_of_dictionaries",
         "float8_parameters",
+        "float8_parameters_trained",
+        "frozen_parameters_of_dtypes_that_are_only_gathered",
         "scalar_and_empty_parameters",
         "parameters_that_are_not_contiguous",
         "dtypes_mixed_in_a_block",
@@ -167,6 +170,9 @@ _ENDS: dict[Kind, tuple[str, ...]] = {
         "whole_state_dict_loaded_into_a_sharded_model",
         "model_saved_whole_by_torch",
         "gradients_of_two_losses_kept_as_views",
+        "block_replicated_by_torch_after_sharding",
+        "sharded_from_the_inside_out",
+        "state_dict_in_inference_mode",
     ),
 }
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from tests.distributed.cases.case import EVALUATED, Case, case
+from tests.distributed.cases.case import EVALUATED, PLAIN, Case, case
 from tests.distributed.cases.models import Stack, adapted, mean_square, sgd, train
 from tests.distributed.cases.sides import Side
 
@@ -195,6 +195,21 @@ def gradients_by_autograd_grad(side: Side) -> None:
         loss = mean_square(model(side.x(step)))
         parameters = list(model.parameters())
         for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters)):
+            parameter.grad = gradient
+        optimizer.step()
+        optimizer.zero_grad()
+        side.log_mean("loss", loss)
+
+
+@case(variants=PLAIN, table=True, refuses="torch.autograd.grad do not reach sharded parameters; call backward")
+def gradients_by_autograd_grad_that_may_lack(side: Side) -> None:
+    """``allow_unused`` has torch return None where modules compute with other tensors than the parameters."""
+    model = side.shard(Stack())
+    optimizer = sgd(model)
+    for step in range(3):
+        loss = mean_square(model(side.x(step)))
+        parameters = list(model.parameters())
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True)):
             parameter.grad = gradient
         optimizer.step()
         optimizer.zero_grad()

@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 
+import refshard
 from tests.distributed.cases.case import EVALUATED, PLAIN, case
 from tests.distributed.cases.models import Block, Language, Stack, adamw, adapted, mean_square, next_token, sgd, train
 from tests.distributed.cases.sides import DIM, VOCAB, Side
@@ -143,9 +144,9 @@ def parameter_subclass(side: Side) -> None:
     train(side, side.shard(Stack([Checking() for _ in range(2)])))
 
 
-@case(variants=PLAIN, table=True, refuses="float8|dtype|Float8")
+@case(variants=PLAIN, table=True)
 def float8_parameters(side: Side) -> None:
-    """Frozen weights in float8 that the block casts by itself."""
+    """Frozen weights in float8 that the block casts by itself, where other parameters have another dtype in compute."""
 
     class Eighth(nn.Module):
         def __init__(self) -> None:
@@ -154,9 +155,40 @@ def float8_parameters(side: Side) -> None:
             self.bias = nn.Parameter(torch.zeros(DIM))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert self.weight.dtype is torch.float8_e4m3fn
             return x + torch.tanh(F.linear(x, self.weight.to(x.dtype), self.bias))
 
-    train(side, side.shard(Stack([Eighth() for _ in range(3)])))
+    precision = refshard.Precision(parameters=torch.float64)
+    train(side, side.shard(Stack([Eighth() for _ in range(3)]), precision=precision))
+
+
+@case(variants=PLAIN, table=True)
+def frozen_parameters_of_dtypes_that_are_only_gathered(side: Side) -> None:
+    """Masks, and integers that no library adds up; the whole of each is read too."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(DIM, DIM)
+            self.mask = nn.Parameter(torch.rand(DIM, DIM) > 0.4, requires_grad=False)
+            self.levels = nn.Parameter(torch.randint(-9, 9, (DIM,), dtype=torch.int16), requires_grad=False)
+            self.codes = nn.Parameter(torch.randint(9, (DIM,)).to(torch.uint16), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = F.linear(x, self.linear.weight * self.mask, self.linear.bias)
+            return x + torch.tanh(hidden * self.levels / 9 + self.codes.to(x.dtype) / 9)
+
+    model = side.shard(Stack([Masked() for _ in range(3)]), precision=refshard.Precision(parameters=torch.float64))
+    train(side, model)
+    for name, value in model.state_dict().items():
+        side.log(f"saved {name}", value)
+
+
+@case(variants=PLAIN, refuses="float8_e4m3fn, which collectives cannot reduce")
+def float8_parameters_trained(side: Side) -> None:
+    model = Stack()
+    model.layers[0].scale = nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn))
+    train(side, side.shard(model))
 
 
 @case(variants=PLAIN)
@@ -349,6 +381,15 @@ def module_replaced_after_sharding(side: Side) -> None:
     torch.manual_seed(3)
     model.head = nn.Linear(DIM, 3).to(side.device)
     train(side, model, start=2, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@case(variants=PLAIN, refuses="cat of .*this rank holds")
+def block_replicated_by_torch_after_sharding(side: Side) -> None:
+    """Where parameters are whole, its reductions find no gradients to reduce."""
+    model = side.shard(Stack())
+    if side.world_size > 1:
+        model.layers[0] = nn.parallel.DistributedDataParallel(model.layers[0])
+    train(side, model)
 
 
 @case(variants=PLAIN, refuses="functional|replaced|moved|layers|head")

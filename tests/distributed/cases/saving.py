@@ -126,6 +126,22 @@ def dcp_saved_and_loaded_sharded_otherwise(side: Side) -> None:
     train(side, other)
 
 
+@case(variants=PLAIN, table=True)
+def state_dict_in_inference_mode(side: Side) -> None:
+    """Saved from within an evaluation, and the whole too."""
+    model = _trained(side)
+    with torch.inference_mode():
+        side.log_rows("out", model(side.x()))
+        state = model.state_dict()
+        _log_state(side, state)
+        _log_state(side, get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
+        save({"model": state}, checkpoint_id=side.folder / "saved")
+    bare = {"model": Stack().state_dict()}
+    load(bare, checkpoint_id=side.folder / "saved", no_dist=True)
+    _log_state(side, bare["model"])
+    train(side, model)
+
+
 @case(variants=PLAIN)
 def dcp_of_model_and_optimizer(side: Side) -> None:
     """``get_state_dict`` and ``set_state_dict``, as torch's tutorial has it."""
