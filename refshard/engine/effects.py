@@ -230,9 +230,8 @@ class Effects:
         self.reducing.append(unit.index)
 
     def _combine(self, unit: Unit) -> None:
-        if (
-            unit.gradients.reducing is None or unit.index in self._combined
-        ):  # A second part of its backward came before.
+        # A second part of its backward may have ended this one.
+        if unit.gradients.reducing is None or unit.index in self._combined:
             return
         # The second leg reads what the first has written (fifth wait). It has a lane of its own: the replicas may be
         # far away, and the next unit's first leg need not queue behind it.
