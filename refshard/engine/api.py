@@ -84,9 +84,8 @@ def shard(
     the whole tensor, or raises. In modes that shard nothing it is a plain parameter. Elementwise
     optimizers (AdamW, SGD, ...) over them just work, and so do ``backward``, ``torch.nn.utils.clip_grad_norm_``,
     ``torch.amp.GradScaler``, torch's distributed checkpoints and evaluation under ``no_grad``. All ranks start from the
-    first rank's weights and buffers; later, each rank keeps buffers of its own. They must call the same modules and use
-    the same parameters in each step, in the same order. A parameter that took no part in a step has no gradient. In
-    modes that shard nothing, the next step overwrites the storage of each ``.grad``; clone a gradient to keep it.
+    first rank's weights and buffers; later, each rank keeps buffers of its own. They must call the same units in the
+    first step, in the same order. A parameter that no rank used in a step has no gradient.
 
     Args:
         model: a module; frozen parameters stay frozen, those on the meta device are materialised a unit at a time. One
@@ -126,8 +125,8 @@ def shard(
             forward, when activations peak, and at the end of backward.
         collectives: what to communicate with; by default the mesh's process groups.
         lanes: what orders compute, gathers and reductions; by default the device's streams.
-        debug: fill freed storage with NaN, so that a read of it shows, and check after each backward that all ranks
-            used the same parameters.
+        debug: fill freed storage with NaN, so that a read of it shows, and check before each collective that all ranks
+            issue the same one.
 
     Raises:
         SpecError: the mode, a block's name or another argument is unknown, or the mesh has more than two axes.

@@ -112,7 +112,7 @@ class Slot:
         assert self.owner is not None
         if self._debug:
             for flat in self.flats:
-                flat.detach().fill_(float("nan"))
+                flat.detach().view(torch.uint8).fill_(255)  # NaN in every floating-point dtype but few of float8
         self.owner = None
         self.pool.give(self)
 

@@ -80,7 +80,8 @@ def hooks_of(module: nn.Module) -> "Hooks":
     Raises:
         EngineError: no sharded model holds ``module``.
     """
-    ref = _HOOKS.get(module)
+    known = (_HOOKS.get(m) for m in module.modules())  # one that wraps modules of a model was not there to be listed
+    ref = next((ref for ref in known if ref is not None), None)
     hooks = ref() if ref is not None else None
     if hooks is None:
         raise EngineError(

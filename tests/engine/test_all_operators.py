@@ -35,9 +35,9 @@ KINDS = (*[("part",)] * 3, *[("part", other) for other in ("whole", "0-d", "row"
 TORCHS_OWN = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AssertionError, EngineError)
 UNLIKE = ("empty", "resize", "set_")
 """Operators with such names leave values undefined; of these, as of random ones, only the shape counts."""
-LEFT_OUT = ("_add_batch_dim", "_remove_batch_dim", "set_data", "cumprod_backward")
-"""What nobody calls: the inner workings of vmap; those of assigning ``.data``, which parts refuse; and a backward that
-reads for subclasses what it computes with otherwise, which drawn arguments contradict.
+LEFT_OUT = ("_add_batch_dim", "_remove_batch_dim", "set_data", "cumprod_backward", "from_file")
+"""What nobody calls: the inner workings of vmap; those of assigning ``.data``, which parts refuse; a backward that
+reads for subclasses what it computes with otherwise, which drawn arguments contradict; and what makes files.
 """
 
 
