@@ -85,6 +85,10 @@ class Refshard(Strategy):
             if not (op.kind is OpKind.GATHER and i in current)
             for c in self._issued(op.kind, units[op.unit])
         ]
+        # At the end of each backward the ranks tell each other which parameters they have used, a byte for each.
+        told = sum(len(unit.trained) for unit in units)
+        axes = [n for n in (self._world.shards, self._world.case.job.dp_replicate) if n > 1]
+        issued += [("all_reduce", told)] * len(axes) * sum(any(f.reduces(kind) for f in facts) for kind in kinds)
         if self._world.tensor is not None:
             issued += announce_split(cast(Llama, self._model), self._world, self._world.computed)
         if self._muon is not None:
