@@ -76,13 +76,13 @@ class Refshard(Strategy):
         else:
             kinds = [PassKind(training=False, reduce=False)] * microbatches
         streams = [build(markers, rings, facts, kind) for kind in kinds]
-        # Parameters that are kept are gathered once after each optimizer step; without one, in a warm-up pass.
-        current = range(1 if kinds[0].training else 0, microbatches) if kept else ()
+        training = kinds[0].training
         issued = [
             c
             for i, stream in enumerate(streams)
             for op in stream
-            if not (op.kind is OpKind.GATHER and i in current)
+            # Parameters that are kept are gathered once after each optimizer step that changes them.
+            if op.kind is not OpKind.GATHER or not kept or (i == 0 and training and facts[op.unit].trained)
             for c in self._issued(op.kind, units[op.unit])
         ]
         # At the end of each backward the ranks tell each other which parameters they have used, a byte for each.
