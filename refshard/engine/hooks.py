@@ -264,6 +264,10 @@ class Hooks:
         _refuse_parameters(unit, tensors)
         if torch.is_grad_enabled():
             self._await_gradients(called, tensors)
+            hidden = not any(tensor.grad_fn is not None for tensor in tensors)
+            if hidden and unit.gradients.wanted and unit.keep_until_backward():
+                # No gradient of an output will tell that backward begins: in an iterator, say, none can be seen.
+                self.executor.replan()
         if not self._in_root or len(self._called[unit.index]) == len(unit.modules):
             self._end_unit(unit)
 
