@@ -28,7 +28,7 @@ BUDGETS = {
     "refshard/specs": 2_350,
     "refshard/strategies": 3_150,
     "refshard/*.py": 2_050,
-    "tests": 72_650,
+    "tests": 72_600,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 
