@@ -332,7 +332,7 @@ def _put_in_place(piece: _Piece, sharded: nn.Parameter, rescale: float) -> nn.Pa
     """
     parameter = piece.member.parameter
     if piece.form is None or whole_of(sharded) is not None:
-        sharded.__dict__.update(parameter.__dict__ if piece.form is None else piece.form.attributes)
+        sharded.__dict__.update(parameter.__dict__ if piece.form is None else piece.form.shown)
     if isinstance(parameter, DTensor):
         for module, attribute in piece.holders:
             module._parameters[attribute] = sharded

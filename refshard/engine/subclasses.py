@@ -60,9 +60,7 @@ def check_class(name: str, parameter: nn.Parameter) -> None:
             "fsdp_post_all_gather; freeze it, or shard the model before converting it"
         )
     if parameter.is_meta or is_lazy(parameter):
-        raise EngineError(
-            f"parameter '{name}' ({kind}) has no values to quantise yet; quantise it before refshard.shard"
-        )
+        raise EngineError(f"parameter '{name}' ({kind}) has no values yet; quantise it before refshard.shard")
     opaque = type(parameter).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     if opaque and not _wraps(parameter):
         raise EngineError(
@@ -143,7 +141,7 @@ class Packed:
 
     ``suffixes`` are, by the tensors' names, what these have after the parameter's own; it is empty for a parameter that
     is itself its one tensor. ``attributes`` are those that do not lie in the tensors, such as a quantiser's state: each
-    rank has them whole.
+    rank has them whole. ``shown`` are those of a part.
     """
 
     dtype = None
@@ -153,14 +151,15 @@ class Packed:
         self._build = _builder(name, parameter)
         tensors = tensors_in(name, parameter)
         self.suffixes = {found: found.removeprefix(name) for found in tensors}
-        own, data = vars(self._build(tensors)), {(t.data_ptr(), t.nbytes) for t in tensors.values()}
+        own = vars(self._build(tensors))
         given = {key: value for key, value in vars(parameter).items() if key not in own}
-        self._aliases = [
-            key
-            for key, value in given.items()
-            if isinstance(value, torch.Tensor) and (value.data_ptr(), value.nbytes) in data
-        ]
+        data = address(parameter) if self.whole else None
+        self._aliases = [k for k, v in given.items() if isinstance(v, torch.Tensor) and v.data_ptr() == data]
         self.attributes = {key: None if key in self._aliases else value for key, value in given.items()}
+        # Torch's state-dict functions look up properties of the class, for names such as 'weight.absmax'.
+        computed = {k for k, v in inspect.getmembers_static(type(parameter)) if isinstance(v, property)}
+        found = {k: getattr(parameter, k) for k in computed - {*dir(nn.Parameter)} if hasattr(parameter, k)}
+        self.shown = found | self.attributes
         self._bound: torch.Tensor | None = None
 
     @property
@@ -197,23 +196,24 @@ class Packed:
 
     def state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Suffixes and values of all tensors among the attributes."""
-        return _tensors_among("", self.attributes)
+        return _tensors_among("", self.attributes, set())
 
 
 def _is_record(value: object) -> bool:
     return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, torch.Tensor)
 
 
-def _tensors_among(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors_among(prefix: str, values: Mapping[Any, Any], seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
     for key, value in values.items():
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
         if isinstance(value, torch.Tensor):
             yield f"{prefix}.{key}", value
-        elif isinstance(value, dict):
-            yield from _tensors_among(f"{prefix}.{key}", value)
         elif isinstance(value, list | tuple):
-            yield from _tensors_among(f"{prefix}.{key}", dict(zip(map(str, range(len(value))), value)))
-        elif _is_record(value):
-            yield from _tensors_among(f"{prefix}.{key}", vars(value))
+            yield from _tensors_among(f"{prefix}.{key}", dict(enumerate(value)), seen)
+        elif isinstance(value, dict) or _is_record(value):
+            yield from _tensors_among(f"{prefix}.{key}", value if isinstance(value, dict) else vars(value), seen)
 
 
 @final
@@ -233,12 +233,12 @@ class Extended:
         self._wrap: Any = lambda part: kind.__tensor_unflatten__({key: part}, context, part.shape, part.stride())
         self.name, self._what = name, f"parameter '{name}' ({kind.__name__})"
         self._param_dtype = precision.parameters or parameter.dtype
-        one = torch.zeros(1, dtype=parameter.dtype, device=parameter.device)
-        self._alike = self._wrap(one)
+        probe = torch.zeros(64, dtype=parameter.dtype, device=parameter.device)
+        self._alike = self._wrap(probe)
         self._given = self._arguments(parameter, precision, mesh, module)
         self.suffixes, self._packed = {name: ""}, False
-        self.attributes = {k: v for k, v in vars(parameter).items() if k not in vars(self._alike)}
-        gathered, self._metadata = self._gathered(one)
+        self.shown = {k: v for k, v in vars(parameter).items() if k not in vars(self._alike)}
+        gathered, self._metadata = self._gathered(probe)
         self.dtype: torch.dtype = gathered.dtype
         _, kept = self._post(gathered)
         if any(t.untyped_storage().data_ptr() != gathered.untyped_storage().data_ptr() for t in kept):
