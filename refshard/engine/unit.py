@@ -23,7 +23,7 @@ from refshard.engine.local_part import local_of, whole_of
 from refshard.engine.placement import Mode
 from refshard.engine.precision import Precision
 from refshard.engine.schedule import Phase, Presence, UnitFacts
-from refshard.engine.subclasses import Packed
+from refshard.engine.subclasses import Packed, tensors_in
 from refshard.errors import EngineError
 
 UNSHARDED_IN = "_refshard_unit"
@@ -102,6 +102,7 @@ class Unit:
     _places: list[tuple[Any, str | int, nn.Parameter, nn.Parameter]] = field(init=False)
     _views: tuple[torch.Tensor, ...] = field(init=False)
     _formed: tuple[UnitParameter, ...] = field(init=False)
+    _within: tuple[tuple[UnitParameter, torch.Tensor], ...] = field(init=False)
     _plain: bool = field(init=False)
 
     activity: Activity = Activity.REST
@@ -206,8 +207,15 @@ class Unit:
             if type(module._parameters) is dict:
                 module.__dict__["_parameters"] = _Listed(self, module._parameters)
         self.on_gradients = on_gradients
+        memory = {flat.untyped_storage()._cdata for flat in slot.flats}
         self._formed = tuple(p for p in self.parameters if p.form is not None and p.holders)
-        self._views = (*(p.unsharded for p in self.parameters), *(views[p.layout.name] for p in self._formed))
+        self._within = tuple(
+            (p, tensor)
+            for p in self._formed
+            for tensor in tensors_in(p.layout.name, p.unsharded).values()
+            if tensor.untyped_storage()._cdata in memory
+        )
+        self._views = (*(p.unsharded for p in self.parameters), *(tensor for _, tensor in self._within))
         self._plain = any(whole_of(p.sharded) is None for p in self.parameters)
         self._places = [
             (container, key, p.sharded, p.unsharded)
@@ -316,7 +324,7 @@ class Unit:
     def _check_unwritten(self) -> None:
         number = self._expected_version()
         if any(view._version != number for view in self._views):
-            seen = zip((*self.parameters, *self._formed), self._views)
+            seen = (*((p, p.unsharded) for p in self.parameters), *self._within)
             written = next(p.layout.name for p, view in seen if view._version != number)
             self._set_versions()
             raise EngineError(

@@ -54,6 +54,19 @@ def test_a_layer_computes_with_the_class_over_one_byte_an_element(kind: Any, com
     assert gathers[weight.layout.numel] >= (3 if mode == "zero2" else 5)  # the last layer may be kept for backward
 
 
+@pytest.mark.parametrize(("kind", "within"), [(Rows, lambda w: w.pair.codes), (Master, lambda w: w.eighths)])
+def test_a_version_within_says_what_the_slot_holds(kind: Any, within: Callable[[Any], torch.Tensor]) -> None:
+    """Autograd may save what a wrapper consists of."""
+    model, seen = sharded(kind), list[Any]()
+    model.layers[0].register_forward_pre_hook(lambda module, _: seen.append(within(module.weight)))
+    model.layers[0].register_forward_pre_hook(lambda *_: seen.append(seen[-1]._version))
+    for _ in range(2):
+        model(torch.ones(2, DIM))
+        given_up = seen[0]._version != seen[1]
+        assert given_up  # pytest would print a tensor that is freed
+    assert seen[1] == seen[3]
+
+
 @pytest.mark.parametrize("kind", [Coded, Rows, Master])
 def test_between_steps_a_rank_holds_a_part(kind: Any) -> None:
     model = sharded(kind, collectives=OneOfSeveral(0, 2))

@@ -175,6 +175,7 @@ _ENDS: dict[Kind, tuple[str, ...]] = {
         "codes_that_an_evaluation_lays_out_anew",
         "codes_read_in_the_loss_of_a_block",
         "quantised_by_each_rank",
+        "gathered_in_float8_where_a_rank_has_no_element",
         "block_replicated_by_torch_after_sharding",
         "sharded_from_the_inside_out",
         "state_dict_in_inference_mode",

@@ -115,11 +115,12 @@ class Rows(_Wrapper):
         """Of this matrix."""
         shift = value.mean(1, keepdim=True)
         scale = (value - shift).abs().amax(1, keepdim=True) / 127
-        pair = _Pair(((value - shift) / scale).round().to(torch.int8), scale, dtype=value.dtype)
+        pair = _Pair(((value - shift) / scale).round().to(torch.int8), scale.float(), dtype=value.dtype)
         return nn.Parameter(cls(pair, shift, dtype=value.dtype), requires_grad=False)
 
     def value(self) -> torch.Tensor:
         """What it stands for."""
+        assert self.pair.scale.dtype is torch.float32, "it was cast"
         return self.pair.codes * self.pair.scale + self.shift
 
 
@@ -201,6 +202,17 @@ class NewerMaster(Master):
         return super().fsdp_pre_all_gather(mesh)
 
 
+class Divided(Master):
+    """Gathered as it is, and divided by a number that the hook returns."""
+
+    def value(self) -> torch.Tensor:
+        return self.master / (1 + Low.of(self.master).scale)
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        """What to gather of this rank's elements."""
+        return (self.master,), 1 + Low.of(self.master, mesh).scale
+
+
 class Product(torch.autograd.Function):
     """A matrix product. It keeps codes behind autograd's back, as bitsandbytes does."""
 
@@ -230,9 +242,13 @@ class Quantised(nn.Module):
         self.a, self.b = (nn.Parameter(torch.randn(shape) / 2) for shape in ((2, DIM), (2 * DIM, 2)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if isinstance(self.weight, Coded) and not self.training:
-            self.weight.turn()
-        out: torch.Tensor = Product.apply(x, self.weight) + x @ self.a.T @ self.b.T + self.bias
+        given = x
+        if isinstance(self.weight, Coded):
+            if not self.training:
+                self.weight.turn()
+            elif self.weight.record.turned:
+                given = x.detach()  # a layout for evaluations
+        out: torch.Tensor = Product.apply(given, self.weight) + x @ self.a.T @ self.b.T + self.bias
         return x + torch.tanh(out).view(-1, 2, DIM).mean(1)
 
 
@@ -248,7 +264,8 @@ def adapters_on_codes(side: Side) -> None:
 
 @case(table=True)
 def adapters_on_quantised_rows(side: Side) -> None:
-    train(side, side.shard(quantised(Rows), side.x()))
+    precision = refshard.Precision(parameters=torch.float64)
+    train(side, side.shard(quantised(Rows), side.x(), precision=precision))
 
 
 @case(table=True)
@@ -270,6 +287,25 @@ def gathered_in_float8_by_the_newer_hook(side: Side) -> None:
     train(side, model, steps=2)
     model.layers[1].weight.requires_grad_(True)
     train(side, model, start=2, optimizer=sgd(model))
+
+
+@case(variants=PLAIN)
+def gathered_as_it_is_by_hooks(side: Side) -> None:
+    train(side, side.shard(quantised(Divided)))
+
+
+@case(variants=PLAIN)
+def gathered_in_float8_where_a_rank_has_no_element(side: Side) -> None:
+    class Scaled(Quantised):
+        def __init__(self, kind: Any) -> None:
+            super().__init__(kind)
+            self.gain = kind.of(torch.randn(1, 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            gain: torch.Tensor = Product.apply(x[:, :1], self.gain)
+            return super().forward(x) + gain
+
+    train(side, side.shard(Stack([Scaled(Master) for _ in range(3)])))
 
 
 @case(variants=PLAIN)
