@@ -173,7 +173,7 @@ _ENDS: dict[Kind, tuple[str, ...]] = {
         "adapters_on_codes",
         "adapters_on_quantised_rows",
         "codes_that_an_evaluation_lays_out_anew",
-        "codes_read_in_the_loss_of_a_block",
+        "codes_read_before_a_gradient_of_the_output_comes",
         "quantised_by_each_rank",
         "gathered_in_float8_where_a_rank_has_no_element",
         "block_replicated_by_torch_after_sharding",

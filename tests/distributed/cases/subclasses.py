@@ -342,19 +342,29 @@ def codes_that_an_evaluation_lays_out_anew(side: Side) -> None:
 
 
 @case(variants=PLAIN)
-def codes_read_in_the_loss_of_a_block(side: Side) -> None:
-    """Backward reads them before a gradient of the block's output comes."""
+def codes_read_before_a_gradient_of_the_output_comes(side: Side) -> None:
+    """The loss is taken from within a block."""
 
-    class Penalised(Quantised):
-        loss: torch.Tensor
+    class Tapped(nn.Module):
+        tap: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = Coded.of(torch.randn(DIM, DIM) / 2)
+            self.bias = nn.Parameter(torch.randn(DIM) / 2)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.loss = Product.apply(x * self.a.mean(), self.weight).square().mean()
-            return super().forward(x)
+            self.tap = Product.apply(torch.tanh(x), self.weight)
+            return x + torch.tanh(self.tap + self.bias)
 
-    model = Stack([Penalised(Coded) for _ in range(3)])
-    side.shard(model)
-    train(side, model, lambda step: model(side.x(step)).square().mean() + sum(layer.loss for layer in model.layers))
+    model = side.shard(Stack([Tapped() for _ in range(3)]))
+
+    def loss(step: int) -> torch.Tensor:
+        model(side.x(step))
+        first: torch.Tensor = model.layers[0].tap
+        return first.square().mean()
+
+    train(side, model, loss)
 
 
 @case(variants=PLAIN)
