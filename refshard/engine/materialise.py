@@ -218,14 +218,11 @@ def take_first_buffers(
             if type(b) is torch.Tensor and (b.layout, b.is_quantized) == dense:
                 found.setdefault(collectives_of(module), {})[f"{name}.{key}" if name else key] = b
     for unit in units:
-        for parameter in unit.parameters:
-            form = parameter.form
-            if isinstance(form, Packed):
-                state = {form.name + suffix: tensor for suffix, tensor in form.state()}
-                found.setdefault(unit.collectives, {}).update(state)
+        for parameter in (p for p in unit.parameters if p.holders):
+            for suffix, tensor in parameter.form.state() if isinstance(parameter.form, Packed) else ():
+                found.setdefault(unit.collectives, {})[parameter.layout.name + suffix] = tensor
     for collectives, named in found.items():
-        if named:
-            _take_first(named, device, collectives)
+        _take_first(named, device, collectives)
 
 
 def _take_first(named: Mapping[str, torch.Tensor], device: torch.device, collectives: Collectives) -> None:
@@ -290,14 +287,12 @@ def _flatten(name: str, pieces: Sequence[_Piece], terms: Terms) -> FlatParameter
     for piece, place in zip(pieces, layout.parameters):
         start, stop = layout.local_range(place, collectives.rank)
         local, split = shard[start:stop], Split.of(piece.name, piece.member.parameter)
-        as_part = _parts_of(piece, place, layout, split, terms, master)
+        as_part, listed = _parts_of(piece, place, layout, split, terms, master), _listed(piece.holders)
         sharded = nn.Parameter(as_part(local), requires_grad=trained)
         if not isinstance(form, Packed):
             sharded = _put_in_place(piece, sharded, terms.rescale)
         at = start, stop, local.data_ptr()
-        parameters.append(
-            UnitParameter(place, piece.holders, sharded, *at, split, as_part, _listed(piece.holders), piece.form)
-        )
+        parameters.append(UnitParameter(place, piece.holders, sharded, *at, split, as_part, listed, piece.form))
     return FlatParameter(
         layout=layout,
         parameters=tuple(parameters),

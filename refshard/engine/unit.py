@@ -257,12 +257,14 @@ class Unit:
         assert self.presence is Presence.UNSHARDED
         assert self.slot.owner == self.name
         self.ahead = False
+        if self.aliased and self.gathered_version != self.version:
+            self.gathered_version = self.version
+            self._set_versions()
         for parameter in self._formed:
             assert parameter.form is not None
             parameter.form.ready(parameter.unsharded)
-        if self._formed or (self.aliased and self.gathered_version != self.version):
-            self.gathered_version = self.version
-            self._set_versions()
+        if self._formed:
+            self._set_versions()  # which a class's own hook may have raised
         self.exposed = True
         self._expose(unsharded=True)
 
