@@ -128,6 +128,7 @@ def test_no_file_needs_refshard_to_be_installed() -> None:
 
 def test_public_face() -> None:
     names = [
+        "Policy",
         "Precision",
         "__version__",
         "checkpoint",

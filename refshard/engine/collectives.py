@@ -123,10 +123,11 @@ class Collectives(ABC):
 
     def agree(self, value: int) -> bool:
         """Whether every rank of both axes calls this with the same ``value`` (at most 32 bits), synchronously."""
-        if self.world_size * self.replicas == 1:
-            return True
         extremes = torch.tensor([value, -value], dtype=torch.int64, device=self.device)
-        self.all_reduce_max(extremes).wait()
+        try:
+            self.all_reduce_max(extremes).wait()
+        except RuntimeError as error:
+            raise failed(error, "all_reduce that checks agreement", self.world_rank) from error
         most, least = extremes.tolist()
         return bool(most == -least)
 
@@ -312,11 +313,9 @@ class GroupCollectives(Collectives):
         work: Pending = _LAUNCHED
         for group in (self._reducing, self._replicas):
             if group is not None:
-                with self._told("all_reduce of what the ranks tell each other"):
-                    work.wait()
-                    work = (
-                        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=self._handles) or _LAUNCHED
-                    )
+                work.wait()
+                issued = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=self._handles)
+                work = issued or _LAUNCHED
         return work
 
     @contextmanager

@@ -38,7 +38,8 @@ class Effects:
         self.reducing: list[int] = []
         self.agreeing = False
         self._combined: set[int] = set()
-        self._telling = [_Telling(c, mine) for c, mine in _by_collectives(self._units).items()]
+        self._reducing_together = _by_collectives(self._units)
+        self._all_used: dict[Collectives, torch.Tensor] = {}
         self._of: dict[OpKind, Callable[[Unit], None]] = {
             OpKind.WAIT: self._wait,
             OpKind.RELEASE: self._release,
@@ -100,24 +101,42 @@ class Effects:
     def claim_gradients(self, units: Sequence[Unit]) -> None:
         """All reductions of ``units`` have ended: give parameters that only other ranks have used their gradients.
 
-        The ranks tell each other which parameters they have used, in one small collective. A rank that has used all
-        need not hear what the others say: there, neither the host nor compute waits.
+        The ranks tell each other which parameters they have used, in one small collective of those that reduce
+        together. The host waits only on a rank that has not used all.
         """
         if not units:
             return
         self._agree("the end of backward", -1)
         left = {claim.parameter.layout.name: claim for unit in units for claim in unit.gradients.unclaimed}
-        for telling in self._telling:
-            lane: Lane = "combine" if telling.collectives.legs == 2 else "reduce"
-            used = telling.say(left)
+        for collectives, of in self._reducing_together.items():
+            lane: Lane = "combine" if collectives.legs == 2 else "reduce"
+            names = [parameter.layout.name for unit in of for parameter in unit.trained]
+            used = self._used(collectives, names, left)
+            # What this rank tells must be there before it is sent.
             self._wait_for_compute(lane)
-            with self._lanes.use(lane):
-                telling.pending = self._lanes.issued(lane, telling.collectives.all_reduce_max(used))
-            for name in telling.hear(used) if left else ():
-                if name in left:
+            try:
+                with self._lanes.use(lane):
+                    told = self._lanes.issued(lane, collectives.all_reduce_max(used))
+                told.wait()
+            except RuntimeError as error:
+                raise failed(error, "all_reduce of which parameters were used", collectives.world_rank) from error
+            for name, by_any in zip(names, used.tolist()) if left else ():
+                if by_any and name in left:
                     left[name].flat.accept(left[name].parameter, left[name].part, foreign=False)
         for unit in units:
             unit.gradients.unclaimed.clear()
+
+    def _used(self, collectives: Collectives, names: Sequence[str], left: Container[str]) -> torch.Tensor:
+        """Which parameters this rank has used: all but those in ``left``. All of them are the same tensor each time,
+        since the host would wait for a new one's way to the device.
+        """
+        if any(name in left for name in names):
+            return torch.tensor([n not in left for n in names], dtype=torch.uint8, device=collectives.device)
+        ones = self._all_used.get(collectives)
+        if ones is None or len(ones) != len(names):
+            ones = torch.ones(len(names), dtype=torch.uint8, device=collectives.device)
+            self._all_used[collectives] = ones
+        return ones
 
     def _agree(self, what: str, index: int) -> None:
         """Raise an error if another rank is about to issue another collective; only while ``agreeing``."""
@@ -290,35 +309,6 @@ class Effects:
 
     def _failed(self, collective: str, unit: Unit, error: RuntimeError) -> Exception:
         return failed(error, f"{collective} of unit '{unit.name}'", self._collectives.world_rank)
-
-
-class _Telling:
-    """What the ranks of ``collectives`` tell each other of the parameters of ``units``, in ``pending`` at last."""
-
-    def __init__(self, collectives: Collectives, units: Sequence[Unit]) -> None:
-        self.collectives = collectives
-        self.pending: Pending = Together(())
-        self._units = units
-        self._all_used: torch.Tensor | None = None
-
-    def say(self, left: Container[str]) -> torch.Tensor:
-        """Whether this rank has used each of the trained parameters: all but those in ``left``."""
-        self.pending.wait()
-        names, device = self._names(), self._units[0].device
-        if any(name in left for name in names):
-            return torch.tensor([name not in left for name in names], dtype=torch.uint8, device=device)
-        if self._all_used is None or len(self._all_used) != len(names):
-            self._all_used = torch.ones(len(names), dtype=torch.uint8, device=device)
-        return self._all_used
-
-    def hear(self, used: torch.Tensor) -> list[str]:
-        """Await the others, and return the names of what any rank has used."""
-        self.pending.wait()
-        self.pending = Together(())
-        return [name for name, by_any in zip(self._names(), used.tolist()) if by_any]
-
-    def _names(self) -> list[str]:
-        return [parameter.layout.name for unit in self._units for parameter in unit.trained]
 
 
 def _by_collectives(units: Iterable[Unit]) -> dict[Collectives, list[Unit]]:

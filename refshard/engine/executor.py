@@ -345,7 +345,7 @@ class Executor:
         if not self._collectives.agree(zlib.crc32(repr(observed).encode())):
             raise EngineError(
                 f"rank {self._collectives.world_rank} ran the units in another order than another rank did in step 0; "
-                "all ranks must call the same modules in every step"
+                "all ranks must run the same units in the same order: choose what runs by a seed that they share"
             )
         self._markers = observed
         self._rings = assign_rings(self._markers, self._facts)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from refshard.engine.buffers import Places, Sizes, Slot
 from refshard.engine.collectives import Pending
@@ -96,7 +96,7 @@ class Gradients:
 
     def any_due(self) -> bool:
         """Whether autograd has yet to accumulate one of them in the backward under way."""
-        return any(will_run(get_gradient_edge(p.unsharded).node) for p in self._missing())
+        return any(torch._C._will_engine_execute_node(get_gradient_edge(p.unsharded).node) for p in self._missing())
 
     def _missing(self) -> Iterator[UnitParameter]:
         """The parameters whose gradient has not come in this backward, without those that are frozen now."""
@@ -233,11 +233,6 @@ class Gradients:
         self.filled.clear()
         if self.slot.owner == self.name:
             self.slot.release()
-
-
-def will_run(node: Node) -> bool:
-    """Whether autograd runs ``node`` in the backward under way, or has run it."""
-    return bool(torch._C._will_engine_execute_node(node))
 
 
 def _unknown(parameter: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ import functools
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,10 +24,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.autograd.graph import Node
 
 from refshard.engine.executor import Executor
-from refshard.engine.gradients import will_run
 from refshard.engine.precision import Precision
 from refshard.engine.reads import watch_reads
 from refshard.engine.schedule import Op, OpKind
@@ -60,15 +59,11 @@ class _Module:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Forward:
-    """One forward pass. ``inputs`` has, by unit, a node for each input of its calls that backward has to bring the
-    gradient of before the unit may end; None stands for a call without such inputs, which only ends with the backward.
+    """One forward pass. ``inputs`` counts, by unit, the inputs of its calls that backward has to bring the gradients of
+    before the unit may end. Where it does not bring one, the unit ends with the backward.
     """
 
-    inputs: dict[int, list[Node | None]] = field(default_factory=dict)
-
-    def awaited(self, unit: Unit) -> int:
-        """How many of them the backward under way brings, or does not know of."""
-        return sum(node is None or will_run(node) for node in self.inputs.get(unit.index, ()))
+    inputs: Counter[int] = field(default_factory=Counter)
 
 
 _HOOKS: weakref.WeakKeyDictionary[nn.Module, weakref.ref["Hooks"]] = weakref.WeakKeyDictionary()
@@ -81,10 +76,11 @@ def hooks_of(module: nn.Module) -> "Hooks":
     Raises:
         EngineError: no sharded model holds ``module``.
     """
-    known = (_HOOKS.get(m) for m in module.modules())  # one that wraps modules of a model was not there to be listed
+    within = list(module.modules())
+    known = (_HOOKS.get(m) for m in within)  # one that wraps modules of a model may have come later
     ref = next((ref for ref in known if ref is not None), None)
     hooks = ref() if ref is not None else None
-    if hooks is None:
+    if hooks is None or (module not in _HOOKS and hooks.root() in within):
         raise EngineError(
             f"the {type(module).__name__} is no part of a sharded model; call refshard.shard(model, mesh) first"
         )
@@ -104,6 +100,7 @@ class Hooks:
         self.executor = executor
         self._precision = precision
         self._units = units
+        self.root = weakref.ref(root)
         self._holds = {held: unit for unit in units for p in unit.parameters for held, _ in p.holders}
         self._called: dict[int, set[nn.Module]] = {unit.index: set() for unit in units}
         self._read_early: set[int] = set()
@@ -268,6 +265,10 @@ class Hooks:
         _refuse_parameters(unit, tensors)
         if torch.is_grad_enabled():
             self._await_gradients(called, tensors)
+            hidden = not any(tensor.grad_fn is not None for tensor in tensors)
+            if hidden and unit.gradients.wanted and unit.keep_until_backward():
+                # No gradient of an output will tell that backward begins: in an iterator, say, none can be seen.
+                self.executor.replan()
         if not self._in_root or len(self._called[unit.index]) == len(unit.modules):
             self._end_unit(unit)
 
@@ -280,16 +281,12 @@ class Hooks:
         the backward ends if there are none to wait for.
         """
         unit = called.unit
-        nodes = called.forward.inputs.setdefault(unit.index, [])
-        before = len(nodes)
-        for i, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaves[i] = leaf.view_as(leaf)
-                assert leaves[i].grad_fn is not None
-                leaves[i].grad_fn.register_prehook(lambda _: self._input_done(unit))
-                nodes.append(leaves[i].grad_fn)
-        if len(nodes) == before and unit.frozen:
-            nodes.append(None)
+        awaited = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        for i in awaited:
+            leaves[i] = leaves[i].view_as(leaves[i])
+            # Nothing that this hook reaches may hold the node, or the model is never let go.
+            leaves[i].grad_fn.register_prehook(lambda _: self._input_done(unit))
+        called.forward.inputs[unit.index] += len(awaited) or unit.frozen
         return leaves
 
     def _input_done(self, unit: Unit) -> None:
@@ -329,7 +326,7 @@ class Hooks:
         self._open_backward()
         if (unit.index, forward) not in self._begun:
             self._begun.add((unit.index, forward))
-            unit.inputs_awaited += forward.awaited(unit)
+            unit.inputs_awaited += forward.inputs[unit.index]
         elif unit.complete:
             return
         # It may have begun, and have made room for another unit before all of its calls' gradients came.

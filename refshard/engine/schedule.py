@@ -87,7 +87,7 @@ class UnitFacts:
 
     def reduces(self, kind: "PassKind") -> bool:
         """Whether the unit's gradients are reduced in a pass of this kind."""
-        return self.trained and (kind.reduce or self.mode.gradients == "shard")
+        return kind.training and self.trained and (kind.reduce or self.mode.gradients == "shard")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from enum import Enum, auto
 from itertools import chain
 from typing import Any, final
 
+import msgspec
 import torch
 from torch import nn
 
@@ -175,6 +176,14 @@ class Unit:
         """From now on backward may read the parameters, though that of the modules' forward does not."""
         self.read_in_backward = True
         self._list_trained()
+
+    def keep_until_backward(self) -> bool:
+        """From now on keep the parameters gathered from forward to backward; whether this is new."""
+        if self.mode.storage == "persistent":
+            return False
+        self.mode = msgspec.structs.replace(self.mode, storage="persistent")
+        self._list_trained()
+        return True
 
     def bind(self, slot: Slot, gradient_slot: Slot, on_gradients: Callable[["Unit"], None]) -> None:
         """Make the unit live in these slots; ``on_gradients`` is called when its last gradient arrived.

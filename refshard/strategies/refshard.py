@@ -76,15 +76,19 @@ class Refshard(Strategy):
         else:
             kinds = [PassKind(training=False, reduce=False)] * microbatches
         streams = [build(markers, rings, facts, kind) for kind in kinds]
-        # Parameters that are kept are gathered once after each optimizer step; without one, in a warm-up pass.
-        current = range(1 if kinds[0].training else 0, microbatches) if kept else ()
+        training = kinds[0].training
         issued = [
             c
             for i, stream in enumerate(streams)
             for op in stream
-            if not (op.kind is OpKind.GATHER and i in current)
+            # Parameters that are kept are gathered once after each optimizer step that changes them.
+            if op.kind is not OpKind.GATHER or not kept or (i == 0 and training and facts[op.unit].trained)
             for c in self._issued(op.kind, units[op.unit])
         ]
+        # At the end of each backward the ranks tell each other which parameters they have used, a byte for each.
+        told = sum(len(unit.trained) for unit in units)
+        axes = [n for n in (self._world.shards, self._world.case.job.dp_replicate) if n > 1]
+        issued += [("all_reduce", told)] * len(axes) * sum(any(f.reduces(kind) for f in facts) for kind in kinds)
         if self._world.tensor is not None:
             issued += announce_split(cast(Llama, self._model), self._world, self._world.computed)
         if self._muon is not None:

@@ -69,7 +69,8 @@ def count(mode: str, **arguments: Any) -> dict[str, Any]:
     with SentBytes(model) as evaluation, torch.no_grad():
         model(make_batch(0)[0])
     units = {unit.name: sum(flat.layout.numel for flat in unit.flats) for unit in engine_of(model).units}
-    return {"training": dict(training.sent), "evaluation": dict(evaluation.sent), "units": units}
+    told = len(list(model.parameters()))  # a byte for each: whether this rank has used it
+    return {"training": dict(training.sent), "evaluation": dict(evaluation.sent), "units": units, "told": told}
 
 
 NARROW = refshard.Precision(parameters=torch.bfloat16, reduction=torch.float32)
@@ -120,11 +121,13 @@ def test_each_rank_sends_what_the_closed_form_says(
     once = sent_share * whole * gathered_bytes
     again = sent_share * gathered_again_for_backward(mode, units) * gathered_bytes
     reduced = sent_share * whole * reduced_bytes * reductions
+    told = 2 * sent_share * ranks[0][mode, name]["told"] * reductions
     if MODES[mode].optimizer == "replicate":
         # In bf16 replicas compute with a cast of the masters; casting sends nothing.
-        training, evaluation = {"all-reduce": 2 * reduced}, {}
+        training, evaluation = {"all-reduce": 2 * reduced + told}, {}
     else:
-        training, evaluation = {"gather": gathers * (once + again), "reduce": reduced}, {"gather": once}
+        training = {"gather": gathers * (once + again), "reduce": reduced, "all-reduce": told}
+        evaluation = {"gather": once}
     for rank in ranks:
         assert rank[mode, name]["training"] == training
         assert rank[mode, name]["evaluation"] == evaluation

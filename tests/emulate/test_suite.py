@@ -44,7 +44,7 @@ def test_a_case_ends_ok_and_proves_what_can_be_proved(finished: tuple[Run, Path]
     proof = record.proof
     assert proof is not None
     assert proof.announced == proof.traced
-    assert {one.op for one in proof.announced} == {"all_gather", "reduce_scatter"}
+    assert {one.op for one in proof.announced} == {"all_gather", "all_reduce", "reduce_scatter"}
     assert proof.loss_parity is None
     assert proof.parity_note.startswith("emulated: data from other ranks is made up")
     assert proof.parameters_sha256 == ""

@@ -60,7 +60,9 @@ def test_every_strategy_trains_and_its_trace_holds_what_it_announces(tmp_path: P
     assert ("all_to_all" in {one.op for one in announced}) == exchanges
     ran = [one for one in timeline.collectives if one.start is not None]
     assert len(ran) == sum(one.count for one in announced)
-    assert all(one.lane and one.lane.startswith("emulated ") and one.dtype == "float" for one in ran)
+    assert all(one.lane and one.lane.startswith("emulated ") for one in ran)
+    told = {"unsigned char"} if name in ENGINE else set()  # which parameters were used
+    assert {one.dtype for one in ran} == {"float"} | told
     assert all(one.launched is not None and one.launched <= (one.start or 0) < (one.end or 0) for one in ran)
     assert len(set(made.losses)) > 1, "the weights must move"
     if name.startswith(("fsdp2", "refshard")):

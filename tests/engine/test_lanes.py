@@ -242,7 +242,7 @@ NEEDED = {
     "_wait": ("yafsdp", "plain", "all_gather (writes,", "(reads, on compute)"),
     "_reduce": ("yafsdp", "plain", "mul (writes, on compute)", "reduce_scatter (reads,"),
     "_combine": ("fsdp", "hybrid", "reduce_scatter, in freed memory (", "(writes, on compute)"),
-    "_finish": ("yafsdp", "plain", "reduce_scatter (writes,", "add_ (reads, on compute)"),
+    "_finish": ("yafsdp", "plain", "reduce_scatter, in freed memory (writes,", "(reads, on compute)"),
     "claim_gradients": (
         "yafsdp", "a parameter without use", "all_reduce_max, in freed memory (writes,", "(writes, on compute)"
     ),

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
+from torch.utils.checkpoint import checkpoint
 
 import refshard
 from refshard.engine.api import engine_of
@@ -271,11 +272,26 @@ def test_copies_and_parts_are_refused(mode: str) -> None:
         refshard.shard(whole, mode=mode, collectives=LateCollectives())
 
 
+class Recomputing(Net):
+    """Checkpoints its blocks."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+
 @pytest.mark.slow
 @IN_ONE_MODE
-def test_a_model_that_is_let_go_is_collected(mode: str) -> None:
-    _, model = pair(mode)
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_model_that_is_let_go_is_collected(mode: str, checkpointed: bool) -> None:
+    model = Recomputing() if checkpointed else Net()
+    model.layers[0].requires_grad_(False)
+    refshard.shard(model, mode=mode, collectives=LateCollectives())
     train(model, 3)
+    loss_of(model, make_batch(3))  # without a backward
     alive = [weakref.ref(unit) for unit in engine_of(model).units]
     del model
     gc.collect()

@@ -86,3 +86,23 @@ def step_compiled(side: Side) -> None:
         compiled()
         optimizer.zero_grad()
         side.log_mean("loss", loss)
+
+
+@case(variants=PLAIN, table=True)
+def model_compiled_in_place_before_sharding(side: Side) -> None:
+    torch._dynamo.reset()
+    model = Stack()
+    model.compile(backend="aot_eager")
+    train(side, side.shard(model))
+
+
+@case(variants=PLAIN, table=True)
+def model_compiled_and_called_before_sharding(side: Side) -> None:
+    """What was compiled then knows nothing of the engine's hooks."""
+    torch._dynamo.reset()
+    model = Stack()
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled(torch.randn(3, 5)).sum().backward()
+    model.zero_grad()
+    side.shard(model)
+    train(side, model, lambda step: mean_square(compiled(side.x(step))))

@@ -211,7 +211,9 @@ def backward_after_the_step(side: Side) -> None:
 
 @case(variants=PLAIN, table=True, only_on_cpu=True)
 def backward_of_a_tap_after_the_step(side: Side) -> None:
-    """As before, of a loss from within the first block: no gradient of an output tells that backward begins."""
+    """As before, of a loss from within the first block: no gradient of an output tells that backward begins, and
+    autograd itself refuses stale weights.
+    """
     model = Stack()
     model.inputs = nn.Identity()  # type: ignore[assignment]
     taps: list[torch.Tensor] = []
@@ -222,7 +224,7 @@ def backward_of_a_tap_after_the_step(side: Side) -> None:
         taps.clear()
         mean_square(model(side.x(7)))
         train(side, model, start=step, steps=1, optimizer=optimizer)
-        with raises(EngineError if side.engine else RuntimeError, "changed between|modified by an inplace"):
+        with raises(RuntimeError, "modified by an inplace"):
             taps[0].backward()
         model.zero_grad()
 
@@ -247,9 +249,7 @@ def activation_changed_after_it_was_saved(side: Side) -> None:
     model = side.shard(Stack([block, Block()]))
     for step in range(3):
         block.changes = True
-        with raises(
-            EngineError if side.engine and step == 0 else RuntimeError, "changed between|modified by an inplace"
-        ):
+        with raises(RuntimeError, "modified by an inplace"):
             mean_square(model(side.x(step))).backward()
         block.changes = False
         model.zero_grad()

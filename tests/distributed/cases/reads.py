@@ -399,25 +399,39 @@ def hidden_states_returned_by_all_blocks(side: Side) -> None:
 class LaterDetached(nn.Module):
     """Turns rows by a constant, or, from when it is told to, by its own weight without gradient.
 
-    Both make as many autograd nodes. The second needs the weight again after its last gradient.
+    The second needs the weight again after its last gradient. Both make as many autograd nodes, unless it is
+    ``noticed``.
     """
 
     constant: torch.Tensor
     later = False
 
-    def __init__(self) -> None:
+    def __init__(self, *, noticed: bool = False) -> None:
         super().__init__()
+        self.noticed = noticed
         self.weight = nn.Parameter(torch.randn(DIM, DIM) / 2)
         self.register_buffer("constant", torch.eye(DIM))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         turned = F.linear(x, self.weight.detach() if self.later else self.constant)
+        if self.noticed and self.later:
+            turned = turned * 1.5
         return x + torch.tanh(F.linear(torch.tanh(turned), self.weight))
 
 
-@case(table=True)
+@case(table=True, or_torch="modified by an inplace operation")
 def weight_read_detached_from_the_third_step_on(side: Side) -> None:
-    model = side.shard(Stack([LaterDetached() for _ in range(3)]), side.x())
+    """Unlike before in nothing that costs little to see: autograd itself refuses what is stale."""
+    _read_detached_later(side, noticed=False)
+
+
+@case(table=True)
+def weight_read_detached_by_other_calls_from_the_third_step_on(side: Side) -> None:
+    _read_detached_later(side, noticed=True)
+
+
+def _read_detached_later(side: Side, *, noticed: bool) -> None:
+    model = side.shard(Stack([LaterDetached(noticed=noticed) for _ in range(3)]), side.x())
 
     def loss(step: int) -> torch.Tensor:
         for layer in model.layers:
