@@ -200,20 +200,20 @@ class Packed:
 
 
 def _is_record(value: object) -> bool:
+    """Whether it is an object that holds others, and no module."""
     return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, torch.Tensor)
 
 
-def _tensors_among(prefix: str, values: Mapping[Any, Any], seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    for key, value in values.items():
-        if id(value) in seen:
-            continue
+def _tensors_among(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif id(value) not in seen:
         seen.add(id(value))
-        if isinstance(value, torch.Tensor):
-            yield f"{prefix}.{key}", value
-        elif isinstance(value, list | tuple):
-            yield from _tensors_among(f"{prefix}.{key}", dict(enumerate(value)), seen)
-        elif isinstance(value, dict) or _is_record(value):
-            yield from _tensors_among(f"{prefix}.{key}", value if isinstance(value, dict) else vars(value), seen)
+        found = (
+            dict(enumerate(value)) if isinstance(value, list | tuple) else vars(value) if _is_record(value) else value
+        )
+        for key, within in found.items() if isinstance(found, dict) else ():
+            yield from _tensors_among(f"{name}.{key}", within, seen)
 
 
 @final
@@ -267,8 +267,10 @@ class Extended:
         """What to gather of elements of the master, and the metadata."""
         given = self._wrap(part if part.numel() else part.new_zeros(1))  # a maximum of nothing would raise
         try:
-            with torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad():
                 tensors, metadata = given.fsdp_pre_all_gather(*self._given)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             raise EngineError(
                 f"{self._what}: its fsdp_pre_all_gather failed, given this rank's {part.numel()} elements as a 1-D "
@@ -277,13 +279,12 @@ class Extended:
         if [t.numel() for t in tensors] != [given.numel()]:
             raise EngineError(
                 f"{self._what}: its fsdp_pre_all_gather must return one tensor with an element for each, got "
-                f"{[tuple(t.shape) for t in tensors]} for {given.numel()} elements; shard the model before converting "
-                "it"
+                f"{[tuple(t.shape) for t in tensors]} for {given.numel()} elements; shard before converting the model"
             )
         return tensors[0].reshape(-1), metadata
 
     def _post(self, gathered: torch.Tensor, **out: nn.Parameter) -> Any:
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             return self._alike.fsdp_post_all_gather((gathered,), self._metadata, self._param_dtype, **out)
 
     def pack(self, part: torch.Tensor, place: torch.Tensor) -> None:

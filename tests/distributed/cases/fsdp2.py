@@ -175,6 +175,8 @@ _ENDS: dict[Kind, tuple[str, ...]] = {
         "codes_that_an_evaluation_lays_out_anew",
         "codes_read_before_a_gradient_of_the_output_comes",
         "quantised_by_each_rank",
+        "gathered_in_float8_first_in_inference_mode",
+        "gathered_in_float8_stepped_whole",
         "gathered_in_float8_where_a_rank_has_no_element",
         "block_replicated_by_torch_after_sharding",
         "sharded_from_the_inside_out",

@@ -335,10 +335,38 @@ def codes_that_an_evaluation_lays_out_anew(side: Side) -> None:
     model = side.shard(quantised(Coded))
     if side.engine:
         model.eval()
-        with torch.no_grad():
-            model(side.x())
+        for context in (torch.no_grad, torch.inference_mode):
+            with context():
+                side.log_rows("out", model(side.x()))
         model.train()
+    else:
+        for _ in range(2):
+            side.log_rows("out", model(side.x()))
     train(side, model)
+
+
+@case(variants=PLAIN)
+def gathered_in_float8_first_in_inference_mode(side: Side) -> None:
+    """Autograd saves the scale."""
+
+    class Scaled(Quantised):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weight: Any = self.weight
+            return super().forward(x / (weight if isinstance(weight, Low) else Low.of(weight.master)).scale * 400)
+
+    model = side.shard(Stack([Scaled(Master) for _ in range(3)]))
+    for step in range(2):
+        with torch.inference_mode():
+            side.log_rows("out", model(side.x()))
+        train(side, model, start=step, steps=1)
+
+
+@case(variants=PLAIN)
+def gathered_in_float8_stepped_whole(side: Side) -> None:
+    model = side.shard(quantised(Master))
+    matrices = [layer.weight for layer in model.layers]
+    optimizer = side.whole_tensors(torch.optim.Adafactor, model, matrices, lr=0.01)
+    train(side, model, optimizer=optimizer)
 
 
 @case(variants=PLAIN)
