@@ -150,6 +150,8 @@ def check_parameters(group: UnitGroup) -> None:
         EngineError: one is of a tensor subclass or a dtype that cannot.
     """
     for member in group.parameters:
+        if whole_of(member.parameter) is not None:
+            raise EngineError(f"parameter '{member.name}' is a part of a sharded model's; put its full_tensor() here")
         check_class(member.name, member.parameter)
         trained = member.parameter.requires_grad
         allowed = COMMUNICATED if trained else COMMUNICATED | FROZEN_ONLY

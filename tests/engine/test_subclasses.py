@@ -1,5 +1,6 @@
 """Parameters of tensor subclasses: what is gathered, held between steps, saved, and refused."""
 
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -69,15 +70,20 @@ def test_a_version_within_says_what_the_slot_holds(kind: Any, within: Callable[[
 
 @pytest.mark.parametrize("kind", [Coded, Rows, Master])
 def test_between_steps_a_rank_holds_a_part(kind: Any) -> None:
-    model = sharded(kind, collectives=OneOfSeveral(0, 2))
+    model = quantised(kind)
     weight: Any = model.layers[0].weight
+    whole = weakref.ref(
+        {Coded: lambda: weight.record.table, Rows: lambda: weight.pair, Master: lambda: weight.master}[kind]()
+    )
+    refshard.shard(model, mode="fsdp", collectives=OneOfSeveral(0, 2))
+    assert model.layers[0].weight is weight
     assert type(weight) is LocalPart
+    assert (whole() is None) == (kind is not Coded), "the whole is kept, or the attribute is not"
     assert weight.dtype is {Coded: torch.uint8, Rows: torch.int8, Master: torch.float32}[kind]
     assert weight.shape == (2 * DIM, DIM)
     assert 0 < local_of(weight).numel() <= 2 * DIM * DIM
     assert weight.requires_grad == (kind is Master)
     assert hasattr(weight, "record") == (kind is Coded)
-    assert not {"pair", "shift", "master"} & vars(weight).keys(), "the whole is kept"
 
 
 @pytest.mark.parametrize("kind", [Coded, Rows])
@@ -157,6 +163,11 @@ class Allocating(Master):
         return value, (value,)
 
 
+def part_of(_: torch.Tensor) -> nn.Parameter:
+    part: nn.Parameter = sharded(Coded, collectives=OneOfSeveral(0, 2)).layers[0].weight
+    return part
+
+
 def rows_of(value: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(Rows(value.to(torch.int8), value[:, :1], dtype=value.dtype), requires_grad=False)
 
@@ -171,6 +182,7 @@ def rows_of(value: torch.Tensor) -> nn.Parameter:
         (lambda v: nn.Parameter(Opaque(v), requires_grad=False), "is of Opaque, which does not tell what it cons"),
         (lambda v: rows_of(v.T.contiguous().T), r"\(Rows\): 'layers\.0\.weight\.pair' is not contiguous; quantise a"),
         (lambda v: rows_of(v.to("meta")), r"\(Rows\) has no values yet; quantise it before refshard\.shard"),
+        (lambda v: part_of(v), r" is a part of a sharded model's; put its full_tensor\(\) here"),
         (lambda v: Packing.of(v), r"\(Packing\): .* must return one tensor .* got \[\(32,\)\] for 64 elements"),
         (
             lambda v: Failing.of(v),
