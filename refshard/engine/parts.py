@@ -47,8 +47,18 @@ class Named:
 
 
 def names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """The names of each parameter in the bare model, by the one that the engine knows it by."""
+    """The names of each parameter in the bare model, by the one that the engine knows it by.
+
+    Raises:
+        EngineError: the model is not sharded, a parameter was replaced or moved since, or other ranks have another one
+            of its name.
+    """
     engine = engine_of(model)
+    for unit in engine.units:
+        unit.check_parameters()
+        for flat in unit.flats:
+            for parameter in flat.parameters:
+                flat.master.check_saved(parameter.layout.name, parameter.split)
     names: dict[tuple[nn.Module, str], list[str]] = {}
     for prefix, module in prefixes(model):
         for attribute in module._parameters:
@@ -62,7 +72,7 @@ def names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
 def kept_beside(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """What packed parameters keep beside their data, such as scales: alike on all ranks."""
     names = names_of(model)
-    packed = {p.form for u in engine_of(model).units for p in u.parameters if isinstance(p.form, Packed)}
+    packed = [p.form for u in engine_of(model).units for p in u.parameters if p.holders and isinstance(p.form, Packed)]
     return [(names[form.name][0] + suffix, tensor) for form in packed for suffix, tensor in form.state()]
 
 
@@ -71,17 +81,14 @@ def named_parts(model: nn.Module) -> tuple[Named, ...]:
     of several tensors, each.
 
     Raises:
-        EngineError: the model is not sharded, a parameter was replaced or moved since, or other ranks have another one
-            of its name.
+        EngineError: as of :func:`names_of`.
     """
     engine, names = engine_of(model), names_of(model)
     found = []
     for unit in engine.units:
-        unit.check_parameters()
         for flat in unit.flats:
             for parameter in flat.parameters:
                 name, form = parameter.layout.name, parameter.form
-                flat.master.check_saved(name, parameter.split)
                 if isinstance(form, Packed):
                     known = tuple(of_whole + form.suffixes[name] for of_whole in names[form.name])
                     found.append(Named(known, nn.Parameter(flat.part_of(parameter), requires_grad=False)))
