@@ -38,6 +38,7 @@ from refshard.engine.policy import Policies, resolve
 from refshard.engine.precision import Precision
 from refshard.engine.registration import watch_registrations
 from refshard.engine.state_dict import show_gatherable
+from refshard.engine.subclasses import Packed
 from refshard.engine.unit import Unit
 from refshard.engine.whole_tensors import WholeTensors
 from refshard.errors import EngineError, SpecError, UnsupportedError
@@ -188,7 +189,7 @@ def shard(
             units.append(make_unit(index, group, own))
         materialise_buffers(model, device, initialise)
         take_first_buffers(
-            model, device, lambda module: terms(special.of[module].mode, special.of[module].mesh).collectives
+            model, units, device, lambda module: terms(special.of[module].mode, special.of[module].mesh).collectives
         )
     lanes = lanes or lanes_of(device, communication_streams)
     executor = Executor(units, collectives, lanes, debug=debug)
@@ -290,8 +291,8 @@ def whole_tensors(
 def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every parameter's name and full master value, a unit at a time; all ranks must iterate to the end.
 
-    The tensors are copies. A tied parameter appears once, under its first name. ``ignored`` parameters come last, as
-    this rank has them.
+    The tensors are copies; of a quantised parameter, it is the packed data. A tied parameter appears once, under its
+    first name. ``ignored`` parameters come last, as this rank has them.
 
     Raises:
         EngineError: the model is not sharded, or a parameter was replaced or moved since.
@@ -299,6 +300,7 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     engine = engine_of(model)
     for unit in engine.units:
         unit.check_parameters()
+        within: dict[str, torch.Tensor] = {}
         for flat in unit.flats:
             full = torch.empty(flat.layout.numel, dtype=flat.shard.dtype, device=unit.device)
             with torch.no_grad():
@@ -306,7 +308,12 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             for parameter in flat.parameters:
                 place, split = parameter.layout, parameter.split
                 part = full[place.offset : place.offset + place.numel].view(place.shape).clone()
-                yield place.name, part if split is None else split.whole(part)
+                if not isinstance(parameter.form, Packed) or parameter.form.whole:
+                    yield place.name, part if split is None else split.whole(part)
+                    continue
+                within[place.name] = part
+                if within.keys() >= parameter.form.suffixes.keys():
+                    yield parameter.form.name, parameter.form.over(within)
     for member in engine.ignored:
         value = member.parameter.detach()
         yield member.name, value.full_tensor() if isinstance(value, DTensor) else value.clone()

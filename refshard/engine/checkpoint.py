@@ -22,7 +22,7 @@ from refshard.engine.api import full_parameters
 from refshard.engine.dcp import Place, check_loadable, key_of, read, write
 from refshard.engine.local_part import local_of
 from refshard.engine.optimizer_state import Restore, group_keys, kinds_of, plan_restore, state_of
-from refshard.engine.parts import named_parts, prefixes
+from refshard.engine.parts import bare_name, kept_beside, named_parts, names_of, prefixes
 from refshard.engine.saved import Saved
 from refshard.errors import CheckpointError, nearest
 
@@ -109,14 +109,15 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     Raises:
         EngineError: the model is not sharded.
     """
-    found: dict[str, torch.Tensor] = {}
-    for part, (_, value) in zip(named_parts(model), full_parameters(model), strict=True):
+    found, names = dict[str, torch.Tensor](), names_of(model)
+    for name, value in full_parameters(model):
         if _rank() == 0:
-            found.update(dict.fromkeys(part.names, value.cpu()))
+            found.update(dict.fromkeys(names[name], value.cpu()))
     if _rank() != 0:
         return {}
-    found.update({name: buffer.detach().cpu().clone() for name, buffer in _buffers(model)})
-    return {name: found[name] for name in _state_names(model)}
+    state = ((bare_name(key), value) for key, value in model.state_dict().items())
+    # What is no parameter is a buffer, or what modules add: scales of quantised parameters, say.
+    return {k: found[k] if k in found else v.detach().cpu().clone() for k, v in state if isinstance(v, torch.Tensor)}
 
 
 def _collect(model: nn.Module, optimizer: Optimizers, extra: Mapping[str, Any] | None) -> dict[Place, Any]:
@@ -178,7 +179,8 @@ def _wanted(saved: Saved, model: nn.Module) -> tuple[dict[str, torch.Tensor], li
     """What to read into the model, in place, by key; and, for each further name of a tied weight under which the
     checkpoint holds other bytes, scratch for both, since they must be equal.
     """
-    known = _state_names(model)
+    parts, buffers = named_parts(model), _buffers(model)
+    known = [*(name for part in parts for name in part.names), *(name for name, _ in buffers)]
     for key in saved.keys_below(MODEL):
         name = key.removeprefix(f"{MODEL}.")
         if name not in known:
@@ -187,7 +189,7 @@ def _wanted(saved: Saved, model: nn.Module) -> tuple[dict[str, torch.Tensor], li
                 "build the model that was saved"
             )
     tensors, ties = {}, []
-    for part in named_parts(model):
+    for part in parts:
         keys = {key_of((MODEL, name)): name for name in part.names}
         present = [key for key in keys if key in saved]
         for key in present or list(keys)[:1]:
@@ -197,7 +199,7 @@ def _wanted(saved: Saved, model: nn.Module) -> tuple[dict[str, torch.Tensor], li
         for key in present[1:]:
             if saved.location(key) != saved.location(present[0]):
                 ties.append({present[0]: torch.empty_like(value), key: torch.empty_like(value)})
-    for name, buffer in _buffers(model):
+    for name, buffer in buffers:
         key = key_of((MODEL, name))
         tensors[key] = buffer.detach()
         saved.check_shape(key, tuple(buffer.shape), f"buffer '{name}'")
@@ -249,23 +251,14 @@ def _check_ties(where: Path, ties: Sequence[Tie]) -> None:
 
 
 def _buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The buffers that belong to the model's state, under every name."""
-    return [
+    """The buffers that belong to the model's state, under every name, and what packed parameters keep beside them."""
+    buffers = [
         (prefix + name, buffer)
         for prefix, module in prefixes(model)
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
     ]
-
-
-def _state_names(model: nn.Module) -> list[str]:
-    """The keys of the bare model's ``state_dict()``, in its order."""
-    buffers = {name for name, _ in _buffers(model)}
-    names = []
-    for prefix, module in prefixes(model):
-        names += [prefix + name for name, parameter in module._parameters.items() if parameter is not None]
-        names += [prefix + name for name in module._buffers if prefix + name in buffers]
-    return names
+    return buffers + kept_beside(model)
 
 
 def _rank() -> int:

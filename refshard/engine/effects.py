@@ -170,9 +170,11 @@ class Effects:
         self._release(unit)
         self._evict(unit.slot)
         self._agree("the gather", unit.index)
-        if self._newly_released or self._awaited.get(unit.index) != unit.version:
+        extended = any(flat.extended for flat in unit.flats)
+        if self._newly_released or extended or self._awaited.get(unit.index) != unit.version:
             # What compute did last with this storage must be over before it is written again (second wait), and what
-            # it wrote to the masters since the pass began must be there.
+            # it wrote to the masters since the pass began must be there. Scales that parameters' hooks made in an
+            # earlier gather, and that compute has read, may be freed, and their memory be taken by the coming hooks.
             self._wait_for_compute("gather")
             self._newly_released, self._awaited[unit.index] = False, unit.version
         with label("all_gather", unit.name), self._lanes.use("gather"):
@@ -191,9 +193,13 @@ class Effects:
         """What is gathered into ``full``: the shard, or its copy in the place where it belongs."""
         if flat.offloaded:
             self._host_memory_in_use = True
-        elif flat.shard.dtype == full.dtype:
+        elif flat.shard.dtype == full.dtype and not flat.extended:
             return flat.shard
-        return full[flat.own].copy_(flat.shard, non_blocking=True)
+        own = full[flat.own]
+        if flat.extended:
+            flat.pack(own)
+            return own
+        return own.copy_(flat.shard, non_blocking=True)
 
     def _wait(self, unit: Unit) -> None:
         if unit.gathering is None:  # Aliased, or gathered ahead and awaited already.

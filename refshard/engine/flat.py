@@ -11,6 +11,7 @@ from torch import nn
 from refshard.engine.layout import ParameterLayout, UnitLayout
 from refshard.engine.local_part import AsPart, local_of
 from refshard.engine.split import Split
+from refshard.engine.subclasses import Extended, Packed
 from refshard.engine.whole import Master
 
 
@@ -25,7 +26,9 @@ class UnitParameter:
     elements of a flat shard or gradient what ``sharded`` is. ``unknown`` is the gradient of one that is not reduced
     yet; ``outside`` is the hook for one that is read outside of its unit, and ``kept`` its gradient meanwhile.
     ``holders`` are the modules that have the parameter as that attribute; ``listed`` are other places that it is kept
-    in, list and index (the weights of an ``nn.LSTM``).
+    in, list and index (the weights of an ``nn.LSTM``). ``form`` is what makes ``unsharded`` of views of the slot where
+    it is of a tensor subclass. One may consist of several tensors, each with an object like this; the first has the
+    ``holders``.
     """
 
     layout: ParameterLayout
@@ -37,6 +40,7 @@ class UnitParameter:
     split: Split | None
     as_part: Callable[[torch.Tensor], torch.Tensor]
     listed: tuple[tuple[list[Any], int], ...] = ()
+    form: Packed | Extended | None = None
     unsharded: nn.Parameter = field(init=False)
     gradient: torch.Tensor = field(init=False)
     unknown: torch.Tensor | None = None
@@ -95,6 +99,22 @@ class FlatParameter:
     def reduces(self) -> bool:
         """Whether a reduced gradient differs from this rank's own."""
         return self.reduced_over != 1 or self.rescale != 1
+
+    def part_of(self, parameter: UnitParameter) -> torch.Tensor:
+        """What this rank has of the parameter's tensor: a part, or the whole."""
+        return parameter.as_part(self.shard[parameter.start : parameter.stop])
+
+    @property
+    def extended(self) -> bool:
+        """Whether its parameters say themselves what to gather of their masters."""
+        return isinstance(self.parameters[0].form, Extended)
+
+    def pack(self, own: torch.Tensor) -> None:
+        """Write what they say to ``own``, this rank's part of the unsharded buffer."""
+        for parameter in self.parameters:
+            assert isinstance(parameter.form, Extended)
+            place = slice(parameter.start, parameter.stop)
+            parameter.form.pack(self.shard[place], own[place])
 
     def has_gradients(self) -> bool:
         """Whether gradients of an earlier reduction are there, to be added to."""

@@ -27,8 +27,9 @@ from torch import nn
 
 from refshard.engine.executor import Executor
 from refshard.engine.precision import Precision
-from refshard.engine.reads import address, watch_reads
+from refshard.engine.reads import watch_reads
 from refshard.engine.schedule import Op, OpKind
+from refshard.engine.subclasses import address
 from refshard.engine.transforms import in_transform
 from refshard.engine.trees import leaves_of, tensors_of, with_leaves
 from refshard.engine.unit import Unit

@@ -93,6 +93,11 @@ class _Part(torch.Tensor):
         """
         if self._whole.master is not None:
             self._whole.master.check_saved(self._whole.name, self._whole.split)
+        if self._whole.inner and not fqn.endswith(self._whole.name):
+            raise EngineError(
+                f"'{fqn}' cannot be saved by itself: its parameter consists of several tensors, of which this is "
+                f"'{self._whole.name}'; save with refshard.checkpoint.save, or leave frozen parameters out"
+            )
         properties = TensorProperties(dtype=self._local_tensor.dtype)
         chunks = self.__create_chunk_list__()
         if 0 in self._whole.shape:  # no element and so no box; yet a reader must find the name and the shape
@@ -295,7 +300,7 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
 
 def gatherable(value: Any) -> Any:
     """A part as torch's state-dict functions gather it, where there are process groups; anything else as it is."""
-    if type(value) is LocalPart and value._whole.mesh is not None:
+    if type(value) is LocalPart and value._whole.mesh is not None and not value._whole.inner:
         return GatherablePart(value._local_tensor, value._whole)
     return value
 

@@ -1,11 +1,11 @@
 """From a bare model's parameters to a unit's flat ones: materialise, flatten, take one rank's values, keep a part."""
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from itertools import chain, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,10 +16,11 @@ from refshard.engine.collectives import COMMUNICATED, Collectives
 from refshard.engine.flat import FlatParameter, UnitParameter
 from refshard.engine.grouping import Member, UnitGroup
 from refshard.engine.layout import ParameterLayout, UnitLayout, lay_out
-from refshard.engine.local_part import AsPart, LocalPart, whole_of
+from refshard.engine.local_part import AsPart, LocalPart, local_of, whole_of
 from refshard.engine.placement import Mode
 from refshard.engine.precision import Precision
 from refshard.engine.split import Split
+from refshard.engine.subclasses import Extended, Packed, check_class, emptied, form_of, tensors_in
 from refshard.engine.unit import Unit
 from refshard.engine.whole import Master, Whole
 from refshard.errors import EngineError, SpecError
@@ -52,11 +53,20 @@ class Terms:
 def make_unit(index: int, group: UnitGroup, terms: Terms) -> Unit:
     """Flatten a group's parameters, take the first rank's values, keep this rank's part and let go of the rest."""
     mode, collectives = terms.mode, terms.collectives
-    partitions: dict[tuple[torch.dtype, bool, Precision], list[Member]] = {}
+    partitions: dict[object, list[_Piece]] = {}
     for member in group.parameters:
-        precision = terms.precision_of(member.holders[0][0]).of_parameters()
-        partitions.setdefault((member.parameter.dtype, member.parameter.requires_grad, precision), []).append(member)
-    flats = tuple(_flatten(group.name, members, precision, terms) for (_, _, precision), members in partitions.items())
+        for piece in _pieces(member, terms):
+            dtypes = piece.tensor.dtype, piece.form and piece.form.dtype
+            key = dtypes, member.parameter.requires_grad, piece.precision, type(piece.form)
+            partitions.setdefault(key, []).append(piece)
+    flats = tuple(_flatten(group.name, pieces, terms) for pieces in partitions.values())
+    parts = {p.layout.name: flat.part_of(p) for flat in flats for p in flat.parameters}
+    for piece, parameter in zip(chain(*partitions.values()), (p for flat in flats for p in flat.parameters)):
+        if isinstance(piece.form, Packed) and piece.holders:
+            whole = terms.collectives.world_size == 1  # where nothing is sharded, it stays of its class
+            sharded = piece.form.over(parts) if whole else parameter.sharded
+            parameter.sharded = _put_in_place(piece, sharded, terms.rescale)
+            parameter.address = local_of(parameter.sharded).data_ptr()
     for flat in flats:
         if flat.trained:
             make_room_for_gradients(flat, mode, collectives)
@@ -71,8 +81,36 @@ def make_unit(index: int, group: UnitGroup, terms: Terms) -> Unit:
         device=terms.device,
         # The backward of an embedding reads indices only.
         read_in_backward=not all(type(m) is nn.Embedding for member in group.parameters for m, _ in member.holders),
-        aliased=mode.optimizer == "replicate" and all(_may_alias(flat, flat.dtype) for flat in flats),
+        aliased=mode.optimizer == "replicate"
+        and all(_may_alias(flat, flat.dtype) and not flat.extended for flat in flats),
     )
+
+
+class _Piece(NamedTuple):
+    """A tensor to flatten: this rank's whole of a parameter, or one of several that a tensor subclass consists of.
+
+    ``holders`` are those of the member, if this is its first.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    member: Member
+    holders: tuple[tuple[nn.Module, str], ...]
+    form: Packed | Extended | None
+    precision: Precision
+
+
+def _pieces(member: Member, terms: Terms) -> Iterator[_Piece]:
+    module = member.holders[0][0]
+    precision = terms.precision_of(module).of_parameters()
+    form = form_of(member.name, member.parameter, precision, terms.mesh, module)
+    if isinstance(form, Packed):
+        precision = Precision()  # packed bits are not to be cast
+    tensors = tensors_in(member.name, member.parameter)
+    if isinstance(form, Extended):
+        tensors = dict.fromkeys([member.name], *tensors.values())
+    for index, (name, tensor) in enumerate(tensors.items()):
+        yield _Piece(name, tensor, member, () if index else member.holders, form, precision)
 
 
 def check_ranks(group: UnitGroup, terms: Terms, ranks: int) -> None:
@@ -112,21 +150,19 @@ def check_parameters(group: UnitGroup) -> None:
         EngineError: one is of a tensor subclass or a dtype that cannot.
     """
     for member in group.parameters:
-        kind, dtype = type(member.parameter), member.parameter.dtype
-        if kind is not nn.Parameter and not isinstance(member.parameter, DTensor):
-            raise EngineError(
-                f"parameter '{member.name}' must be a plain nn.Parameter, got {kind.__name__}: flattening would drop "
-                "the subclass; shard the model before converting it"
-            )
+        if whole_of(member.parameter) is not None:
+            raise EngineError(f"parameter '{member.name}' is a part of a sharded model's; put its full_tensor() here")
+        check_class(member.name, member.parameter)
         trained = member.parameter.requires_grad
         allowed = COMMUNICATED if trained else COMMUNICATED | FROZEN_ONLY
-        if dtype not in allowed:
-            names = ", ".join(sorted(str(d).removeprefix("torch.") for d in allowed))
-            cannot = "reduce" if trained else "gather"
-            raise EngineError(
-                f"parameter '{member.name}' is of {dtype}, which collectives cannot {cannot}; "
-                f"keep it in one of {names}{', or freeze it' if dtype in FROZEN_ONLY else ''}"
-            )
+        for name, tensor in tensors_in(member.name, member.parameter).items():
+            if tensor.dtype not in allowed:
+                names = ", ".join(sorted(str(d).removeprefix("torch.") for d in allowed))
+                cannot = "reduce" if trained else "gather"
+                raise EngineError(
+                    f"parameter '{name}' is of {tensor.dtype}, which collectives cannot {cannot}; "
+                    f"keep it in one of {names}{', or freeze it' if tensor.dtype in FROZEN_ONLY else ''}"
+                )
 
 
 def materialise(group: UnitGroup, device: torch.device, initialise: Initialise | None) -> None:
@@ -142,7 +178,7 @@ def materialise(group: UnitGroup, device: torch.device, initialise: Initialise |
     modules = dict.fromkeys(m for member in group.parameters for m, _ in member.holders if member.parameter.is_meta)
     for member in group.parameters:
         if member.parameter.is_meta:
-            real = nn.Parameter(torch.empty_like(member.parameter, device=device), member.parameter.requires_grad)
+            real = nn.Parameter(emptied(member.parameter, device), member.parameter.requires_grad)
             torch.utils.swap_tensors(member.parameter, real)
     for module in modules:
         _fill(module, device, initialise, f"{type(module).__name__} in unit '{group.name}'")
@@ -167,10 +203,10 @@ def materialise_buffers(model: nn.Module, device: torch.device, initialise: Init
 
 
 def take_first_buffers(
-    model: nn.Module, device: torch.device, collectives_of: Callable[[nn.Module], Collectives]
+    model: nn.Module, units: Sequence[Unit], device: torch.device, collectives_of: Callable[[nn.Module], Collectives]
 ) -> None:
-    """Overwrite the buffers of ``model``, as far as they are plain tensors, with those of the first rank of the
-    collectives that a module has.
+    """Overwrite the buffers of ``model``, as far as they are plain tensors, and what packed parameters keep beside
+    their data with those of the first rank of the collectives that a module has.
 
     They travel together, as bytes: in one collective per axis, whatever their dtypes and devices.
 
@@ -183,6 +219,10 @@ def take_first_buffers(
         for key, b in module._buffers.items():
             if type(b) is torch.Tensor and (b.layout, b.is_quantized) == dense:
                 found.setdefault(collectives_of(module), {})[f"{name}.{key}" if name else key] = b
+    for unit in units:
+        for parameter in (p for p in unit.parameters if p.holders):
+            for suffix, tensor in parameter.form.state() if isinstance(parameter.form, Packed) else ():
+                found.setdefault(unit.collectives, {})[parameter.layout.name + suffix] = tensor
     for collectives, named in found.items():
         _take_first(named, device, collectives)
 
@@ -228,33 +268,33 @@ def _fill(module: nn.Module, device: torch.device, initialise: Initialise | None
             )
 
 
-def _flatten(name: str, members: Sequence[Member], precision: Precision, terms: Terms) -> FlatParameter:
+def _flatten(name: str, pieces: Sequence[_Piece], terms: Terms) -> FlatParameter:
     collectives, device = terms.collectives, terms.device
-    first = members[0].parameter
-    trained = first.requires_grad
-    splits = [Split.of(m.name, m.parameter) for m in members]
-    given = [_local(m.parameter.detach()) for m in members]
-    layout = lay_out(name, [(m.name, tuple(part.shape)) for m, part in zip(members, given)], collectives.world_size)
-    computed, reduced = precision.computed(first.dtype), precision.reduced(first.dtype)
-    narrowed = not trained and computed != first.dtype  # which is another tensor once it is put in place
-    full = torch.zeros(layout.numel, dtype=first.dtype if trained else computed, device=device)
-    for place, part in zip(layout.parameters, given):
-        full[place.offset : place.offset + place.numel].copy_(part.reshape(-1))
+    dtype, trained = pieces[0].tensor.dtype, pieces[0].member.parameter.requires_grad
+    form, precision = pieces[0].form, pieces[0].precision
+    layout = lay_out(name, [(piece.name, tuple(piece.tensor.shape)) for piece in pieces], collectives.world_size)
+    computed, reduced = precision.computed(dtype), precision.reduced(dtype)
+    if isinstance(form, Extended):
+        computed = form.dtype
+    narrowed = not (trained or isinstance(form, Extended)) and computed != dtype
+    full = torch.zeros(layout.numel, dtype=computed if narrowed else dtype, device=device)
+    for place, piece in zip(layout.parameters, pieces):
+        full[place.offset : place.offset + place.numel].copy_(piece.tensor.reshape(-1))
     collectives.broadcast(full)
     own = slice(collectives.rank * layout.shard_numel, (collectives.rank + 1) * layout.shard_numel)
     keep = {"device": "cpu", "pin_memory": device.type == "cuda"} if terms.offload else {"device": device}
     shard = torch.empty(layout.shard_numel, dtype=full.dtype, **keep).copy_(full[own])
     master = Master(shard, elsewhere_other=terms.partial)
     parameters = []
-    for member, place, split in zip(members, layout.parameters, splits):
+    for piece, place in zip(pieces, layout.parameters):
         start, stop = layout.local_range(place, collectives.rank)
-        local = shard[start:stop]
-        as_part = _parts_of(place, layout, collectives, split, terms.mesh, master)
-        listed = _listed(member)
-        sharded = _put_in_place(member, nn.Parameter(as_part(local), requires_grad=trained), terms.rescale)
-        parameters.append(
-            UnitParameter(place, member.holders, sharded, start, stop, local.data_ptr(), split, as_part, listed)
-        )
+        local, split = shard[start:stop], Split.of(piece.name, piece.member.parameter)
+        as_part, listed = _parts_of(piece, place, layout, split, terms, master), _listed(piece.holders)
+        sharded = nn.Parameter(as_part(local), requires_grad=trained)
+        if not isinstance(form, Packed):
+            sharded = _put_in_place(piece, sharded, terms.rescale)
+        at = start, stop, local.data_ptr()
+        parameters.append(UnitParameter(place, piece.holders, sharded, *at, split, as_part, listed, piece.form))
     return FlatParameter(
         layout=layout,
         parameters=tuple(parameters),
@@ -280,22 +320,18 @@ def make_room_for_gradients(flat: FlatParameter, mode: Mode, collectives: Collec
         flat.whole_gradient = allocated.zero_()
 
 
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a parameter before it is sharded: all, unless tensor parallelism has split it."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def _put_in_place(member: Member, sharded: nn.Parameter, rescale: float) -> nn.Parameter:
+def _put_in_place(piece: _Piece, sharded: nn.Parameter, rescale: float) -> nn.Parameter:
     """Let whoever holds the parameter, an optimizer made before sharding say, hold this rank's part from now on; of a
     DTensor, which cannot become a plain tensor, the modules alone. Attributes of the parameter stay.
 
     Raises:
         EngineError: somebody holds on to the parameter's memory.
     """
-    parameter = member.parameter
-    sharded.__dict__.update(parameter.__dict__)
+    parameter = piece.member.parameter
+    if piece.form is None or whole_of(sharded) is not None:
+        sharded.__dict__.update(parameter.__dict__ if piece.form is None else piece.form.shown)
     if isinstance(parameter, DTensor):
-        for module, attribute in member.holders:
+        for module, attribute in piece.holders:
             module._parameters[attribute] = sharded
         kept = sharded
     else:
@@ -303,7 +339,7 @@ def _put_in_place(member: Member, sharded: nn.Parameter, rescale: float) -> nn.P
             torch.utils.swap_tensors(parameter, sharded)
         except RuntimeError as error:
             raise EngineError(
-                f"parameter '{member.name}' cannot be put in place: a weak reference to it exists, or a live graph "
+                f"parameter '{piece.name}' cannot be put in place: a weak reference to it exists, or a live graph "
                 "(a kept output, torch.nn.utils.weight_norm); delete those, use "
                 f"torch.nn.utils.parametrizations, or shard before the first forward ({error})"
             ) from error
@@ -316,29 +352,25 @@ def _put_in_place(member: Member, sharded: nn.Parameter, rescale: float) -> nn.P
 
 
 def _parts_of(
-    place: ParameterLayout,
-    layout: UnitLayout,
-    collectives: Collectives,
-    split: Split | None,
-    mesh: DeviceMesh | None,
-    master: Master,
+    piece: _Piece, place: ParameterLayout, layout: UnitLayout, split: Split | None, terms: Terms, master: Master
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """What makes a local part of this rank's elements; where they are all elements, a view of the true shape."""
     bounds = [min(max(r * layout.shard_numel - place.offset, 0), place.numel) for r in range(layout.world_size + 1)]
     shape = torch.Size(place.shape) if split is None else split.shape
-    whole = Whole(place.name, shape, tuple(pairwise(bounds)), collectives, split, mesh, master)
-    if collectives.world_size == 1 and not whole.divided:
+    inner = isinstance(piece.form, Packed) and not piece.form.whole
+    whole = Whole(place.name, shape, tuple(pairwise(bounds)), terms.collectives, split, terms.mesh, master, inner)
+    if terms.collectives.world_size == 1 and not whole.divided:
         return lambda elements: elements.view(place.shape)
     return lambda elements: LocalPart(elements, whole)
 
 
-def _listed(member: Member) -> tuple[tuple[list[Any], int], ...]:
+def _listed(holders: tuple[tuple[nn.Module, str], ...]) -> tuple[tuple[list[Any], int], ...]:
     """Where a recurrent module keeps the parameter besides its attribute: in a list, and in weak references, which go.
 
     They serve to notice other weights; the list's entries are exchanged whenever the attributes are.
     """
     found = []
-    for module, attribute in member.holders:
+    for module, attribute in holders:
         if isinstance(module, nn.RNNBase):
             module._flat_weight_refs = [None] * len(module._flat_weights)
             found.append((module._flat_weights, module._flat_weights_names.index(attribute)))

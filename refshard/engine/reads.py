@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import Node
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from refshard.engine.transforms import unwrapped
+from refshard.engine.subclasses import address
 from refshard.engine.unit import Unit
 
 
@@ -50,14 +49,7 @@ def _saved_by(node: Any) -> Iterator[torch.Tensor]:
                 tensor = None if saved.unpack_hook is not None else saved.data
                 if tensor is not None:
                     yield tensor
-
-
-def address(tensor: torch.Tensor) -> int:
-    """Where a tensor lies; a wrapper, such as a DTensor, a pending collective or that of a ``torch.func`` transform,
-    lies where the one within does.
-    """
-    inner: Any = unwrapped(tensor)
-    while is_traceable_wrapper_subclass(inner):
-        inner = getattr(inner, inner.__tensor_flatten__()[0][0])
-    found: int = inner.data_ptr()
-    return found
+    for held in getattr(node, "__dict__", {}).values():  # kept by a custom function behind autograd's back
+        for kept in held if isinstance(held, tuple | list) else [held]:
+            if isinstance(kept, torch.Tensor):
+                yield kept

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from itertools import chain
 from typing import Any, final
 
 import msgspec
@@ -19,10 +20,11 @@ from refshard.engine.buffers import Places, Sizes, Slot
 from refshard.engine.collectives import Collectives, Pending
 from refshard.engine.flat import FlatParameter, OwnHook, UnitParameter
 from refshard.engine.gradients import Gradients
-from refshard.engine.local_part import local_of
+from refshard.engine.local_part import local_of, whole_of
 from refshard.engine.placement import Mode
 from refshard.engine.precision import Precision
 from refshard.engine.schedule import Phase, Presence, UnitFacts
+from refshard.engine.subclasses import Packed, tensors_in
 from refshard.errors import EngineError
 
 UNSHARDED_IN = "_refshard_unit"
@@ -100,6 +102,8 @@ class Unit:
     exposed: bool = False
     _places: list[tuple[Any, str | int, nn.Parameter, nn.Parameter]] = field(init=False)
     _views: tuple[torch.Tensor, ...] = field(init=False)
+    _formed: tuple[UnitParameter, ...] = field(init=False)
+    _within: tuple[tuple[UnitParameter, torch.Tensor], ...] = field(init=False)
     _plain: bool = field(init=False)
 
     activity: Activity = Activity.REST
@@ -188,10 +192,15 @@ class Unit:
         """
         self.slot = slot
         self.gradients.place(gradient_slot)
+        views = {p.layout.name: view for p, view in zip(self.parameters, chain.from_iterable(slot.views))}
         for flat, views_of_flat in zip(self.flats, slot.views):
             for parameter, view in zip(flat.parameters, views_of_flat):
                 seen = view if parameter.split is None else parameter.split.wrap(view)
-                parameter.unsharded = nn.Parameter(seen, requires_grad=flat.trained)
+                if parameter.form is None or not parameter.holders:
+                    parameter.unsharded = nn.Parameter(seen, requires_grad=flat.trained)
+                else:
+                    within = {name: views[name] for name in parameter.form.suffixes}
+                    parameter.unsharded = parameter.form.bind(within, trained=flat.trained)
                 setattr(parameter.unsharded, UNSHARDED_IN, self.name)
             for parameter in flat.parameters if flat.trained else ():
                 parameter.unsharded.register_post_accumulate_grad_hook(_Taker(self, flat, parameter))
@@ -207,8 +216,16 @@ class Unit:
             if type(module._parameters) is dict:
                 module.__dict__["_parameters"] = _Listed(self, module._parameters)
         self.on_gradients = on_gradients
-        self._views = tuple(p.unsharded for p in self.parameters)
-        self._plain = any(type(p.sharded) is nn.Parameter for p in self.parameters)
+        memory = {flat.untyped_storage()._cdata for flat in slot.flats}
+        self._formed = tuple(p for p in self.parameters if p.form is not None and p.holders)
+        self._within = tuple(
+            (p, tensor)
+            for p in self._formed
+            for tensor in tensors_in(p.layout.name, p.unsharded).values()
+            if tensor.untyped_storage()._cdata in memory
+        )
+        self._views = (*(p.unsharded for p in self.parameters), *(tensor for _, tensor in self._within))
+        self._plain = any(whole_of(p.sharded) is None for p in self.parameters)
         self._places = [
             (container, key, p.sharded, p.unsharded)
             for p in self.parameters
@@ -252,6 +269,11 @@ class Unit:
         if self.aliased and self.gathered_version != self.version:
             self.gathered_version = self.version
             self._set_versions()
+        for parameter in self._formed:
+            assert parameter.form is not None
+            parameter.form.ready(parameter.unsharded)
+        if self._formed:
+            self._set_versions()  # which a class's own hook may have raised
         self.exposed = True
         self._expose(unsharded=True)
 
@@ -313,7 +335,8 @@ class Unit:
     def _check_unwritten(self) -> None:
         number = self._expected_version()
         if any(view._version != number for view in self._views):
-            written = next(p.layout.name for p in self.parameters if p.unsharded._version != number)
+            seen = (*((p, p.unsharded) for p in self.parameters), *self._within)
+            written = next(p.layout.name for p, view in seen if view._version != number)
             self._set_versions()
             raise EngineError(
                 f"parameter '{written}' was written to in place while unit '{self.name}' computed, and the next gather "
@@ -364,8 +387,13 @@ class Unit:
         begun = []
         for flat in self.flats:
             if not flat.trained and any(p.sharded.requires_grad for p in flat.parameters):
+                name = next(p.layout.name for p in flat.parameters if p.sharded.requires_grad)
+                if isinstance(flat.parameters[0].form, Packed):
+                    raise EngineError(
+                        f"parameter '{name}' was unfrozen after sharding, but it is packed data of a tensor subclass; "
+                        "keep it frozen"
+                    )
                 if flat.narrowed:
-                    name = next(p.layout.name for p in flat.parameters if p.sharded.requires_grad)
                     raise EngineError(
                         f"parameter '{name}' was unfrozen after sharding, but of frozen parameters only a cast to "
                         f"{flat.dtype} is kept; freeze it after refshard.shard instead of before"

@@ -48,8 +48,9 @@ class Whole:
     ``ranges`` are ``[start, stop)`` by rank of ``collectives``' shard axis. If tensor parallelism has ``split`` the
     tensor too, ``shape`` is the global tensor's, and the ranges are of this rank's slab of it, flattened. ``mesh`` is
     what torch's state-dict functions want to see on a DTensor; None where there are no process groups. ``master`` is
-    the memory that the parameter lies in. A parameter, its gradient and its optimizer state share one object. For a
-    complex tensor, ``pairs`` is the real tensor with one dimension more, made on first use.
+    the memory that the parameter lies in. ``inner`` says that the tensor is one of several that a parameter consists
+    of. A parameter, its gradient and its optimizer state share one object. For a complex tensor, ``pairs`` is the real
+    tensor with one dimension more, made on first use.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Whole:
     split: Split | None = None
     mesh: DeviceMesh | None = None
     master: "Master | None" = None
+    inner: bool = False
     start: int = field(init=False)
     stop: int = field(init=False)
     axis: Axis = field(init=False)

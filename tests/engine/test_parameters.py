@@ -72,7 +72,7 @@ def of_float8(model: Net) -> None:
     [
         (
             of_a_subclass,
-            r"parameter 'layers\.1\.down\.weight' must be a plain nn\.Parameter, got Scaled",
+            r"parameter 'layers\.1\.down\.weight' must be a plain nn\.Parameter to be trained, got Scaled",
         ),
         (of_float8, r"parameter 'layers\.1\.down\.weight' is of torch\.float8_e4m3fn, which collectives cannot reduce"),
     ],

@@ -27,6 +27,7 @@ from tests.distributed.cases import (
     precision,
     reads,
     saving,
+    subclasses,
     writes,
 )
 from tests.distributed.cases.case import Case
@@ -52,6 +53,7 @@ THEMES: tuple[ModuleType, ...] = (
     failing,
     modules,
     parameters,
+    subclasses,
     precision,
     policies,
     saving,
