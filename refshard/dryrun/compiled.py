@@ -14,7 +14,7 @@ def compilation() -> Compilation | None:
     graphs = int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
     if dynamo is None or not graphs:
         return None
-    recompiled = [found for found in dynamo.get_compilation_metrics() if found.recompile_reason]
+    recompiled = [found for found in dynamo.get_compilation_metrics() if found.recompile_reason and found.co_filename]
     return Compilation(
         graphs=graphs,
         breaks=_places((_line_of(reason.user_stack), reason.reason) for reason in dynamo.graph_break_reasons),

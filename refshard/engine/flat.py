@@ -222,6 +222,9 @@ class OwnHook:
     """A hook that the engine puts on a parameter."""
 
 
+_OWN_HOOKS = (AsPart, OwnHook)
+
+
 def users_of(tensor: torch.Tensor) -> int:
     """How many tensors, in Python and in C++, lie in the memory of this one."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
@@ -229,6 +232,4 @@ def users_of(tensor: torch.Tensor) -> int:
 
 def _hooks_of_others(hooks: dict[int, Any] | None) -> list[Any]:
     """The hooks that are not the engine's own."""
-    if not hooks:
-        return []
-    return [h for h in hooks.values() if not isinstance(getattr(h, "__self__", h), AsPart | OwnHook)]
+    return [h for h in hooks.values() if not isinstance(getattr(h, "__self__", h), _OWN_HOOKS)] if hooks else []

@@ -16,7 +16,7 @@ from refshard.errors import EngineError
 
 @dataclass(slots=True, eq=False, repr=False)
 class Gradients:
-    """The gradients of the ``flats`` of the unit ``name`` that are trained.
+    """The gradients of the ``flats`` of the unit ``name`` that are trained, and of their ``parameters``.
 
     They arrive in ``slot``, or where autograd puts them until the slot is there. ``arrived`` names the parameters whose
     gradient has come in this backward, ``filled`` those with a gradient in the slot, from this backward or an earlier
@@ -27,7 +27,8 @@ class Gradients:
     """
 
     name: str
-    flats: tuple[FlatParameter, ...]
+    flats: tuple[FlatParameter, ...] = ()
+    parameters: tuple[UnitParameter, ...] = ()
     slot: Slot = field(init=False)
     arrived: set[str] = field(default_factory=set)
     filled: set[str] = field(default_factory=set)
@@ -37,10 +38,9 @@ class Gradients:
     read_outside: bool = False
     reducing: Pending | None = None
 
-    @property
-    def parameters(self) -> tuple[UnitParameter, ...]:
-        """All parameters that have a place for gradients."""
-        return tuple(p for flat in self.flats for p in flat.parameters)
+    def train(self, flats: tuple[FlatParameter, ...]) -> None:
+        """From now on be those of ``flats``."""
+        self.flats, self.parameters = flats, tuple(p for flat in flats for p in flat.parameters)
 
     @property
     def sizes(self) -> Sizes:
@@ -66,12 +66,12 @@ class Gradients:
     @property
     def wanted(self) -> bool:
         """Whether some parameter gets gradients now."""
-        return any(p.unsharded.requires_grad for flat in self.flats for p in flat.parameters)
+        return any(p.unsharded.requires_grad for p in self.parameters)
 
     @property
     def all_arrived(self) -> bool:
         """Whether every parameter's gradient has come."""
-        return len(self.arrived) == sum(len(flat.parameters) for flat in self.flats)
+        return len(self.arrived) == len(self.parameters)
 
     def arrive(self, flat: FlatParameter, parameter: UnitParameter) -> None:
         """A parameter's gradient has come. A slot that accumulates takes it at once. Any other is taken by
@@ -162,9 +162,8 @@ class Gradients:
         if not self.slot.accumulates:
             for flat in self.flats:
                 self.move(flat, [p for p in flat.parameters if p.unsharded.grad is not None])
-        parameters = self.parameters
-        self.partial = len(self.filled) < len(parameters)
-        for parameter in parameters if self.partial else ():
+        self.partial = len(self.filled) < len(self.parameters)
+        for parameter in self.parameters if self.partial else ():
             if parameter.layout.name not in self.filled:
                 parameter.gradient.zero_()
 

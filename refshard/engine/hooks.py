@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from refshard.engine.executor import Executor
 from refshard.engine.precision import Precision
@@ -395,8 +396,9 @@ class _Hook:
     """A hook on a module. Compiled code must call it, not swallow it: it changes storage under that code's feet."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = torch.compiler.disable(call)
+        self._call = call
 
+    @_disable_dynamo  # this method, and not what it calls: dynamo would compile it anew for each hook
     def __call__(self, *args: Any) -> Any:
         return self._call(*args)
 

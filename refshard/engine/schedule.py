@@ -21,7 +21,7 @@ strategies announce them from it, and a trace is checked against that.
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from refshard.engine.placement import Mode
 
@@ -58,8 +58,7 @@ MARKERS = frozenset((OpKind.BEGIN, OpKind.END))
 BLOCKING = frozenset((OpKind.WAIT, OpKind.COMBINE, OpKind.FINISH))
 
 
-@dataclass(frozen=True, slots=True)
-class Op:
+class Op(NamedTuple):
     """One op on the unit with index ``unit``."""
 
     kind: OpKind

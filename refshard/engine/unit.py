@@ -91,6 +91,7 @@ class Unit:
     read_in_backward: bool = True
     aliased: bool = False
     facts: UnitFacts = field(init=False)
+    parameters: tuple[UnitParameter, ...] = field(init=False)
     trained: tuple[UnitParameter, ...] = field(init=False)
     frozen: bool = field(init=False)
 
@@ -117,22 +118,18 @@ class Unit:
     computes: Callable[[], None] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.gradients = Gradients(self.name, ())
+        self.gradients = Gradients(self.name)
+        self.parameters = tuple(p for flat in self.flats for p in flat.parameters)
         self._list_trained()
 
     def _list_trained(self) -> None:
-        self.gradients.flats = tuple(flat for flat in self.flats if flat.trained)
+        self.gradients.train(tuple(flat for flat in self.flats if flat.trained))
         self.trained = self.gradients.parameters
         self.frozen = not all(p.sharded.requires_grad for p in self.parameters)
         sizes = ((flat.layout.numel, str(flat.dtype), str(flat.reduce_dtype), flat.trained) for flat in self.flats)
         self.facts = UnitFacts(
             self.mode, tuple(sizes), bool(self.trained), self.read_in_backward, self.collectives.legs
         )
-
-    @property
-    def parameters(self) -> tuple[UnitParameter, ...]:
-        """All parameters."""
-        return tuple(p for flat in self.flats for p in flat.parameters)
 
     @property
     def parameter_sizes(self) -> Sizes:
