@@ -65,6 +65,11 @@ class Collectives(ABC):
         return dist.get_rank() if dist.is_initialized() else self.rank
 
     @property
+    def gathers(self) -> bool:
+        """Whether an all-gather communicates; with one rank on the shard axis it only copies."""
+        return self.world_size > 1
+
+    @property
     def legs(self) -> int:
         """How many collectives reduce a gradient: 2 where both axes have several ranks."""
         return 2 if self.world_size > 1 and self.replicas > 1 else 1

@@ -163,7 +163,7 @@ class Effects:
 
     def _gather(self, unit: Unit, phase: Phase) -> None:
         unit.ahead = False  # The pass gives it up when it has used it.
-        if not (unit.current or (phase == "forward" and unit.handed_out)):
+        if not (unit.current or (phase == "forward" and unit.written_unseen)):
             self._fetch(unit)
 
     def _fetch(self, unit: Unit) -> None:
@@ -213,7 +213,7 @@ class Effects:
         if phase == "backward":
             # A second part of its backward: the slot still holds what the first part left there.
             self.finish(unit)
-        if (phase == "forward" and unit.handed_out) or (unit.presence is Presence.UNSHARDED and not unit.current):
+        if (phase == "forward" and unit.written_unseen) or (unit.presence is Presence.UNSHARDED and not unit.current):
             # Its weights were written to since they were gathered, as a model's forward may do with a teacher's; or
             # they may have been.
             self._fetch(unit)

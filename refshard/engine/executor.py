@@ -93,8 +93,6 @@ class Executor:
         """
         changed = [unit for unit in self._units if unit.check_parameters()]
         self.abandon_pass(keep_ahead=True)
-        for unit in self._units:
-            unit.doubt()
         if changed:
             self._take_over_freezing(changed)
         if self._order is Order.OBSERVING:
@@ -120,7 +118,6 @@ class Executor:
         """
         if unit.check_parameters():
             self._take_over_freezing([unit])
-        unit.doubt()
         if self._order is Order.OBSERVING and training:
             self._forget_barred_forwards()
             self._leave_arena()

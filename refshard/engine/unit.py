@@ -340,18 +340,13 @@ class Unit:
                 "would undo it; write to it between steps, under torch.no_grad()"
             )
 
-    def doubt(self) -> None:
-        """A pass begins: where what is computed with is a copy, a cast or of masters on the host, take it for old.
-
-        A write through ``.data`` of a plain parameter leaves no trace; that of a local part raises the version.
-        """
-        if self._plain and not (self.aliased or self.exposed):
-            self.gathered_version = -1
-
     @property
-    def handed_out(self) -> bool:
-        """Whether the masters may be written to at any time without a trace: through what ``to_local()`` returned."""
-        return any(flat.master.handed_out for flat in self.flats)
+    def written_unseen(self) -> bool:
+        """Whether a write to the masters may leave no trace: through what ``to_local()`` returned, and, where what is
+        computed with is a copy, through ``.data`` of a plain parameter (that of a local part raises the version).
+        """
+        copied = self._plain and not self.aliased and not self.collectives.gathers
+        return copied or any(flat.master.handed_out for flat in self.flats)
 
     def check_parameters(self) -> bool:
         """Check that the model still holds the parameters that the engine trains; whether some were frozen or unfrozen.

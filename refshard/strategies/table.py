@@ -203,10 +203,12 @@ ROWS: dict[str, Row] = {
         ),
         "simplefsdp-by-block": ("... bucketed by block, each one block early", {"bucketing": "by-block"}),
     }, axes=COMPILED, compiles=True),
-    **_variants("compiled_blocks.CompiledBlocks", {
+    **_variants("compiled.Compiled", {
         "fsdp2-compiled": ("torch's FSDP2, each block compiled", {"of": "fsdp2"}),
+        "fsdp2-compiled-model": ("... the whole model compiled", {"of": "fsdp2", "whole": True}),
         "refshard-fsdp-compiled": ("this project's engine in mode fsdp, each block compiled", {"of": "refshard-fsdp"}),
         "refshard-yafsdp-compiled": ("... in mode yafsdp", {"of": "refshard-yafsdp"}),
+        "refshard-yafsdp-compiled-model": ("... the whole model compiled", {"of": "refshard-yafsdp", "whole": True}),
     }, axes=COMPILED, compiles=True, labels=True, deferred=True),
     "accelerate": Row(
         code="accelerate_fsdp2.AccelerateFSDP2", about="Hugging Face Accelerate's FSDP2 plugin, transformers' Llama",

@@ -39,6 +39,7 @@ class LateCollectives(Collectives):
 
     rank = 0
     world_size = 1
+    gathers = True
 
     def __init__(self) -> None:
         self.issued: list[tuple[str, int]] = []

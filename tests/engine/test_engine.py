@@ -4,7 +4,8 @@ With one rank, training must equal the bare model's to the bit: every difference
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from refshard.engine.api import engine_of
 from refshard.engine.collectives import Pending
 from refshard.engine.executor import Order
 from refshard.engine.placement import MODES
+from refshard.engine.precision import Precision
 from refshard.engine.schedule import Op, OpKind, assign_rings, build, chain_markers
 from refshard.engine.unit import Unit
 from refshard.errors import EngineError, SpecError
@@ -96,6 +98,32 @@ def test_collectives_of_a_step_are_the_streams_in_order(mode: str) -> None:
         if op.kind in kinds and not (op.kind is OpKind.GATHER and engine.units[op.unit].aliased)
     ]
     assert collectives.issued == expected
+
+
+class Alone(LateCollectives):
+    """Nothing is prefetched, because a gather only copies."""
+
+    gathers = False
+
+
+def test_one_rank_sees_writes_through_data_within_forward(mode: str) -> None:
+    losses = []
+    for write in (lambda p: p.mul_(0.9), lambda p: p.data.mul_(0.9)):
+        model = make_net()
+        precision = Precision(parameters=torch.float32)
+        refshard.shard(model.double(), mode=mode, precision=precision, collectives=Alone())
+        hook = partial(_write_to_all, model.layers[-1], write)
+        model.register_forward_pre_hook(hook)
+        model.layers[-2].register_forward_hook(hook)
+        losses.append(train(model, 4))
+    assert losses[0] == losses[1]
+    assert losses[0][0] != train(make_net(), 1)[0]
+
+
+def _write_to_all(module: nn.Module, write: Callable[[torch.Tensor], torch.Tensor], *_: object) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            write(parameter)
 
 
 def test_evaluation_between_steps_changes_nothing_and_sees_new_weights(mode: str) -> None:

@@ -307,6 +307,19 @@ def test_compiled_blocks_call_the_hooks(mode: str) -> None:
     assert train(model, 3) == pytest.approx(train(bare, 3), rel=1e-5)
 
 
+@pytest.mark.slow
+@IN_ONE_MODE
+def test_compiled_models_compile_nothing_of_the_engine(mode: str) -> None:
+    bare, model = pair(mode)
+    torch._dynamo.reset()
+    torch._dynamo.utils.clear_compilation_metrics()
+    model.compile(backend="eager")
+    assert train(model, 3) == pytest.approx(train(bare, 3), rel=1e-5)
+    compiled = {str(one.co_filename) for one in torch._dynamo.utils.get_compilation_metrics()}
+    assert any(path.endswith("tests/engine/fakes.py") for path in compiled), compiled
+    assert not any("refshard/engine/" in path for path in compiled), compiled
+
+
 def test_what_is_no_part_of_a_sharded_model_is_not_unsharded(mode: str) -> None:
     bare, model = pair(mode)
     outer = nn.Sequential(model)

@@ -103,42 +103,47 @@ MOMENTUM_IN_FORWARD = [
 ]
 
 
-def _round(module: nn.Module) -> None:
+def _round(module: nn.Module, *, data: bool) -> None:
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.copy_((parameter * 16).round() / 16)
+            (parameter.data if data else parameter).copy_((parameter * 16).round() / 16)
 
 
 class Quantising(Stack):
     """Rounds weights of its blocks in forward: all before the first runs, or each before it runs."""
 
-    def __init__(self, *, at_once: bool) -> None:
+    def __init__(self, *, at_once: bool, data: bool) -> None:
         super().__init__()
-        self.at_once = at_once
+        self.at_once, self.data = at_once, data
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.at_once:
-            _round(self.layers[1])
+            _round(self.layers[1], data=self.data)
         x = self.inputs(x)
         for layer in self.layers:
             if not self.at_once:
-                _round(layer)
+                _round(layer, data=self.data)
             x = self.call(layer, x)
         out: torch.Tensor = self.head(x)
         return out
 
 
-def _quantised(at_once: bool, name: str) -> list[Case]:
+def _quantised(at_once: bool, data: bool, name: str) -> list[Case]:
     def run(side: Side, precision: Any) -> None:
-        model = side.shard(Quantising(at_once=at_once), side.x(), precision=precision)
+        model = side.shard(Quantising(at_once=at_once, data=data), side.x(), precision=precision)
         train(side, model, lambda step: _loss(side, model, step, precision))
 
-    return _with_and_without_precision(run, name)
+    return _with_and_without_precision(run, f"{name}_through_data" if data else name)
 
 
 QUANTISED = [
-    *_quantised(True, "later_block_quantised_in_the_roots_forward"),
-    *_quantised(False, "each_block_quantised_before_it_runs"),
+    found
+    for data in (False, True)
+    for at_once, name in (
+        (True, "later_block_quantised_in_the_roots_forward"),
+        (False, "each_block_quantised_before_it_runs"),
+    )
+    for found in _quantised(at_once, data, name)
 ]
 
 

@@ -1,4 +1,4 @@
-"""A strategy that shards by block, with every block compiled by itself, as torchtitan does. Collectives stay eager."""
+"""A strategy that shards by block, over compiled blocks, as torchtitan has it, or over a compiled model."""
 
 from collections.abc import Iterator
 from typing import final
@@ -14,21 +14,24 @@ from refshard.strategies.world import World
 
 
 @final
-class CompiledBlocks(Strategy):
-    """The strategy called ``of`` over compiled blocks, which are alike and share one graph.
+class Compiled(Strategy):
+    """The strategy called ``of`` over compiled code. Its hooks run between graphs, so collectives stay eager.
 
-    Only ``forward`` is compiled, with its recomputation: the strategy's hooks run around it. ``Module.compile`` would
-    compile the hooks too, and fails on a checkpointed forward ("fullgraph=True found no compiled frames").
+    Of each block, ``forward`` is compiled, with its recomputation; blocks are alike and share one graph.
+    ``Module.compile`` would compile the hooks too, and fails on a checkpointed forward ("fullgraph=True found no
+    compiled frames"). With ``whole`` all of the model is compiled, and breaks into graphs at the hooks.
     """
 
-    def __init__(self, of: str) -> None:
-        self._of = make_strategy(of)
+    def __init__(self, of: str, *, whole: bool = False) -> None:
+        self._of, self._whole = make_strategy(of), whole
 
     def wrap(self, model: Llama, world: World) -> Loop:
         """The first pass of each kind compiles, for seconds."""
         check_compiler(world.device)
         torch.compiler.reset()  # a process may train more models than dynamo recompiles one function for
-        for layer in model.model.layers:
+        if self._whole:
+            model.compile(dynamic=False)
+        for layer in model.model.layers if not self._whole else ():
             layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=False)
         return self._of.wrap(model, world)
 
