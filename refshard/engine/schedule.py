@@ -274,9 +274,9 @@ def _issue_position(position: int, uses: Sequence[_Use], rings: Rings, facts: Se
     unit = uses[position].unit
     ahead = position - facts[unit].mode.prefetch - (OUTSIDE_AHEAD if _outside(unit, rings, facts) else 0)
     wanted = uses[ahead].begin if ahead >= 0 else 0
-    own = [u.end + 1 for u in uses[:position] if u.unit == unit]
-    occupants = [u.end + 1 for u in uses[:position] if _conflict(rings, u.unit, unit)]
-    return max([wanted, *own, *occupants])
+    slot = rings.get(unit)
+    freed = [u.end + 1 for u in uses[:position] if u.unit == unit or (slot and rings.get(u.unit) == slot)]
+    return max([wanted, *freed])
 
 
 def _previous_residency(position: int, uses: Sequence[_Use], rings: Rings, facts: Sequence[UnitFacts]) -> bool:
