@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from refshard.analysis.figures import TraceFigures
+from refshard.dryrun.advice import EXPANDABLE, Advice
 from refshard.dryrun.analyse import Analysis
 from refshard.dryrun.memory import Held
 from refshard.dryrun.recording import ROOT, Category, Flag, Kind, Phase, Recording
@@ -32,6 +33,7 @@ from refshard.report.blocks import (
     table,
 )
 from refshard.report.draw.embed import MOST_EMBEDDED
+from refshard.report.dryrun.advice import advice_as_object, advice_blocks
 from refshard.report.trace.answer import as_objects, job_blocks, rank_blocks
 from refshard.report.trace.findings import Finding, findings
 
@@ -65,12 +67,16 @@ _LIMITS = (
 )
 
 
-def dryrun_answer(found: Analysis, more: str = "", eager: Analysis | None = None) -> Answer:
+def dryrun_answer(
+    found: Analysis, more: str = "", eager: Analysis | None = None, advice: Advice | None = None
+) -> Answer:
     """The whole report; the status is 0 if the script fits, 1 if it does not, failed or has races, 3 if nothing tells
     since it took no optimizer step on the GPU. ``more`` is a line for the terminal, ``eager`` the same script without
     torch.compile.
     """
     data = as_object(found)
+    if advice is not None:
+        data["advice"] = advice_as_object(advice)
     if eager is not None:
         data["eager"] = as_object(eager)
     return Answer(
@@ -86,6 +92,7 @@ def dryrun_answer(found: Analysis, more: str = "", eager: Analysis | None = None
             *_races(found),
             *_limits(found),
             *([Text(text=more, where="terminal")] if more else []),
+            *([] if advice is None else advice_blocks(advice, fits=found.fits is not False)),
             _verdict(found),
         ],
         status=_status(found),
@@ -567,24 +574,18 @@ def moment(recording: Recording, at: int) -> str:
 
 
 def _advice(found: Analysis) -> Iterator[str]:
-    """Sentences on fragmentation and allocator retries, if any, and one on the largest loss of time."""
+    """Facts about fragmentation, allocator retries, the host, recomputation and unused memory."""
     answer = found.run.answer
     wasted, other = answer.peak.reserved - answer.peak.allocated, answer.other_segments
-    expandable = other is not None and not other.expandable
-    if wasted > _FRAGMENTED * found.usable_bytes and not expandable:
-        setting = "PYTORCH_ALLOC_CONF=expandable_segments:True"
-        advice = f"Try: {setting}"
-        if other is not None:
-            helps = answer.peak.reserved - other.reserved > wasted / 4
-            advice = advice if helps else f"{setting} hardly helps"
-            advice += f" ({format_bytes(other.reserved)} reserved)"
-        yield f"Fragmentation: peak reserved exceeds peak allocated by {format_bytes(wasted)}. {advice}"
+    if wasted > _FRAGMENTED * found.usable_bytes and not (other is not None and other.expandable is False):
+        tried = "" if other is None else f" With {EXPANDABLE}: {format_bytes(other.reserved)} reserved."
+        yield f"Fragmentation: peak reserved exceeds peak allocated by {format_bytes(wasted)}.{tried}"
     if answer.retries:
         yield (
             f"The allocator emptied its cache {format_times(answer.retries)} to serve an allocation; the host waits "
-            "for the GPU each time. Try: a smaller batch, or more checkpointing."
+            "for the GPU each time."
         )
-    if found.traced is None:
+    if found.traced is None or found.fits is False:
         return
     steps = [step.breakdown for step in found.traced.figures.steps]
     if sum(step.idle_host_ns or 0 for step in steps) > _HOST_BOUND * sum(step.span_ns for step in steps):
@@ -594,18 +595,17 @@ def _advice(found: Analysis) -> Iterator[str]:
             "yours: refshard calibrate."
         )
     assert found.step_s is not None
-    if not found.fits or found.headroom_bytes < 0.1 * found.usable_bytes:
-        return
-    if found.recomputed_s > 0.01 * found.step_s:
+    unused = found.headroom_bytes > 0.1 * found.usable_bytes
+    if unused and found.recomputed_s > 0.01 * found.step_s:
         yield (
             f"Recomputation takes {format_seconds(found.recomputed_s)} per step "
-            f"({format_percent(found.recomputed_s / found.step_s)}). Try: checkpointing fewer layers; "
-            f"{format_bytes(found.headroom_bytes)} of memory are unused."
+            f"({format_percent(found.recomputed_s / found.step_s)}), and {format_bytes(found.headroom_bytes)} of "
+            "memory are unused."
         )
     elif found.headroom_bytes > 0.2 * found.usable_bytes:
         yield (
-            f"{format_bytes(found.headroom_bytes)} of memory are unused. Try: a larger batch, to amortise "
-            "communication and launches."
+            f'{format_bytes(found.headroom_bytes)} of memory are unused. --largest "--batch {{}}" finds the largest '
+            "batch that fits."
         )
 
 
