@@ -51,7 +51,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True):
     """What a trial found. ``fits`` is None if nothing tells; ``why`` says why it does not, or failed. Bytes of the
-    allocator at its peak, without a limit if it does not fit; seconds of a step; tokens/s of one GPU.
+    allocator at its peak, without a limit if it does not fit; seconds of a step; tokens/s of one GPU; how often the
+    allocator emptied its cache to serve an allocation.
     """
 
     fits: bool | None
@@ -62,6 +63,7 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float | None = None
     tokens_per_s: float | None = None
     mfu: float | None = None
+    retries: int = 0
     exposed_s: float | None = None
     wall_s: float = 0.0
 
@@ -76,6 +78,7 @@ def summary(found: Analysis) -> Tried:
     return Tried(
         fits=found.fits, why=why, reserved_bytes=answer.peak.reserved, allocated_bytes=answer.peak.allocated,
         usable_bytes=found.usable_bytes, step_s=found.step_s, tokens_per_s=found.tokens_per_s, mfu=found.mfu,
+        retries=answer.retries,
         exposed_s=sum(step.exposed_ns for step in steps) / len(steps) / 1e9 if steps else None, wall_s=answer.wall_s,
     )  # fmt: skip
 

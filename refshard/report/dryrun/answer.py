@@ -93,7 +93,7 @@ def dryrun_answer(
             *_limits(found),
             *([Text(text=more, where="terminal")] if more else []),
             *([] if advice is None else advice_blocks(advice, fits=found.fits is not False)),
-            _verdict(found),
+            _verdict(found, advice),
         ],
         status=_status(found),
         cover=Cover(
@@ -174,7 +174,7 @@ def _what_ran(request: Request) -> str:
     return " ".join(request.command if not request.module else ("-m", *request.command))
 
 
-def _verdict(found: Analysis) -> Verdict:
+def _verdict(found: Analysis, advice: Advice | None = None) -> Verdict:
     answer = found.run.answer
     if answer.outcome == "failed":
         where = [f"at {answer.where}"] if answer.where else []
@@ -200,7 +200,9 @@ def _verdict(found: Analysis) -> Verdict:
     refused = found.run.refused or answer
     refusal = f"{refused.error.partition(' Including')[0]} At {refused.where or 'a line inside torch'}."
     pace = [f"Without the memory limit: {words}" for words in _pace(found)]
-    return Verdict(sentences=[f"DOES NOT FIT: {needed}", refusal, *routing, *pace], style="bad")
+    enough = [] if advice is None else [one.change for one in advice.remedies if one.tried.fits]
+    remedy = [f"Fits with {', or with '.join(enough)} (dry-run)"] if enough else []
+    return Verdict(sentences=[f"DOES NOT FIT: {needed}", refusal, *routing, *pace, *remedy], style="bad")
 
 
 def _blamed(found: Analysis) -> Iterator[str]:
@@ -401,7 +403,7 @@ def _time(found: Analysis) -> Iterator[Block]:
     packed = TraceFile(id="trace", name="dryrun.json.gz", content=content)
     yield Section(
         title=f"Replayed: {_steps_of(figures)}", id="time", nav="Time", blocks=[
-            *job_blocks(figures, finding_of(figures)),
+            *([] if found.fits is False else job_blocks(figures, finding_of(figures))),
             *rank_blocks(drawn, traced.kept, "replayed", packed),
         ],
     )  # fmt: skip

@@ -28,7 +28,7 @@ def sweep_answer(rows: Sequence[Row], command: str, *, folder: Path, searched: s
         Section(
             title="All combinations", id="combinations", nav="Combinations", heading=False, blocks=[
                 table(shown, left=len(rows[0].choices), text=("why",),
-                      caption="*: no other combination needs less memory and is as fast"),
+                      caption="*: no other combination is as fast in as little memory. Tight: the allocator empties its cache"),
             ],
         ),
         Text(text=f"saved in {folder}", where="terminal"),
@@ -108,9 +108,9 @@ def _described(row: Row) -> str:
 
 def _cells(row: Row, best: bool) -> dict[str, Any]:
     tried = row.tried
-    state = {True: "fits", False: "does not fit", None: "no answer"}[tried.fits]
+    state = {True: "fits, tight" if tried.retries else "fits", False: "does not fit", None: "no answer"}[tried.fits]
     return {
-        **row.choices, "": "*" if best else "", "memory": state,
+        **row.choices, "Pareto": "*" if best else "", "memory": state,
         "peak reserved": Quantity(tried.reserved_bytes, "B") if tried.reserved_bytes else None,
         "step time": None if tried.step_s is None else Quantity(tried.step_s, "s"),
         "tokens/s/GPU": None if tried.tokens_per_s is None else round(tried.tokens_per_s),
