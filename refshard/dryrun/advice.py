@@ -76,7 +76,7 @@ def advise(found: Analysis, laboratory: Laboratory) -> Advice:
 def _segments(found: Analysis) -> Iterator[Remedy]:
     """Allocated again from the recording, when the script had ended."""
     other = found.run.answer.other_segments
-    if other is not None and other.expandable:
+    if other is not None and other.expandable and other.reserved < 0.99 * found.run.answer.peak.reserved:
         tried = msgspec.structs.replace(summary(found), fits=other.fits, reserved_bytes=other.reserved)
         yield Remedy(change=EXPANDABLE, tried=tried)
 
@@ -191,7 +191,7 @@ def savings(found: Analysis) -> tuple[Saving, ...]:
     possible = [
         Saving(what=what, held_bytes=held_bytes, change=change, frees_bytes=int(share * held_bytes))
         for what, held_bytes, change, share in (
-            ("logits and loss", outside, "a chunked or fused loss", 1),
+            ("what lies outside of layers (logits and loss)", outside, "a chunked or fused loss", 1),
             ("optimizer state", optimizer, "an 8-bit optimizer", 0.75),
             ("optimizer state", optimizer, "offloading it to the CPU", 1),
             ("unsharded parameters", unsharded, "resharding after forward", 1),

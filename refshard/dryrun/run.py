@@ -83,7 +83,7 @@ def _run(request: Request, quiet: bool) -> DryRun:
         folder = Path(name)
         (folder / REQUEST).write_bytes(msgspec.json.encode(request))
         output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL} if quiet else {"stdout": sys.stderr}
-        done = subprocess.run([sys.executable, "-m", "refshard.dryrun.child", name], **output)  # type: ignore[call-overload]
+        done = subprocess.run([sys.executable, "-m", "refshard.dryrun.child", name], **output)
         if not (folder / ANSWER).exists():
             raise RefshardError(_cause(done.returncode))
         answer = msgspec.json.decode((folder / ANSWER).read_bytes(), type=Answer)

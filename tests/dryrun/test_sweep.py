@@ -82,7 +82,7 @@ def test_nothing_fits() -> None:
 
 
 def test_a_number_that_changes_nothing_is_refused() -> None:
-    with pytest.raises(SpecError, match="memory does not grow with the number: [0-9,]+ still fits"):
+    with pytest.raises(SpecError, match=r"memory does not grow with the number: [0-9,]+ still fits"):
         found(lambda _: 10)
 
 

@@ -29,9 +29,9 @@ def _sentences(advice: Advice, *, fits: bool) -> Iterator[str]:
         yield "Inside the script, not tried: no single change is enough, but these together may be."
     for saving in advice.savings:
         yield (
-            f"{'' if advice.together else 'Inside the script, not tried: '}{saving.what} hold"
-            f"{'s' if saving.what == 'optimizer state' else ''} {format_bytes(saving.held_bytes)} at the peak; "
-            f"{saving.change} frees up to {format_bytes(saving.frees_bytes)}."
+            f"{'' if advice.together else 'Inside the script, not tried: '}{saving.what}, "
+            f"{format_bytes(saving.held_bytes)} at the peak: {saving.change} frees up to "
+            f"{format_bytes(saving.frees_bytes)}."
         )
     if not fits and not enough and not advice.savings:
         yield "Nothing known is enough: the model needs more or larger GPUs, or fewer layers."

@@ -28,7 +28,7 @@ def sweep_answer(rows: Sequence[Row], command: str, *, folder: Path, searched: s
         Section(
             title="All combinations", id="combinations", nav="Combinations", heading=False, blocks=[
                 table(shown, left=len(rows[0].choices), text=("why",),
-                      caption="*: no other combination is as fast in as little memory. Tight: the allocator empties its cache"),
+                      caption="*: no other is as fast in as little memory. Tight: the allocator empties its cache"),
             ],
         ),
         Text(text=f"saved in {folder}", where="terminal"),
