@@ -10,7 +10,7 @@ from refshard.commands.dryrun import Options, request_of
 from refshard.commands.printing import tell, write_page
 from refshard.dryrun.sweep import Row, largest
 from refshard.dryrun.template import Combination, Search, combinations, inserted, read_search
-from refshard.dryrun.trials import Laboratory, Trial, Tried
+from refshard.dryrun.trials import Laboratory, Prediction, Trial
 from refshard.errors import SpecError
 from refshard.folders import new_run_folder
 from refshard.quantities import format_bytes, format_seconds
@@ -110,10 +110,10 @@ def _folder(resume: Path | None) -> Path:
     return resume
 
 
-def _progress(total: int | None) -> Callable[[Trial, Tried], None]:
+def _progress(total: int | None) -> Callable[[Trial, Prediction], None]:
     count = 0
 
-    def report(trial: Trial, tried: Tried) -> None:
+    def report(trial: Trial, tried: Prediction) -> None:
         nonlocal count
         count += 1
         place = f"{count} of {total}" if total else f"{count}"

@@ -18,7 +18,7 @@ from refshard.dryrun.overheads import overheads
 from refshard.dryrun.recording import Category, Phase
 from refshard.dryrun.request import Request
 from refshard.dryrun.sweep import largest
-from refshard.dryrun.trials import Laboratory, Trial, Tried, summary
+from refshard.dryrun.trials import Laboratory, Prediction, Trial, summary
 from refshard.errors import SpecError
 from refshard.specs.cluster import load_cluster
 
@@ -34,7 +34,7 @@ class Remedy:
     """A ``change``, and what a dry run of it found."""
 
     change: str
-    tried: Tried
+    tried: Prediction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ def _more_gpus(found: Analysis, laboratory: Laboratory) -> Iterator[Remedy]:
         return
     counts = [request.world_size << n for n in range(1, _MANY.bit_length())]
     trials = [one for count in counts if (one := _on_gpus(request, count)) is not None]
-    low, high, tried = 0, len(trials), dict[int, Tried]()
+    low, high, tried = 0, len(trials), dict[int, Prediction]()
     if trials:
         last = len(trials) - 1
         tried[last] = laboratory.try_all([trials[last]])[0]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from refshard.dryrun.trials import Laboratory, Trial, Tried
+from refshard.dryrun.trials import Laboratory, Prediction, Trial
 from refshard.errors import SpecError
 
 MOST = 2**20
@@ -16,7 +16,7 @@ class Row:
 
     choices: Mapping[str, str]
     trial: Trial
-    tried: Tried
+    tried: Prediction
 
     @property
     def total_tokens_per_s(self) -> float | None:
@@ -41,8 +41,8 @@ def ranked(rows: Sequence[Row]) -> list[Row]:
 
 
 def largest(
-    laboratory: Laboratory, trial_of: Callable[[int], Trial], step: int, known: Mapping[int, Tried] = {}
-) -> dict[int, Tried]:
+    laboratory: Laboratory, trial_of: Callable[[int], Trial], step: int, known: Mapping[int, Prediction] = {}
+) -> dict[int, Prediction]:
     """What was tried to find the largest multiple of ``step`` that fits, by number; ``known`` was tried before.
 
     Two numbers at a time. The next are where a straight line through the memory of those around meets the limit, so
@@ -69,7 +69,7 @@ def largest(
         ask(guess, guess + 1 if above is None or guess + 1 < above else guess - 1 if guess - 1 > fitting else guess)
 
 
-def _where_it_ends(tried: Mapping[int, Tried], fitting: int, above: int | None) -> int:
+def _where_it_ends(tried: Mapping[int, Prediction], fitting: int, above: int | None) -> int:
     """Where memory probably exceeds what is usable, between the largest that fits and the smallest that does not."""
     if fitting == 0:
         assert above is not None

@@ -49,7 +49,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
         return path.read_bytes() if not self.request.module and path.is_file() else b""
 
 
-class Tried(msgspec.Struct, frozen=True, kw_only=True):
+class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """What a trial found. ``fits`` is None if nothing tells; ``why`` says why it does not, or failed. Bytes of the
     allocator at its peak, without a limit if it does not fit; seconds of a step; tokens/s of one GPU; how often the
     allocator emptied its cache to serve an allocation.
@@ -68,14 +68,14 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float = 0.0
 
 
-def summary(found: Analysis) -> Tried:
+def summary(found: Analysis) -> Prediction:
     """The figures of an analysis."""
     answer = found.run.answer
     why = answer.error if answer.outcome == "failed" else ""
     if found.fits is False:
         why = f"needs {format_bytes(answer.peak.reserved)} of {format_bytes(found.usable_bytes)}"
     steps = [] if found.traced is None else [step.breakdown for step in found.traced.figures.steps]
-    return Tried(
+    return Prediction(
         fits=found.fits, why=why, reserved_bytes=answer.peak.reserved, allocated_bytes=answer.peak.allocated,
         usable_bytes=found.usable_bytes, step_s=found.step_s, tokens_per_s=found.tokens_per_s, mfu=found.mfu,
         retries=answer.retries,
@@ -90,9 +90,9 @@ class Laboratory:
     """
 
     def __init__(
-        self, jobs: int, file: Path | None = None, on_tried: Callable[[Trial, Tried], None] = lambda *_: None
+        self, jobs: int, file: Path | None = None, on_tried: Callable[[Trial, Prediction], None] = lambda *_: None
     ) -> None:
-        self._known: dict[str, Tried] = {} if file is None else read_trials(file)
+        self._known: dict[str, Prediction] = {} if file is None else read_trials(file)
         self._file, self._on_tried = file, on_tried
         context = multiprocessing.get_context("spawn")
         self._pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_end_script_first)
@@ -109,7 +109,7 @@ class Laboratory:
         """Whether it need not be run."""
         return trial.key in self._known
 
-    def try_all(self, trials: Iterable[Trial]) -> list[Tried]:
+    def try_all(self, trials: Iterable[Trial]) -> list[Prediction]:
         """What each of them finds, in their order; those that were tried before are not run again."""
         wanted = list(trials)
         groups: dict[str, list[Trial]] = {}
@@ -122,7 +122,7 @@ class Laboratory:
                 self._keep(trial, tried)
         return [self._known[trial.key] for trial in wanted]
 
-    def _keep(self, trial: Trial, tried: Tried) -> None:
+    def _keep(self, trial: Trial, tried: Prediction) -> None:
         self._known[trial.key] = tried
         if self._file is not None:
             with self._file.open("ab") as file:
@@ -133,12 +133,12 @@ class Laboratory:
 
 class _Line(msgspec.Struct):
     key: str
-    tried: Tried
+    tried: Prediction
 
 
-def read_trials(file: Path) -> dict[str, Tried]:
+def read_trials(file: Path) -> dict[str, Prediction]:
     """What :class:`Laboratory` wrote, by key; nothing if there is no file. A line that was cut off is left out."""
-    found: dict[str, Tried] = {}
+    found: dict[str, Prediction] = {}
     for line in file.read_bytes().splitlines() if file.exists() else ():
         try:
             read = msgspec.json.decode(line, type=_Line)
@@ -154,12 +154,12 @@ def _end_script_first() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
 
 
-def _try_alike(trials: Sequence[Trial]) -> list[Tried]:
+def _try_alike(trials: Sequence[Trial]) -> list[Prediction]:
     """Trials that share a recording, in a process of the pool."""
     try:
         run = dry_run(trials[0].request, quiet=True)
     except RefshardError as error:
-        failed = Tried(fits=None, why=str(error), reserved_bytes=0, allocated_bytes=0, usable_bytes=0)
+        failed = Prediction(fits=None, why=str(error), reserved_bytes=0, allocated_bytes=0, usable_bytes=0)
         return [failed for _ in trials]
     return [summary(analyse(run, trial.cluster, global_tokens=trial.global_tokens)) for trial in trials]
 

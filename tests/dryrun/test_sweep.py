@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from refshard.dryrun.request import Request
 from refshard.dryrun.sweep import Row, front, largest, ranked
-from refshard.dryrun.trials import Laboratory, Trial, Tried
+from refshard.dryrun.trials import Laboratory, Prediction, Trial
 from refshard.errors import SpecError
 
 LIMIT = 1000
@@ -24,19 +24,21 @@ class Known(Laboratory):
     def __init__(self, law: Callable[[int], int | None]) -> None:
         self.law, self.rounds, self.asked = law, 0, list[int]()
 
-    def try_all(self, trials: Iterable[Trial]) -> list[Tried]:
+    def try_all(self, trials: Iterable[Trial]) -> list[Prediction]:
         numbers = [int(one.request.command[1]) for one in trials]
         self.rounds += bool(numbers)
         self.asked += numbers
         return [self._tried(self.law(number)) for number in numbers]
 
-    def _tried(self, size: int | None) -> Tried:
+    def _tried(self, size: int | None) -> Prediction:
         if size is None:
-            return Tried(fits=None, why="raised", reserved_bytes=0, allocated_bytes=0, usable_bytes=LIMIT)
-        return Tried(fits=size <= LIMIT, reserved_bytes=size, allocated_bytes=size, usable_bytes=LIMIT)
+            return Prediction(fits=None, why="raised", reserved_bytes=0, allocated_bytes=0, usable_bytes=LIMIT)
+        return Prediction(fits=size <= LIMIT, reserved_bytes=size, allocated_bytes=size, usable_bytes=LIMIT)
 
 
-def found(law: Callable[[int], int | None], step: int = 1, known: dict[int, Tried] | None = None) -> tuple[int, Known]:
+def found(
+    law: Callable[[int], int | None], step: int = 1, known: dict[int, Prediction] | None = None
+) -> tuple[int, Known]:
     laboratory = Known(law)
     tried = largest(laboratory, trial, step, known or {})
     assert len(laboratory.asked) == len(set(laboratory.asked)), "one was tried twice"
@@ -67,7 +69,7 @@ def test_numbers_are_multiples_of_the_step() -> None:
 
 
 def test_what_was_tried_before_is_not_tried_again() -> None:
-    known = {24: Tried(fits=False, reserved_bytes=2400, allocated_bytes=2400, usable_bytes=LIMIT)}
+    known = {24: Prediction(fits=False, reserved_bytes=2400, allocated_bytes=2400, usable_bytes=LIMIT)}
     best, laboratory = found(lambda number: 100 * number, known=known)
     assert best == 10
     assert 24 not in laboratory.asked
@@ -87,7 +89,9 @@ def test_a_number_that_changes_nothing_is_refused() -> None:
 
 
 def row(speed: float, reserved: int, *, fits: bool = True) -> Row:
-    tried = Tried(fits=fits, reserved_bytes=reserved, allocated_bytes=reserved, usable_bytes=LIMIT, tokens_per_s=speed)
+    tried = Prediction(
+        fits=fits, reserved_bytes=reserved, allocated_bytes=reserved, usable_bytes=LIMIT, tokens_per_s=speed
+    )
     return Row(choices={"speed": str(speed)}, trial=trial(1), tried=tried)
 
 
