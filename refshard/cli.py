@@ -614,9 +614,14 @@ def noise(
         )  # fmt: skip
 
 
-@app.command()
+@app.command(context_settings={"ignore_unknown_options": True})
 @printed
 def gate(
+    context: typer.Context,
+    command_words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[COMMAND]...", help="After `--`: a training script and its arguments, to be dry-run."),
+    ] = None,
     suite: _Suite = "gate",
     baseline: Annotated[
         str | None, typer.Option(help="A revision or a checkout (default: the accepted exact metrics).")
@@ -637,18 +642,44 @@ def gate(
     annotate: Annotated[
         bool, typer.Option("--annotate", help="Print GitHub workflow commands that annotate the job.")
     ] = False,
+    cluster: Annotated[
+        str, typer.Option(help="With a script: the cluster to dry-run it on.", autocompletion=_cluster_names)
+    ] = "dgx-h100",
+    gpus: Annotated[
+        int | None, typer.Option(help="With a script: number of GPUs (default: the whole cluster).")
+    ] = None,
+    accept: Annotated[
+        str | None, typer.Option(metavar="REASON", help="With a script: accept the figures of this run.")
+    ] = None,
 ) -> Answer:
-    """Compare two revisions, or one with its baseline. Exit status: 0 pass, 1 regression, 2 harness error,
-    3 inconclusive, 4 no comparable baseline.
+    """Compare two revisions, or one with its baseline: the cases of a suite, or a dry run of a training script.
+
+    For a script: refshard gate --cluster dgx-h100 -- train.py --its args. Memory, operators, collectives and waits are
+    compared with what was accepted (--accept REASON), or with a revision of its repository (--baseline).
+
+    Exit status: 0 pass, 1 regression, 2 harness error, 3 inconclusive, 4 no comparable baseline.
     """
     with mortal():
         from refshard.commands import gate as command
 
+    outputs = command.Outputs(summary=summary, junit=junit, annotate=annotate)
+    given = _given(context)
+    if words := [word for word in command_words or [] if word != "--"]:
+        from refshard.commands import gate_script as script
+
+        if extra := given & {"--suite", "--candidate", "--strategy", "--exact", "--portable", "--oversubscribe"}:
+            raise SpecError(f"gate: {', '.join(sorted(extra))} is for suites; leave it out with a script")
+        asked = script.Options(
+            words=tuple(words), cluster=cluster, gpus=gpus, baseline=baseline, accept=accept, baselines=baselines
+        )
+        with _interruptible("there is no verdict"), _errors_of_gate():
+            return script.gate_script(asked, outputs)
+    if extra := given & {"--cluster", "--gpus", "--accept"}:
+        raise SpecError(f"gate: {', '.join(sorted(extra))} needs a script: refshard gate -- train.py --its args")
     options = command.Options(
         suite=suite, baseline=baseline, candidate=candidate, strategies=command.two_strategies(strategy),
         exact=exact, portable=portable, oversubscribe=oversubscribe, baselines=baselines,
     )  # fmt: skip
-    outputs = command.Outputs(summary=summary, junit=junit, annotate=annotate)
     with _interruptible("finished launches are saved; there is no verdict"), _errors_of_gate():
         return command.gate(options, outputs)
 

@@ -84,7 +84,8 @@ def dry_run(
     >>> dry_run(build, torch.zeros(4, 2048, dtype=torch.long), cluster="dgx-h100").fits  # doctest: +SKIP
     True
     """
-    named = batch if isinstance(batch, Mapping) else dict(enumerate([batch] if hasattr(batch, "shape") else batch))
+    single = hasattr(batch, "is_floating_point")
+    named: dict[Any, Any] = dict(batch if isinstance(batch, Mapping) else enumerate([batch] if single else batch))
     spec = _Spec(
         build=_locate(build, "build"), batch={str(name): _described(tensor) for name, tensor in named.items()},
         by_name=isinstance(batch, Mapping), loss=None if loss is None else _locate(loss, "loss"), steps=steps,
