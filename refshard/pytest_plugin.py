@@ -8,7 +8,7 @@ import pytest
 @pytest.fixture(scope="session")
 def dry_run() -> "Callable[..., object]":
     """:func:`refshard.dry_run`; the test is skipped where the fake device cannot be built."""
-    from refshard import dry_run as run
+    from refshard.dryrun.factory import dry_run as run
     from refshard.errors import RefshardError
     from refshard.fakecuda.build import extension
 

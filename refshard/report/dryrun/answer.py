@@ -27,6 +27,7 @@ from refshard.report.blocks import (
     Quantity,
     Row,
     Section,
+    Table,
     Text,
     TraceFile,
     Verdict,
@@ -403,10 +404,16 @@ def _time(found: Analysis) -> Iterator[Block]:
     packed = TraceFile(id="trace", name="dryrun.json.gz", content=content)
     yield Section(
         title=f"Replayed: {_steps_of(figures)}", id="time", nav="Time", blocks=[
-            *([] if found.fits is False else job_blocks(figures, finding_of(figures))),
+            *_job(found, figures),
             *rank_blocks(drawn, traced.kept, "replayed", packed),
         ],
     )  # fmt: skip
+
+
+def _job(found: Analysis, figures: TraceFigures) -> list[Block]:
+    """Of a run that does not fit the figures only: advice about time would be for a run that never takes place."""
+    blocks = job_blocks(figures, finding_of(figures))
+    return blocks if found.fits is not False else [block for block in blocks if isinstance(block, Table)]
 
 
 def finding_of(figures: TraceFigures) -> Finding:
@@ -587,7 +594,7 @@ def _advice(found: Analysis) -> Iterator[str]:
             f"The allocator emptied its cache {format_times(answer.retries)} to serve an allocation; the host waits "
             "for the GPU each time."
         )
-    if found.traced is None or found.fits is False:
+    if found.traced is None:
         return
     steps = [step.breakdown for step in found.traced.figures.steps]
     if sum(step.idle_host_ns or 0 for step in steps) > _HOST_BOUND * sum(step.span_ns for step in steps):
@@ -597,6 +604,8 @@ def _advice(found: Analysis) -> Iterator[str]:
             "yours: refshard calibrate."
         )
     assert found.step_s is not None
+    if not found.fits:
+        return
     unused = found.headroom_bytes > 0.1 * found.usable_bytes
     if unused and found.recomputed_s > 0.01 * found.step_s:
         yield (
