@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from refshard.version import __version__
 
 if TYPE_CHECKING:
+    from refshard.dryrun.factory import dry_run
     from refshard.engine import checkpoint
     from refshard.engine.ahead import reshard, unshard
     from refshard.engine.api import clip_grad_norm_, full_parameters, no_sync, shard, whole_tensors
@@ -20,6 +21,7 @@ __all__ = [
     "__version__",
     "checkpoint",
     "clip_grad_norm_",
+    "dry_run",
     "full_parameters",
     "local_parameters",
     "no_sync",
@@ -35,6 +37,7 @@ _HOME = {
     "Policy": "refshard.engine.policy",
     "Precision": "refshard.engine.precision",
     "clip_grad_norm_": "refshard.engine.api",
+    "dry_run": "refshard.dryrun.factory",
     "full_parameters": "refshard.engine.api",
     "local_parameters": "refshard.engine.optim",
     "no_sync": "refshard.engine.api",
@@ -47,7 +50,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the engine, and torch with it, on first use."""
+    """Import the engine, and torch with it, or dry runs, on first use."""
     if name == "checkpoint":
         return importlib.import_module("refshard.engine.checkpoint")
     if name in _HOME:

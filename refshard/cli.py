@@ -4,6 +4,7 @@ Exit status: 0 if all that was requested was done and every case ended ok or is 
 nothing fits, 2 for a mistake in the arguments, 130 if interrupted. ``refshard gate`` has its own.
 """
 
+import os
 import re
 import sys
 import traceback
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from msgspec.structs import replace
 
 from refshard import resources
 from refshard.commands.printing import OUTPUT_OPTIONS, printed
@@ -425,7 +427,8 @@ def dryrun(
         str, typer.Option(help="With --model: none, full, selective, every-K or first-N.")
     ] = "none",
     gpus: Annotated[
-        int | None, typer.Option(help="Number of GPUs (default: from torchrun's options, or the whole cluster).")
+        str | None,
+        typer.Option(help="Number of GPUs, or several: 8,16,64 (default: torchrun's options, or the whole cluster)."),
     ] = None,
     rank: Annotated[int, typer.Option(help="The rank to run.")] = 0,
     steps: Annotated[
@@ -446,21 +449,52 @@ def dryrun(
     compile_: Annotated[
         str, typer.Option("--compile", help="What torch.compile does: on, off (run eagerly), or both, to compare.")
     ] = "on",
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OPTIONS",
+            help="Run all combinations, as in '--batch {1,2,4} {,--checkpoint}', each in place of {}.",
+        ),
+    ] = None,
+    largest: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OPTION", help="Find the largest number that fits, as in '--batch {}' or '--seq-len {1024}'."
+        ),
+    ] = None,
+    advise: Annotated[
+        bool | None,
+        typer.Option(
+            "--advise/--no-advise",
+            help="Try what could make it fit, or use the memory that is left [default: if it does not fit].",
+        ),
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(help="With several runs: how many at a time [default: one per core].")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="The folder of an interrupted sweep: run only what is missing.")
+    ] = None,
 ) -> Answer:
     """Run one rank of an unmodified training script on fake GPUs, and report whether it fits and how fast it is.
 
-    With --model, a model is trained under one strategy, and no script is needed.
+    With --model, a model is trained under one strategy, and no script is needed. --sweep and --largest run the command
+    several times, with other options in place of the word {}: refshard dryrun --cluster dgx-h100 --largest "--batch {}"
+    -- train.py {}
 
     Exit status: 0 if it fits; 1 if it does not, the script fails or --races finds a race; 2 if the command is wrong;
     3 if there is no verdict, because no optimizer step had work on the GPU.
     """
     from refshard.commands import dryrun as made
+    from refshard.commands.sizes import sized
+    from refshard.specs.cluster import load_cluster
 
     if steps != "auto" and not re.fullmatch(r"-?\d+", steps):
         raise SpecError(f"dryrun: steps must be a number or auto, got '{steps}'")
     words = made.words_of(command or [])
+    training = None
     if model is not None:
-        from refshard.commands.dryrun_model import Training, training_command
+        from refshard.commands.dryrun_model import Training, model_command, training_command
 
         if words:
             raise SpecError("dryrun: --model and a script exclude each other, got both; leave one out")
@@ -468,13 +502,36 @@ def dryrun(
             model=model, strategy=strategy, seq_len=seq_len, microbatch=microbatch, precision=precision,
             checkpointing=checkpointing,
         )  # fmt: skip
-        words, tokens_per_step = training_command(training, cluster, gpus)
     elif extra := _given(context) & {"--strategy", "--seq-len", "--microbatch", "--precision", "--checkpointing"}:
         raise SpecError(f"dryrun: {', '.join(sorted(extra))} needs --model; a script has options of its own")
     options = made.Options(
-        words=words, cluster=cluster, gpus=gpus, rank=rank, steps=None if steps == "auto" else int(steps),
-        tokens_per_step=tokens_per_step, races=races, compile=compile_, routing=routing,
+        words=words, cluster=cluster, rank=rank, steps=None if steps == "auto" else int(steps),
+        tokens_per_step=tokens_per_step, races=races, compile=compile_, routing=routing, advise=advise,
+        jobs=jobs or os.cpu_count() or 1,
     )  # fmt: skip
+    clusters = tuple(name.strip() for name in cluster.split(","))
+    sizes = [one.world_size for one in sized(gpus, load_cluster(clusters[0]))] if gpus else []
+    if sweep or largest or len(sizes) > 1 or len(clusters) > 1:
+        from refshard.commands import sweep as several
+
+        if extra := _given(context) & {"--trace", "--races"}:
+            raise SpecError(f"dryrun: {', '.join(sorted(extra))} is for a single dry run; leave it or the others out")
+        varied = several.Sweep(
+            sweep=sweep, largest=largest, clusters=clusters, gpus=tuple(sizes), jobs=options.jobs,
+            resume=resume,
+        )  # fmt: skip
+        made_by = (
+            model_command(training) if training is not None
+            else several.script_command(words, tokens_per_step, varies=bool(sweep or largest))
+        )  # fmt: skip
+        with _interruptible("nothing is written"):
+            return several.sweep(options, varied, made_by, html=html)
+    if resume is not None:
+        raise SpecError("dryrun: --resume needs the --sweep or the --largest that was interrupted")
+    options = replace(options, gpus=sizes[0] if sizes else None)
+    if training is not None:
+        words, tokens_per_step = training_command(training, cluster, options.gpus)
+        options = replace(options, words=words, tokens_per_step=tokens_per_step)
     with _interruptible("nothing is written"):
         return made.dryrun(options, trace=trace, html=html)
 
@@ -557,9 +614,14 @@ def noise(
         )  # fmt: skip
 
 
-@app.command()
+@app.command(context_settings={"ignore_unknown_options": True})
 @printed
 def gate(
+    context: typer.Context,
+    command_words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[COMMAND]...", help="After `--`: a training script and its arguments, to be dry-run."),
+    ] = None,
     suite: _Suite = "gate",
     baseline: Annotated[
         str | None, typer.Option(help="A revision or a checkout (default: the accepted exact metrics).")
@@ -580,18 +642,44 @@ def gate(
     annotate: Annotated[
         bool, typer.Option("--annotate", help="Print GitHub workflow commands that annotate the job.")
     ] = False,
+    cluster: Annotated[
+        str, typer.Option(help="With a script: the cluster to dry-run it on.", autocompletion=_cluster_names)
+    ] = "dgx-h100",
+    gpus: Annotated[
+        int | None, typer.Option(help="With a script: number of GPUs (default: the whole cluster).")
+    ] = None,
+    accept: Annotated[
+        str | None, typer.Option(metavar="REASON", help="With a script: accept the figures of this run.")
+    ] = None,
 ) -> Answer:
-    """Compare two revisions, or one with its baseline. Exit status: 0 pass, 1 regression, 2 harness error,
-    3 inconclusive, 4 no comparable baseline.
+    """Compare two revisions, or one with its baseline: the cases of a suite, or a dry run of a training script.
+
+    For a script: refshard gate --cluster dgx-h100 -- train.py --its args. Memory, operators, collectives and waits are
+    compared with what was accepted (--accept REASON), or with a revision of its repository (--baseline).
+
+    Exit status: 0 pass, 1 regression, 2 harness error, 3 inconclusive, 4 no comparable baseline.
     """
     with mortal():
         from refshard.commands import gate as command
 
+    outputs = command.Outputs(summary=summary, junit=junit, annotate=annotate)
+    given = _given(context)
+    if words := [word for word in command_words or [] if word != "--"]:
+        from refshard.commands import gate_script as script
+
+        if extra := given & {"--suite", "--candidate", "--strategy", "--exact", "--portable", "--oversubscribe"}:
+            raise SpecError(f"gate: {', '.join(sorted(extra))} is for suites; leave it out with a script")
+        asked = script.Options(
+            words=tuple(words), cluster=cluster, gpus=gpus, baseline=baseline, accept=accept, baselines=baselines
+        )
+        with _interruptible("there is no verdict"), _errors_of_gate():
+            return script.gate_script(asked, outputs)
+    if extra := given & {"--cluster", "--gpus", "--accept"}:
+        raise SpecError(f"gate: {', '.join(sorted(extra))} needs a script: refshard gate -- train.py --its args")
     options = command.Options(
         suite=suite, baseline=baseline, candidate=candidate, strategies=command.two_strategies(strategy),
         exact=exact, portable=portable, oversubscribe=oversubscribe, baselines=baselines,
     )  # fmt: skip
-    outputs = command.Outputs(summary=summary, junit=junit, annotate=annotate)
     with _interruptible("finished launches are saved; there is no verdict"), _errors_of_gate():
         return command.gate(options, outputs)
 

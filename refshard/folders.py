@@ -13,6 +13,7 @@ import secrets
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -20,6 +21,12 @@ from refshard.errors import CheckpointError
 
 STDOUT = Path("-")
 """Standard output, where a command line names a file."""
+
+
+def new_run_folder(name: str) -> Path:
+    """A new folder name under ``runs/`` of the current directory."""
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    return Path("runs") / f"{stamp}-{name}"
 
 
 def begin(folder: str | Path, contents: Sequence[str]) -> Path:

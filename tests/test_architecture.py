@@ -40,6 +40,7 @@ OPTIONAL = {
     "nf4.py": {"bitsandbytes"},
     "nvml.py": {"pynvml"},
     "replay.py": {"pytest"},
+    "pytest_plugin.py": {"pytest"},
     "transformers_llama.py": {"transformers"},
 }
 """What a file may import besides, for whoever calls it has installed it."""
@@ -133,6 +134,7 @@ def test_public_face() -> None:
         "__version__",
         "checkpoint",
         "clip_grad_norm_",
+        "dry_run",
         "full_parameters",
         "local_parameters",
         "no_sync",

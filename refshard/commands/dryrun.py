@@ -6,11 +6,13 @@ from pathlib import Path
 import msgspec
 
 from refshard.commands.printing import write_page
+from refshard.dryrun.advice import advise
 from refshard.dryrun.analyse import analyse
 from refshard.dryrun.command_line import TrainingCommand, read_command
 from refshard.dryrun.overheads import overheads
 from refshard.dryrun.request import Request
 from refshard.dryrun.run import dry_run
+from refshard.dryrun.trials import Laboratory
 from refshard.errors import SpecError
 from refshard.events.writer import as_kineto
 from refshard.folders import replace_file
@@ -24,7 +26,9 @@ _EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of the command line; ``steps`` is None for auto, ``tokens_per_step`` are those of all ranks."""
+    """The options of the command line; ``steps`` is None for auto, ``tokens_per_step`` are those of all ranks.
+    ``advise`` says whether to try remedies, None: if it does not fit; ``jobs`` at a time.
+    """
 
     words: tuple[str, ...]
     cluster: str
@@ -35,6 +39,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     races: bool = False
     compile: str = "on"
     routing: str = "balanced"
+    advise: bool | None = None
+    jobs: int = 1
 
 
 def dryrun(options: Options, *, trace: Path | None = None, html: Path | None = None) -> Answer:
@@ -54,12 +60,8 @@ def dryrun(options: Options, *, trace: Path | None = None, html: Path | None = N
             raise SpecError(f"{option}: {path} cannot be written; name a file in a folder that exists")
     if options.compile not in ("on", "off", "both"):
         raise SpecError(f"dryrun: compile must be on, off or both, got '{options.compile}'")
-    command, whole = read_command(options.words), load_cluster(options.cluster)
-    cluster = whole.of_world_size(_gpus(options, command, whole))
-    try:
-        request = _request(options, command, cluster)
-    except ValueError as error:
-        raise SpecError(f"dryrun: {error}") from None
+    request = request_of(options)
+    cluster = load_cluster(options.cluster).of_world_size(request.world_size)
     found = analyse(dry_run(request), cluster, global_tokens=options.tokens_per_step, races=options.races)
     if trace is not None:
         replace_file(trace, [as_kineto(found.trace)])
@@ -67,7 +69,11 @@ def dryrun(options: Options, *, trace: Path | None = None, html: Path | None = N
     if options.compile == "both" and found.run.answer.compiled is not None:
         request = msgspec.structs.replace(request, environment=_EAGER)
         eager = analyse(dry_run(request), cluster, global_tokens=options.tokens_per_step)
-    answer = dryrun_answer(found, f"page: {html}" if html is not None else "", eager)
+    advice = None
+    if options.advise or (options.advise is None and found.fits is False):
+        with Laboratory(options.jobs) as laboratory:
+            advice = advise(found, laboratory)
+    answer = dryrun_answer(found, f"page: {html}" if html is not None else "", eager, advice)
     if html is not None:
         write_page(answer, html, "dryrun")
     return answer
@@ -84,15 +90,26 @@ def _gpus(options: Options, command: TrainingCommand, cluster: ClusterSpec) -> i
     return (command.nodes or 1) * (command.ranks_per_node or cluster.ranks_per_node)
 
 
-def _request(options: Options, command: TrainingCommand, cluster: ClusterSpec) -> Request:
+def request_of(options: Options) -> Request:
+    """What to run.
+
+    Raises:
+        SpecError: the command, the cluster or another value is wrong.
+    """
+    command, whole = read_command(options.words), load_cluster(options.cluster)
+    cluster = whole.of_world_size(_gpus(options, command, whole))
     world_size = cluster.world_size
-    return Request(
-        command=command.command, module=command.module, cluster=options.cluster, world_size=world_size,
-        local_ranks=cluster.ranks_per_node, rank=options.rank, routing=options.routing,
-        steps=MOST_STEPS if options.steps is None else options.steps, until_stable=options.steps is None,
-        unusable_bytes=sum(one.bytes for one in overheads(world_size)),
-        environment=_EAGER if options.compile == "off" else {}, rank_variables=world_size > 1 or not command.python,
-    )  # fmt: skip
+    try:
+        return Request(
+            command=command.command, module=command.module, cluster=options.cluster, world_size=world_size,
+            local_ranks=cluster.ranks_per_node, rank=options.rank, routing=options.routing,
+            steps=MOST_STEPS if options.steps is None else options.steps, until_stable=options.steps is None,
+            unusable_bytes=sum(one.bytes for one in overheads(world_size)),
+            environment=_EAGER if options.compile == "off" else {},
+            rank_variables=world_size > 1 or not command.python,
+        )  # fmt: skip
+    except ValueError as error:
+        raise SpecError(f"dryrun: {error}") from None
 
 
 def words_of(arguments: Sequence[str]) -> tuple[str, ...]:

@@ -1,9 +1,11 @@
 """``refshard dryrun --model``: the command line that trains a model under one strategy, to be dry-run like a script."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from refshard.commands.sweep import Command
 from refshard.errors import SpecError, UnsupportedError
 from refshard.specs.case import Case
 from refshard.specs.cluster import load_cluster
@@ -51,3 +53,32 @@ def training_command(training: Training, cluster: str, gpus: int | None) -> tupl
         find_factory(case.job.model)
     words = ("-m", PROGRAM, *(f"{name}={case.fields[name]}" for name in fields))
     return words, case.job.global_batch * case.job.seq_len
+
+
+def model_command(training: Training) -> Command:
+    """The command that trains a model; the words that vary are refshard's own options."""
+
+    def made(chosen: Sequence[str], cluster: str, gpus: int | None) -> tuple[tuple[str, ...], int | None]:
+        return training_command(_changed(training, chosen), cluster, gpus)
+
+    return made
+
+
+def _changed(training: Training, words: Sequence[str]) -> Training:
+    """With the options that ``words`` give: ``--microbatch 2``, ``--checkpointing=full``.
+
+    Raises:
+        SpecError: they are no options of a model, or a value is no number.
+    """
+    left = [part for word in words for part in word.split("=", 1)]
+    names = {f"--{name.replace('_', '-')}": name for name in Training.__struct_fields__}
+    changes: dict[str, Any] = {}
+    while left:
+        option = left.pop(0)
+        if option not in names or not left:
+            raise SpecError(f"dryrun: with --model, {', '.join(names)} may vary, each with a value, got '{option}'")
+        value, field = left.pop(0), names[option]
+        if field in ("seq_len", "microbatch") and not value.isdigit():
+            raise SpecError(f"dryrun: {option} must be a number, got '{value}'")
+        changes[field] = int(value) if field in ("seq_len", "microbatch") else value
+    return msgspec.structs.replace(training, **changes)

@@ -104,7 +104,7 @@ def gate(options: Options, outputs: Outputs) -> Answer:
             oversubscribe=options.oversubscribe,
             baselines=options.baselines,
         )
-    return _put_out(found, outputs)
+    return put_out(found, outputs)
 
 
 def two_strategies(given: str | None) -> tuple[str, str] | None:
@@ -121,7 +121,8 @@ def two_strategies(given: str | None) -> tuple[str, str] | None:
     return names[0], names[1]
 
 
-def _put_out(found: GateReport, outputs: Outputs) -> Answer:
+def put_out(found: GateReport, outputs: Outputs) -> Answer:
+    """The answer; the report is written to the files that ``outputs`` name, too."""
     answer = report.gate_answer(found)
     for path, text in ((outputs.summary, as_markdown(answer, "gate") + "\n"), (outputs.junit, report.junit(found))):
         try:

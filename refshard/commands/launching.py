@@ -6,13 +6,14 @@ from pathlib import Path
 
 from refshard.commands.printing import tell
 from refshard.errors import SpecError, nearest
+from refshard.folders import new_run_folder
 from refshard.measure.launchers.base import Launcher
 from refshard.measure.launchers.local import LocalLauncher
 from refshard.measure.launchers.netlab import NetlabLauncher
 from refshard.measure.launchers.netlab import check as check_network
 from refshard.measure.launchers.slurm import SlurmLauncher
 from refshard.measure.launchers.torchrun import TorchrunLauncher, place_of, serve
-from refshard.measure.run import check_suite, new_run_folder
+from refshard.measure.run import check_suite
 from refshard.specs.case import Case
 from refshard.specs.suite import NetworkSpec, SuiteSpec
 

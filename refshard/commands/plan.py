@@ -12,6 +12,7 @@ import msgspec
 
 from refshard import resources
 from refshard.commands.printing import tell, write_page
+from refshard.commands.sizes import numbers, sized
 from refshard.emit.table import POLICIES, RUNS, TOOLS, emit
 from refshard.emit.tool import Setting as EmitSetting
 from refshard.engine.placement import MODES
@@ -279,34 +280,6 @@ def _cluster_name(given: str, cluster: ClusterSpec) -> str:
     return f"{profile}x{cluster.nodes}"
 
 
-def sized(gpus: str | None, cluster: ClusterSpec) -> list[ClusterSpec]:
-    """The cluster with each number of GPUs, ascending: ``"8,16,32"``, or ``"64..2048"``, doubling.
-
-    Raises:
-        SpecError: it is neither, or a number fills the last node in part.
-    """
-    if gpus is None:
-        return [cluster]
-    if doubled := re.fullmatch(r"(\d{1,7})\.\.(\d{1,7})", gpus.strip()):
-        count, most = int(doubled[1]), int(doubled[2])
-        if not 1 <= count <= most:
-            raise SpecError(f"gpus must ascend from 1 or more, got {gpus!r}; write, for example, 64..2048")
-        counts = []
-        while count <= most:
-            counts.append(count)
-            count *= 2
-    else:
-        counts = sorted(set(_numbers("gpus", gpus)))
-    return [cluster.of_world_size(count) for count in counts]
-
-
-def _numbers(name: str, given: str) -> list[int]:
-    numbers = [number.strip() for number in given.split(",") if number.strip()]
-    if not numbers or any(not re.fullmatch(r"[1-9]\d{0,6}", number) for number in numbers):
-        raise SpecError(f"{name} must be numbers from 1, separated by commas, got {given!r}; write, for example, 1,2,4")
-    return [int(number) for number in numbers]
-
-
 def _searched(name: str, options: Options) -> bool:
     """Whether an axis that is not given takes all sizes."""
     if options.search or name == "dp_replicate":
@@ -317,7 +290,7 @@ def _searched(name: str, options: Options) -> bool:
 def _axis(name: str, given: str | None, *, searched: bool) -> tuple[int, ...]:
     if given is None:
         return ALL if searched else (1,)
-    return ALL if given.strip() == "all" else tuple(dict.fromkeys(_numbers(name, given)))
+    return ALL if given.strip() == "all" else tuple(dict.fromkeys(numbers(name, given)))
 
 
 def global_batch_of(options: Options, model: ModelSpec, cluster: ClusterSpec) -> int:

@@ -15,12 +15,13 @@ from refshard.commands.printing import tell
 from refshard.commands.progress import observer
 from refshard.commands.report import report
 from refshard.errors import SpecError, StoreError
+from refshard.folders import new_run_folder
 from refshard.measure.dry.first import cases_to_skip
 from refshard.measure.duration import earlier_launches, expected, recorded_folders
 from refshard.measure.interruption import ignore_more
 from refshard.measure.launchers.base import Launcher
 from refshard.measure.launchers.torchrun import TorchrunLauncher
-from refshard.measure.run import check_folder, check_suite, mark_latest, new_run_folder, resume_run, run_suite
+from refshard.measure.run import check_folder, check_suite, mark_latest, resume_run, run_suite
 from refshard.measure.store import read_run
 from refshard.records import Environment, Run
 from refshard.report.blocks import Answer

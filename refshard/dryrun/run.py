@@ -31,8 +31,8 @@ class DryRun:
     by_routing: dict[str, Answer] = field(default_factory=dict)
 
 
-def dry_run(request: Request, *, also_at_worst: bool = True) -> DryRun:
-    """Run the script that the request names. Its output goes to this process's standard error.
+def dry_run(request: Request, *, also_at_worst: bool = True, quiet: bool = False) -> DryRun:
+    """Run the script that the request names. Its output goes to this process's standard error; nowhere if ``quiet``.
 
     If sizes depend on an assumed routing, the script runs again at worst, unless ``also_at_worst`` is false. Where its
     experts lie is known from the first run, so that one is balanced if the request is for the worst.
@@ -41,30 +41,30 @@ def dry_run(request: Request, *, also_at_worst: bool = True) -> DryRun:
         RefshardError: the device could not be created, or the script's process ended without an answer.
     """
     at_worst = request.routing == WORST
-    run = _dry_run(msgspec.structs.replace(request, routing="balanced") if at_worst else request)
+    run = _dry_run(msgspec.structs.replace(request, routing="balanced") if at_worst else request, quiet)
     answer = run.answer
     if not answer.chosen_sizes or answer.outcome == "failed":
         return replace(run, request=request)
     worst = msgspec.structs.replace(request, routing=WORST, expert_rank=answer.expert_rank)
     if at_worst:
-        found = _dry_run(worst)
+        found = _dry_run(worst, quiet)
         return replace(found, by_routing={"balanced": answer, WORST: found.answer})
     if not also_at_worst:
         return run
-    other = _run(msgspec.structs.replace(worst, limited=False))
+    other = _run(msgspec.structs.replace(worst, limited=False), quiet)
     return replace(run, by_routing={request.routing: answer, WORST: other.answer})
 
 
-def _dry_run(request: Request) -> DryRun:
+def _dry_run(request: Request, quiet: bool) -> DryRun:
     """Run it under one assumption.
 
     A script that runs out of memory runs a second time, without a memory limit, to find out how much it needs. If it
     ran out only because ``record_stream()`` held memory back for too long, that shows there, and it counts as fitting.
     """
-    run = _run(request)
+    run = _run(request, quiet)
     if run.answer.outcome != "oom":
         return _within_memory(run, run.answer)
-    unlimited = _run(msgspec.structs.replace(request, limited=False))
+    unlimited = _run(msgspec.structs.replace(request, limited=False), quiet)
     if unlimited.answer.outcome not in ("stepped", "ended"):
         return run
     return _within_memory(replace(unlimited, request=request), run.answer)
@@ -78,11 +78,12 @@ def _within_memory(run: DryRun, answer: Answer) -> DryRun:
     return replace(run, refused=within if within.outcome == "oom" else None)
 
 
-def _run(request: Request) -> DryRun:
+def _run(request: Request, quiet: bool) -> DryRun:
     with tempfile.TemporaryDirectory(prefix="refshard-dryrun-") as name:
         folder = Path(name)
         (folder / REQUEST).write_bytes(msgspec.json.encode(request))
-        done = subprocess.run([sys.executable, "-m", "refshard.dryrun.child", name], stdout=sys.stderr)
+        output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL} if quiet else {"stdout": sys.stderr}
+        done = subprocess.run([sys.executable, "-m", "refshard.dryrun.child", name], **output)
         if not (folder / ANSWER).exists():
             raise RefshardError(_cause(done.returncode))
         answer = msgspec.json.decode((folder / ANSWER).read_bytes(), type=Answer)

@@ -68,10 +68,20 @@ def checked_out(revision: str, repository: Path) -> Iterator[Checkout]:
     Raises:
         SpecError: it is neither, or holds no refshard that can be imported.
     """
-    if Path(revision).is_dir():
-        source = Path(revision).resolve()
+    with folder_of(revision, repository) as source:
         _check_importable(revision, source)
         yield Checkout(source)
+
+
+@contextmanager
+def folder_of(revision: str, repository: Path) -> Iterator[Path]:
+    """The folder ``revision``, or a temporary worktree of the revision that git has under that name.
+
+    Raises:
+        SpecError: it is neither.
+    """
+    if Path(revision).is_dir():
+        yield Path(revision).resolve()
         return
     commit = _git(repository, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}").stdout.strip()
     if not commit:
@@ -82,10 +92,15 @@ def checked_out(revision: str, repository: Path) -> Iterator[Checkout]:
         if made.returncode:
             raise SpecError(f"'{revision}' cannot be checked out ({made.stderr.strip()}); correct that")
         try:
-            _check_importable(revision, source)
-            yield Checkout(source)
+            yield source
         finally:
             _git(repository, "worktree", "remove", "--force", str(source))
+
+
+def root_of(folder: Path) -> Path | None:
+    """The top folder of the git repository that ``folder`` is in; None if it is in none."""
+    top = _git(folder, "rev-parse", "--show-toplevel").stdout.strip()
+    return Path(top) if top else None
 
 
 def _git(repository: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

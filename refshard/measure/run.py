@@ -251,12 +251,6 @@ def round_order(cases: tuple[Case, ...], round_: int) -> list[Case]:
     return shuffled
 
 
-def new_run_folder(name: str) -> Path:
-    """A new folder name under ``runs/`` of the current directory."""
-    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    return Path("runs") / f"{stamp}-{name}"
-
-
 def mark_latest(folder: Path) -> None:
     """Let ``latest`` next to the run's folder point to it."""
     unfinished = folder.parent / f".latest-{os.getpid()}"

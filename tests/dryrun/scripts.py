@@ -364,3 +364,22 @@ def main(rank, world_size):
 if __name__ == "__main__":
     mp.spawn(main, args=(2,), nprocs=2)
 """
+
+BATCHED = """
+import argparse
+import torch
+from torch import nn
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch", type=int, default=1)
+parser.add_argument("--checkpoint", action="store_true")
+options = parser.parse_args()
+model = nn.Linear(1024, 1024, device="cuda")
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for step in range(3):
+    held = torch.empty(options.batch * (4 if options.checkpoint else 9) * 2**30, dtype=torch.uint8, device="cuda")
+    model(torch.ones(options.batch, 1024, device="cuda")).sum().backward()
+    optimizer.step()
+    del held
+"""
+"""9 GiB for each sequence of a batch, or 4 GiB: 8 or 19 fit an H100."""

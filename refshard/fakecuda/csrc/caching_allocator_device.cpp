@@ -77,7 +77,8 @@ Block& CachingAllocator::expandable_room(const Request& request) {
   // As torch does: more than the device has, since pages may move from a segment's middle to its end.
   const auto page_size = request.pool.small ? allocator_sizes::kSmallSegment : settings_.large_segment_size;
   const auto memory = device_total_ ? device_total_ : allocator_sizes::kUnlimitedMemory;
-  const auto size = std::min(memory + memory / 8, allocator_sizes::kMostAddresses);
+  const auto usual = std::min(memory + memory / 8, allocator_sizes::kMostAddresses);
+  const auto size = std::max(usual, request.size);  // a device without limit may be asked for a larger block
   auto& block = new_segment(request, allocator_sizes::round_up(size, page_size), /*expandable=*/true);
   put_in_pool(block);
   return block;

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from refshard.analysis.figures import TraceFigures
+from refshard.dryrun.advice import EXPANDABLE, Advice
 from refshard.dryrun.analyse import Analysis
 from refshard.dryrun.memory import Held
 from refshard.dryrun.recording import ROOT, Category, Flag, Kind, Phase, Recording
@@ -26,12 +27,14 @@ from refshard.report.blocks import (
     Quantity,
     Row,
     Section,
+    Table,
     Text,
     TraceFile,
     Verdict,
     table,
 )
 from refshard.report.draw.embed import MOST_EMBEDDED
+from refshard.report.dryrun.advice import advice_as_object, advice_blocks
 from refshard.report.trace.answer import as_objects, job_blocks, rank_blocks
 from refshard.report.trace.findings import Finding, findings
 
@@ -65,12 +68,16 @@ _LIMITS = (
 )
 
 
-def dryrun_answer(found: Analysis, more: str = "", eager: Analysis | None = None) -> Answer:
+def dryrun_answer(
+    found: Analysis, more: str = "", eager: Analysis | None = None, advice: Advice | None = None
+) -> Answer:
     """The whole report; the status is 0 if the script fits, 1 if it does not, failed or has races, 3 if nothing tells
     since it took no optimizer step on the GPU. ``more`` is a line for the terminal, ``eager`` the same script without
     torch.compile.
     """
     data = as_object(found)
+    if advice is not None:
+        data["advice"] = advice_as_object(advice)
     if eager is not None:
         data["eager"] = as_object(eager)
     return Answer(
@@ -86,7 +93,8 @@ def dryrun_answer(found: Analysis, more: str = "", eager: Analysis | None = None
             *_races(found),
             *_limits(found),
             *([Text(text=more, where="terminal")] if more else []),
-            _verdict(found),
+            *([] if advice is None else advice_blocks(advice, fits=found.fits is not False)),
+            _verdict(found, advice),
         ],
         status=_status(found),
         cover=Cover(
@@ -167,7 +175,7 @@ def _what_ran(request: Request) -> str:
     return " ".join(request.command if not request.module else ("-m", *request.command))
 
 
-def _verdict(found: Analysis) -> Verdict:
+def _verdict(found: Analysis, advice: Advice | None = None) -> Verdict:
     answer = found.run.answer
     if answer.outcome == "failed":
         where = [f"at {answer.where}"] if answer.where else []
@@ -193,7 +201,9 @@ def _verdict(found: Analysis) -> Verdict:
     refused = found.run.refused or answer
     refusal = f"{refused.error.partition(' Including')[0]} At {refused.where or 'a line inside torch'}."
     pace = [f"Without the memory limit: {words}" for words in _pace(found)]
-    return Verdict(sentences=[f"DOES NOT FIT: {needed}", refusal, *routing, *pace], style="bad")
+    enough = [] if advice is None else [one.change for one in advice.remedies if one.tried.fits]
+    remedy = [f"Fits with {', or with '.join(enough)} (dry-run)"] if enough else []
+    return Verdict(sentences=[f"DOES NOT FIT: {needed}", refusal, *routing, *pace, *remedy], style="bad")
 
 
 def _blamed(found: Analysis) -> Iterator[str]:
@@ -394,10 +404,16 @@ def _time(found: Analysis) -> Iterator[Block]:
     packed = TraceFile(id="trace", name="dryrun.json.gz", content=content)
     yield Section(
         title=f"Replayed: {_steps_of(figures)}", id="time", nav="Time", blocks=[
-            *job_blocks(figures, finding_of(figures)),
+            *_job(found, figures),
             *rank_blocks(drawn, traced.kept, "replayed", packed),
         ],
     )  # fmt: skip
+
+
+def _job(found: Analysis, figures: TraceFigures) -> list[Block]:
+    """Of a run that does not fit the figures only: advice about time would be for a run that never takes place."""
+    blocks = job_blocks(figures, finding_of(figures))
+    return blocks if found.fits is not False else [block for block in blocks if isinstance(block, Table)]
 
 
 def finding_of(figures: TraceFigures) -> Finding:
@@ -567,22 +583,16 @@ def moment(recording: Recording, at: int) -> str:
 
 
 def _advice(found: Analysis) -> Iterator[str]:
-    """Sentences on fragmentation and allocator retries, if any, and one on the largest loss of time."""
+    """Facts about fragmentation, allocator retries, the host, recomputation and unused memory."""
     answer = found.run.answer
     wasted, other = answer.peak.reserved - answer.peak.allocated, answer.other_segments
-    expandable = other is not None and not other.expandable
-    if wasted > _FRAGMENTED * found.usable_bytes and not expandable:
-        setting = "PYTORCH_ALLOC_CONF=expandable_segments:True"
-        advice = f"Try: {setting}"
-        if other is not None:
-            helps = answer.peak.reserved - other.reserved > wasted / 4
-            advice = advice if helps else f"{setting} hardly helps"
-            advice += f" ({format_bytes(other.reserved)} reserved)"
-        yield f"Fragmentation: peak reserved exceeds peak allocated by {format_bytes(wasted)}. {advice}"
+    if wasted > _FRAGMENTED * found.usable_bytes and not (other is not None and other.expandable is False):
+        tried = "" if other is None else f" With {EXPANDABLE}: {format_bytes(other.reserved)} reserved."
+        yield f"Fragmentation: peak reserved exceeds peak allocated by {format_bytes(wasted)}.{tried}"
     if answer.retries:
         yield (
             f"The allocator emptied its cache {format_times(answer.retries)} to serve an allocation; the host waits "
-            "for the GPU each time. Try: a smaller batch, or more checkpointing."
+            "for the GPU each time."
         )
     if found.traced is None:
         return
@@ -594,18 +604,19 @@ def _advice(found: Analysis) -> Iterator[str]:
             "yours: refshard calibrate."
         )
     assert found.step_s is not None
-    if not found.fits or found.headroom_bytes < 0.1 * found.usable_bytes:
+    if not found.fits:
         return
-    if found.recomputed_s > 0.01 * found.step_s:
+    unused = found.headroom_bytes > 0.1 * found.usable_bytes
+    if unused and found.recomputed_s > 0.01 * found.step_s:
         yield (
             f"Recomputation takes {format_seconds(found.recomputed_s)} per step "
-            f"({format_percent(found.recomputed_s / found.step_s)}). Try: checkpointing fewer layers; "
-            f"{format_bytes(found.headroom_bytes)} of memory are unused."
+            f"({format_percent(found.recomputed_s / found.step_s)}), and {format_bytes(found.headroom_bytes)} of "
+            "memory are unused."
         )
     elif found.headroom_bytes > 0.2 * found.usable_bytes:
         yield (
-            f"{format_bytes(found.headroom_bytes)} of memory are unused. Try: a larger batch, to amortise "
-            "communication and launches."
+            f'{format_bytes(found.headroom_bytes)} of memory are unused. --largest "--batch {{}}" finds the largest '
+            "batch that fits."
         )
 
 

@@ -1,0 +1,168 @@
+"""Several dry runs, side by side on the machine's cores, of which only the figures are kept.
+
+What was tried is kept under a key of all that it depends on, so that an interrupted search goes on where it stopped.
+Trials that differ only in the links between the same GPUs share one run of the script.
+"""
+
+import hashlib
+import multiprocessing
+import signal
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+import msgspec
+
+from refshard.dryrun.analyse import Analysis, analyse
+from refshard.dryrun.request import Request
+from refshard.dryrun.run import dry_run
+from refshard.errors import RefshardError
+from refshard.quantities import format_bytes
+from refshard.specs.cluster import ClusterSpec, load_cluster
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """A request, and the tokens of a step over all ranks where they are given."""
+
+    request: Request
+    global_tokens: int | None = None
+
+    @property
+    def cluster(self) -> ClusterSpec:
+        """The part of the request's cluster that its ranks fill."""
+        return load_cluster(self.request.cluster).of_world_size(self.request.world_size)
+
+    @property
+    def key(self) -> str:
+        """Of all that the result depends on, as far as it is known: the request, its cluster, and the script's file."""
+        return _digest(msgspec.json.encode((self, load_cluster(self.request.cluster))), self._script())
+
+    @property
+    def recording_key(self) -> str:
+        """Equal for trials that share a recording: the links between GPUs, and the cluster's name, play no part."""
+        request, cluster = msgspec.structs.replace(self.request, cluster=""), load_cluster(self.request.cluster)
+        return _digest(msgspec.json.encode((request, cluster.accelerator)), self._script())
+
+    def _script(self) -> bytes:
+        path = Path(self.request.command[0])
+        return path.read_bytes() if not self.request.module and path.is_file() else b""
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+    """What a trial found. ``fits`` is None if nothing tells; ``why`` says why it does not, or failed. Bytes of the
+    allocator at its peak, without a limit if it does not fit; seconds of a step; tokens/s of one GPU; how often the
+    allocator emptied its cache to serve an allocation.
+    """
+
+    fits: bool | None
+    why: str = ""
+    reserved_bytes: int
+    allocated_bytes: int
+    usable_bytes: int
+    step_s: float | None = None
+    tokens_per_s: float | None = None
+    mfu: float | None = None
+    retries: int = 0
+    exposed_s: float | None = None
+    wall_s: float = 0.0
+
+
+def summary(found: Analysis) -> Prediction:
+    """The figures of an analysis."""
+    answer = found.run.answer
+    why = answer.error if answer.outcome == "failed" else ""
+    if found.fits is False:
+        why = f"needs {format_bytes(answer.peak.reserved)} of {format_bytes(found.usable_bytes)}"
+    steps = [] if found.traced is None else [step.breakdown for step in found.traced.figures.steps]
+    return Prediction(
+        fits=found.fits, why=why, reserved_bytes=answer.peak.reserved, allocated_bytes=answer.peak.allocated,
+        usable_bytes=found.usable_bytes, step_s=found.step_s, tokens_per_s=found.tokens_per_s, mfu=found.mfu,
+        retries=answer.retries,
+        exposed_s=sum(step.exposed_ns for step in steps) / len(steps) / 1e9 if steps else None, wall_s=answer.wall_s,
+    )  # fmt: skip
+
+
+class Laboratory:
+    """Runs trials, ``jobs`` at a time, and keeps what they found; in ``file`` too, if one is given.
+
+    Use it as a context: it ends the processes that it started. ``on_tried`` is called with each trial that was run.
+    """
+
+    def __init__(
+        self, jobs: int, file: Path | None = None, on_tried: Callable[[Trial, Prediction], None] = lambda *_: None
+    ) -> None:
+        self._known: dict[str, Prediction] = {} if file is None else read_trials(file)
+        self._file, self._on_tried = file, on_tried
+        context = multiprocessing.get_context("spawn")
+        self._pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_end_script_first)
+
+    def __enter__(self) -> "Laboratory":
+        return self
+
+    def __exit__(self, raised: object, *_: object) -> None:
+        for process in multiprocessing.active_children() if raised else ():
+            process.terminate()
+        self._pool.shutdown(cancel_futures=True)
+
+    def knows(self, trial: Trial) -> bool:
+        """Whether it need not be run."""
+        return trial.key in self._known
+
+    def try_all(self, trials: Iterable[Trial]) -> list[Prediction]:
+        """What each of them finds, in their order; those that were tried before are not run again."""
+        wanted = list(trials)
+        groups: dict[str, list[Trial]] = {}
+        for trial in {trial.key: trial for trial in wanted}.values():
+            if not self.knows(trial):
+                groups.setdefault(trial.recording_key, []).append(trial)
+        futures = {self._pool.submit(_try_alike, tuple(group)): group for group in groups.values()}
+        for future in as_completed(futures):
+            for trial, tried in zip(futures[future], future.result()):
+                self._keep(trial, tried)
+        return [self._known[trial.key] for trial in wanted]
+
+    def _keep(self, trial: Trial, tried: Prediction) -> None:
+        self._known[trial.key] = tried
+        if self._file is not None:
+            with self._file.open("ab") as file:
+                file.write(msgspec.json.encode({"key": trial.key, "command": trial.request.command, "tried": tried}))
+                file.write(b"\n")
+        self._on_tried(trial, tried)
+
+
+class _Line(msgspec.Struct):
+    key: str
+    tried: Prediction
+
+
+def read_trials(file: Path) -> dict[str, Prediction]:
+    """What :class:`Laboratory` wrote, by key; nothing if there is no file. A line that was cut off is left out."""
+    found: dict[str, Prediction] = {}
+    for line in file.read_bytes().splitlines() if file.exists() else ():
+        try:
+            read = msgspec.json.decode(line, type=_Line)
+        except msgspec.DecodeError:
+            continue
+        found[read.key] = read.tried
+    return found
+
+
+def _end_script_first() -> None:
+    """A process of the pool that is ended ends the script's process too; Ctrl-C is for whoever started the pool."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+
+
+def _try_alike(trials: Sequence[Trial]) -> list[Prediction]:
+    """Trials that share a recording, in a process of the pool."""
+    try:
+        run = dry_run(trials[0].request, quiet=True)
+    except RefshardError as error:
+        failed = Prediction(fits=None, why=str(error), reserved_bytes=0, allocated_bytes=0, usable_bytes=0)
+        return [failed for _ in trials]
+    return [summary(analyse(run, trial.cluster, global_tokens=trial.global_tokens)) for trial in trials]
+
+
+def _digest(*parts: bytes) -> str:
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]

@@ -1,0 +1,110 @@
+"""``refshard dryrun --sweep``, ``--largest`` and ``--advise``, on a script whose memory is known."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from refshard.cli import main
+from refshard.commands.sweep import TRIALS
+from tests.dryrun import scripts
+from tests.fakecuda.needs import needs_device
+
+pytestmark = [needs_device, pytest.mark.processes]
+GIB = 2**30
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(scripts.BATCHED)
+    return "train.py"
+
+
+def dryrun(*words: str, gpus: str = "1") -> object:
+    """The exit status."""
+    with pytest.raises(SystemExit) as ended:
+        main(["dryrun", "--cluster", "dgx-h100", "--gpus", gpus, *words])
+    return ended.value.code or 0
+
+
+def printed(capfd: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], list[str]]:
+    """The JSON object, and the lines of progress."""
+    out, err = capfd.readouterr()
+    return json.loads(out), [line for line in err.splitlines() if line.startswith("[")]
+
+
+def test_all_combinations_are_run_and_the_best_that_fits_is_named(
+    script: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--sweep", "--batch {4,9} {,--checkpoint}", "--json", "--", script, "{}")
+    assert dryrun(*options) == 0
+    found, progress = printed(capfd)
+    rows = {tuple(row["choices"].values()): row for row in found["rows"]}
+    assert {key: row["fits"] for key, row in rows.items()} == {
+        ("4", "no"): True, ("4", "yes"): True, ("9", "no"): False, ("9", "yes"): True,
+    }  # fmt: skip
+    assert rows["9", "no"]["reserved_bytes"] // GIB == 81
+    assert len(progress) == 4
+    (folder,) = Path("runs").iterdir()
+    saved = (folder / TRIALS).read_bytes().splitlines(keepends=True)
+    assert len(saved) == 4
+
+    # Interrupted in the middle of a line: two are run again.
+    (folder / TRIALS).write_bytes(b"".join(saved[:2]) + saved[2][:50])
+    assert dryrun("--resume", str(folder), *options) == 0
+    again, progress = printed(capfd)
+    assert len(progress) == 2
+    assert [row["reserved_bytes"] for row in again["rows"]] == [row["reserved_bytes"] for row in found["rows"]]
+
+
+def test_the_largest_batch_is_found_for_each_choice(script: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert dryrun("--largest", "--batch {}", "--sweep", "{,--checkpoint}", "--quiet", "--", script, "{}") == 0
+    said = capfd.readouterr().out
+    assert "LARGEST --batch with no --checkpoint: 8 (72" in said
+    assert "LARGEST --batch with --checkpoint: 19 (76" in said
+
+
+def test_what_does_not_fit_says_what_does(script: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert dryrun("--", script, "--batch", "16") == 1
+    said = " ".join(capfd.readouterr().out.split())
+    assert "--batch 8: fits, 72.1 GiB of 78.4 GiB" in said
+    assert said.endswith("Fits with --batch 8 (dry-run)")
+
+
+def test_no_advice_where_it_is_not_wanted(script: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert dryrun("--no-advise", "--", script, "--batch", "16") == 1
+    assert "What would fit" not in capfd.readouterr().out
+
+
+def test_more_gpus_are_tried_where_the_script_has_ranks(
+    tmp_path: Path, script: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shared = scripts.BATCHED.replace("options.batch * (", "64 // torch.distributed.get_world_size() * (")
+    joined = 'import torch\ntorch.distributed.init_process_group("nccl")\n'
+    (tmp_path / script).write_text(shared.replace("import torch\n", joined, 1))
+    assert dryrun("--", script, gpus="2") == 1
+    said = " ".join(capfd.readouterr().out.split())
+    assert "Fits with --gpus 8 (dry-run)" in said
+    assert "--gpus 8: fits, 72.1 GiB of 77.9 GiB" in said
+
+
+REFUSED = [
+    (("--sweep", "--batch {1,2}", "--", "train.py"), "must say once, with {}, where the options go"),
+    (("--sweep", "--batch 2", "--", "train.py", "{}"), "--sweep must have choices in braces"),
+    (("--largest", "--batch {1,2}", "--", "train.py", "{}"), "--largest must leave one number open"),
+    (("--sweep", "--batch {1,2}", "--trace", "t.json", "--", "train.py", "{}"), "--trace is for a single dry run"),
+    (("--resume", "runs/x", "--", "train.py"), "--resume needs the --sweep or the --largest"),
+    (("--resume", "runs/x", "--sweep", "--batch {1,2}", "--", "train.py", "{}"), "runs/x is not the folder of a sweep"),
+    (("--model", "llama3-8b", "--sweep", "--batch {1,2}"), "with --model, --model, --strategy,"),
+    (("--model", "llama3-8b", "--sweep", "--microbatch {one,two}"), "--microbatch must be a number, got 'one'"),
+]
+
+
+@pytest.mark.parametrize(("words", "says"), REFUSED)
+def test_wrong_commands_are_refused_in_one_sentence(
+    script: str, words: tuple[str, ...], says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert dryrun(*words) == 2
+    assert says in " ".join(capfd.readouterr().err.split())
