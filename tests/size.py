@@ -18,7 +18,7 @@ BUDGETS = {
     "refshard/dryrun": 5_600,
     "refshard/emit": 750,
     "refshard/emulate": 1_400,
-    "refshard/engine": 9_300,
+    "refshard/engine": 9_400,
     "refshard/events": 2_100,
     "refshard/fakecuda": 1_950,
     "refshard/measure": 8_450,
@@ -28,7 +28,7 @@ BUDGETS = {
     "refshard/specs": 2_350,
     "refshard/strategies": 3_150,
     "refshard/*.py": 2_150,
-    "tests": 73_950,
+    "tests": 75_250,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

@@ -24,6 +24,7 @@ from refshard.engine.hooks import Hooks
 from refshard.engine.materialise import (
     Initialise,
     Terms,
+    check_memory,
     check_parameters,
     check_ranks,
     make_unit,
@@ -153,6 +154,7 @@ def shard(
     groups = group_units(model, blocks, left, special)
     for group in groups:
         check_parameters(group)
+    check_memory(model, groups)
     device = _compute_device(groups, mesh)
     if collectives is None:
         mesh = mesh or _default_mesh(device)
@@ -176,7 +178,7 @@ def shard(
             over = _mesh_collectives(own_mesh or mesh, device, of_mode, communication_streams, comm_memory)
         return Terms(
             mode=of_mode, precision_of=precision_of, collectives=over, mesh=own_mesh or mesh, device=device,
-            offload=offload, rescale=over.world_size * over.replicas / divisor,
+            offload=offload, rescale=over.world_size * over.replicas / divisor, rescale_of_split=ranks / divisor,
             partial=over.world_size * over.replicas < ranks,
         )  # fmt: skip
 
@@ -194,7 +196,7 @@ def shard(
     lanes = lanes or lanes_of(device, communication_streams)
     executor = Executor(units, collectives, lanes, debug=debug)
     casting = {model.get_submodule(n): p.precision for n, p in special.given.items() if n and p.precision is not None}
-    hooks = Hooks(model, tuple(units), executor, precision_of(model), casting)
+    hooks = Hooks(model, tuple(units), executor, precision_of, casting)
     watch_optimizers([p.sharded for unit in units for p in unit.parameters], hooks)
     show_gatherable(units)
     watch_registrations(model)
@@ -237,9 +239,13 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     parameters, which may differ between ranks, count by the mean over ranks of their norm to the power ``norm_type``.
 
     Raises:
-        EngineError: the model was not sharded, or ``max_norm`` or ``norm_type`` is not positive.
+        EngineError: the model was not sharded, ``max_norm`` or ``norm_type`` is not positive, or ranks have parameters
+            that the others do not know of.
     """
     engine = engine_of(model)
+    for flat in (flat for unit in engine.units for flat in unit.flats if flat.trained):
+        for parameter in flat.parameters:
+            flat.master.check_known(parameter.layout.name, parameter.split, "be clipped")
     parameters = [p.sharded for unit in engine.units for p in unit.trained]
     ignored = [m.parameter for m in engine.ignored if m.parameter.requires_grad]
     return clip_gradients(parameters, ignored, engine.collectives, max_norm, norm_type)

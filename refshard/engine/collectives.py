@@ -35,7 +35,11 @@ class Pending(Protocol):
 
 
 class Axis(Protocol):
-    """The ranks that hold the other parts of a tensor."""
+    """The ranks that hold the parts of a tensor, of which there are ``world_size``."""
+
+    @property
+    def world_size(self) -> int:
+        """How many they are."""
 
     def reduce_over_shards(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> None:
         """Replace the small ``tensor`` by its sum or maximum over them, synchronously."""

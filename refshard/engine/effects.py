@@ -14,7 +14,7 @@ import torch
 from refshard.engine.buffers import Slot
 from refshard.engine.collectives import Collectives, Pending, Together, failed
 from refshard.engine.device import Lane, Lanes
-from refshard.engine.flat import FlatParameter
+from refshard.engine.flat import FlatParameter, Unclaimed
 from refshard.engine.labels import label, mark
 from refshard.engine.schedule import Op, OpKind, Phase, Presence
 from refshard.engine.unit import Unit
@@ -107,11 +107,14 @@ class Effects:
         if not units:
             return
         self._agree("the end of backward", -1)
-        left = {claim.parameter.layout.name: claim for unit in units for claim in unit.gradients.unclaimed}
+        left: dict[str, list[Unclaimed]] = {}
+        for claim in (claim for unit in units for claim in unit.gradients.unclaimed):
+            left.setdefault(claim.parameter.layout.name, []).append(claim)
+        unused = left.keys() - {name for unit in units if left for name in unit.gradients.arrived}
         for collectives, of in self._reducing_together.items():
             lane: Lane = "combine" if collectives.legs == 2 else "reduce"
             names = [parameter.layout.name for unit in of for parameter in unit.trained]
-            used = self._used(collectives, names, left)
+            used = self._used(collectives, names, unused)
             # What this rank tells must be there before it is sent.
             self._wait_for_compute(lane)
             try:
@@ -121,17 +124,17 @@ class Effects:
             except RuntimeError as error:
                 raise failed(error, "all_reduce of which parameters were used", collectives.world_rank) from error
             for name, by_any in zip(names, used.tolist()) if left else ():
-                if by_any and name in left:
-                    left[name].flat.accept(left[name].parameter, left[name].part, foreign=False)
+                for claim in left.get(name, ()) if by_any else ():
+                    claim.flat.accept(claim.parameter, claim.part, foreign=False)
         for unit in units:
             unit.gradients.unclaimed.clear()
 
-    def _used(self, collectives: Collectives, names: Sequence[str], left: Container[str]) -> torch.Tensor:
-        """Which parameters this rank has used: all but those in ``left``. All of them are the same tensor each time,
+    def _used(self, collectives: Collectives, names: Sequence[str], unused: Container[str]) -> torch.Tensor:
+        """Which parameters this rank has used: all but ``unused`` ones. All of them are the same tensor each time,
         since the host would wait for a new one's way to the device.
         """
-        if any(name in left for name in names):
-            return torch.tensor([n not in left for n in names], dtype=torch.uint8, device=collectives.device)
+        if any(name in unused for name in names):
+            return torch.tensor([n not in unused for n in names], dtype=torch.uint8, device=collectives.device)
         ones = self._all_used.get(collectives)
         if ones is None or len(ones) != len(names):
             ones = torch.ones(len(names), dtype=torch.uint8, device=collectives.device)

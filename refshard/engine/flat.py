@@ -175,7 +175,9 @@ class FlatParameter:
             if parameter.layout.name in filled:
                 self.accept(parameter, part, foreign=foreign)
             elif self.reduced_over != 1:
-                unclaimed.append(Unclaimed(self, parameter, part.clone() if foreign else part))
+                unclaimed.append(
+                    Unclaimed(self, parameter, part.clone() if foreign or self.whole_gradient is not None else part)
+                )
         return unclaimed
 
     def accept(self, parameter: "UnitParameter", part: torch.Tensor, *, foreign: bool) -> None:
@@ -193,7 +195,7 @@ class FlatParameter:
         for hook in hooks:
             changed = hook(gradient)
             gradient = gradient if changed is None else changed
-        if held is None or self.holds(held, parameter):
+        if held is None or (self.holds(held, parameter) and self.holds(part, parameter)):
             sharded.grad = gradient
         elif self.whole_gradient is not None and users_of(held) == 1:
             sharded.grad = gradient.add_(held)  # which nobody else has, and which lay there before

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from refshard.engine.policy import AS_AROUND, Policy, Resolved, resolve
+from refshard.engine.policy import AS_AROUND, Policy, Resolved, members_of, resolve
 from refshard.errors import EngineError, SpecError, nearest
 
 
@@ -49,7 +49,7 @@ def group_units(
     """
     policies = policies or resolve(model, {})
     named = dict(model.named_modules())
-    apart = {member for name in policies.apart() for member in _members_of(name, named[name])}
+    apart = {*policies.apart()}
     chosen = find_blocks(model, blocks) or {"": model}
     chosen = {name: module for name, module in named.items() if name in chosen or name in apart}
     stretches = _stretches(model, chosen, policies)
@@ -113,16 +113,7 @@ def _resolve(block: str | type[nn.Module], named: dict[str, nn.Module]) -> list[
         return found
     if block not in named:
         raise SpecError(f"blocks: the model has no module '{block}'; {nearest(block, list(named))}")
-    return list(_members_of(block, named[block]))
-
-
-def _members_of(name: str, module: nn.Module) -> Iterator[str]:
-    """The module's name; of a list or dictionary of modules, which is never called itself, those of its members."""
-    if not isinstance(module, nn.ModuleList | nn.ModuleDict):
-        yield name
-        return
-    for child, member in module.named_children():
-        yield from _members_of(f"{name}.{child}", member)
+    return list(members_of(block, named[block]))
 
 
 def _stretches(

@@ -41,7 +41,8 @@ from refshard.errors import EngineError
 class _Module:
     """One of a unit's modules, or a method of one that is called like a forward, and the call that is under way.
 
-    ``running`` says that a call is under way, and ``method`` that it is another method's, which has its own record.
+    ``precision`` is the module's own. ``running`` says that a call is under way, and ``method`` that it is another
+    method's, which has its own record.
     ``forward`` is its pass.
 
     Calls that make the same number of autograd nodes are taken to be alike. ``known`` is the number in calls whose
@@ -50,6 +51,7 @@ class _Module:
 
     unit: Unit
     module: nn.Module
+    precision: Precision
     hook: int = 0
     running: bool = False
     method: bool = False
@@ -95,11 +97,11 @@ class Hooks:
     """
 
     def __init__(
-        self, root: nn.Module, units: tuple[Unit, ...], executor: Executor, precision: Precision,
-        casting: Mapping[nn.Module, Precision] = MappingProxyType({}),
+        self, root: nn.Module, units: tuple[Unit, ...], executor: Executor,
+        precision_of: Callable[[nn.Module], Precision], casting: Mapping[nn.Module, Precision] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         self.executor = executor
-        self._precision = precision
+        self._precision = precision_of(root)
         self._units = units
         self.root = weakref.ref(root)
         self._holds = {held: unit for unit in units for p in unit.parameters for held, _ in p.holders}
@@ -111,7 +113,7 @@ class Hooks:
         self._running: object = None
         self._lock = threading.RLock()
         self._begun: set[tuple[int, _Forward]] = set()
-        self._modules = {module: _Module(unit, module) for unit in units for module in unit.modules}
+        self._modules = {m: _Module(unit, m, precision_of(m)) for unit in units for m in unit.modules}
         for unit in units:
             unit.on_early_gradient = self._take_up
             unit.on_listed = self._end_failed
@@ -153,7 +155,7 @@ class Hooks:
         if not around.unit.facts.read_in_backward:
             around.unit.expect_reads_in_backward()
             self.executor.replan()
-        record = _Module(around.unit, around.module, around.hook)
+        record = _Module(around.unit, around.module, around.precision, around.hook)
         begin, end = _Hook(partial(self._begin, record)), _Hook(partial(self._end, record))
 
         @functools.wraps(method)
@@ -179,7 +181,7 @@ class Hooks:
 
     def _begin(self, called: _Module, args: Any, kwargs: Any) -> Any:
         """A call begins; return its arguments where they change."""
-        unit, precision = called.unit, called.unit.precision
+        unit, precision = called.unit, called.precision
         recomputing = _in_backward()
         if recomputing:
             self._recompute(unit)
@@ -305,6 +307,7 @@ class Hooks:
         watched = made not in called.known or unit.index in self._read_early
         if watched:
             watch_reads(unit, outputs, called.start, lambda: self._read(unit, forward))
+            _refuse_kept(unit, called.module)
 
         def begin_backward(_: torch.Tensor) -> None:
             if torch.is_grad_enabled() and not in_transform():  # whose backward always creates a graph
@@ -355,11 +358,11 @@ class Hooks:
     def _take_up(self, unit: Unit) -> None:
         """Begin the unit's backward before a gradient of its outputs has come, or after it has ended.
 
-        With frozen parameters, or if it has all its gradients, the unit cannot know whether all of its backward has
-        run: it lasts until the backward ends.
+        With frozen parameters, or if it has ended with some gradients, the unit cannot know whether all of its backward
+        has run: it lasts until the backward ends.
         """
         self._open_backward()
-        if unit.frozen or unit.gradients.all_arrived:
+        if unit.frozen or unit.gradients.arrived:
             unit.inputs_awaited += 1
         self.executor.mark(Op(OpKind.BEGIN, unit.index, "backward"))
 
@@ -457,6 +460,17 @@ def _hides_what_it_saves() -> bool:
     weights are still those of forward.
     """
     return bool(torch._C._autograd._top_saved_tensors_default_hooks(False))
+
+
+def _refuse_kept(unit: Unit, module: nn.Module) -> None:
+    """What lies in a ring moves after step 0, and other units' parameters come to lie where it was."""
+    for held in module.modules() if unit.mode.storage == "ring" else ():
+        for name, kept in vars(held).items():
+            if isinstance(kept, torch.Tensor) and kept.numel() and unit.slot.holds(address(kept)):
+                raise EngineError(
+                    f"unit '{unit.name}' keeps a view of a parameter as '{name}' of a {type(held).__name__}, which is "
+                    "another unit's memory later; keep a clone, or shard with mode='fsdp'"
+                )
 
 
 def _refuse_parameters(unit: Unit, outputs: list[torch.Tensor]) -> None:

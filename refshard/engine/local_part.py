@@ -92,7 +92,7 @@ class _Part(torch.Tensor):
             EngineError: other ranks have another tensor of the same name.
         """
         if self._whole.master is not None:
-            self._whole.master.check_saved(self._whole.name, self._whole.split)
+            self._whole.master.check_known(self._whole.name, self._whole.split)
         if self._whole.inner and not fqn.endswith(self._whole.name):
             raise EngineError(
                 f"'{fqn}' cannot be saved by itself: its parameter consists of several tensors, of which this is "

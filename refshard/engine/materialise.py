@@ -37,7 +37,8 @@ Initialise = Callable[[nn.Module], object]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
     """How a unit is sharded. ``precision_of`` is a module's, ``rescale`` what the mean of the ranks' gradients is
-    multiplied with. ``partial`` says that the collectives have but some of the model's ranks.
+    multiplied with. ``partial`` says that the collectives have but some of the model's ranks; a gradient that comes to
+    a split parameter itself is a mean over all of them all the same, and is multiplied with ``rescale_of_split``.
     """
 
     mode: Mode
@@ -47,6 +48,7 @@ class Terms:
     device: torch.device
     offload: bool
     rescale: float
+    rescale_of_split: float
     partial: bool = False
 
 
@@ -65,7 +67,7 @@ def make_unit(index: int, group: UnitGroup, terms: Terms) -> Unit:
         if isinstance(piece.form, Packed) and piece.holders:
             whole = terms.collectives.world_size == 1  # where nothing is sharded, it stays of its class
             sharded = piece.form.over(parts) if whole else parameter.sharded
-            parameter.sharded = _put_in_place(piece, sharded, terms.rescale)
+            parameter.sharded = _put_in_place(piece, sharded, terms)
             parameter.address = local_of(parameter.sharded).data_ptr()
     for flat in flats:
         if flat.trained:
@@ -76,7 +78,6 @@ def make_unit(index: int, group: UnitGroup, terms: Terms) -> Unit:
         modules=group.modules,
         flats=flats,
         mode=mode,
-        precision=terms.precision_of(group.modules[0]),
         collectives=collectives,
         device=terms.device,
         # The backward of an embedding reads indices only.
@@ -102,7 +103,12 @@ class _Piece(NamedTuple):
 
 def _pieces(member: Member, terms: Terms) -> Iterator[_Piece]:
     module = member.holders[0][0]
-    precision = terms.precision_of(module).of_parameters()
+    precision, *others = dict.fromkeys(terms.precision_of(holder).of_parameters() for holder, _ in member.holders)
+    if others:
+        raise EngineError(
+            f"parameter '{member.name}' is shared by modules that have policies of different precision; give them the "
+            "same"
+        )
     form = form_of(member.name, member.parameter, precision, terms.mesh, module)
     if isinstance(form, Packed):
         precision = Precision()  # packed bits are not to be cast
@@ -163,6 +169,31 @@ def check_parameters(group: UnitGroup) -> None:
                     f"parameter '{name}' is of {tensor.dtype}, which collectives cannot {cannot}; "
                     f"keep it in one of {names}{', or freeze it' if tensor.dtype in FROZEN_ONLY else ''}"
                 )
+
+
+def check_memory(model: nn.Module, groups: Sequence[UnitGroup]) -> None:
+    """Check that no two parameters, and no parameter and buffer, begin at the same place.
+
+    Raises:
+        EngineError: two do, and would be different ones from now on.
+    """
+    seen: dict[int, str] = {}
+    for member in (member for group in groups for member in group.parameters):
+        for name, tensor in tensors_in(member.name, member.parameter).items():
+            if tensor.numel() and not tensor.is_meta and (other := seen.setdefault(tensor.data_ptr(), name)) != name:
+                raise EngineError(
+                    f"parameters '{other}' and '{name}' share memory, which sharding would separate; assign the "
+                    "parameter itself to tie them, or clone one"
+                )
+    for name, buffer in model.named_buffers():
+        plain = (
+            type(buffer) is torch.Tensor and buffer.layout is torch.strided and buffer.numel() and not buffer.is_meta
+        )
+        if plain and (parameter := seen.get(buffer.data_ptr())) is not None:
+            raise EngineError(
+                f"buffer '{name}' lies in the memory of parameter '{parameter}', which sharding would separate; "
+                "register a clone, or compute it from the parameter"
+            )
 
 
 def materialise(group: UnitGroup, device: torch.device, initialise: Initialise | None) -> None:
@@ -292,7 +323,7 @@ def _flatten(name: str, pieces: Sequence[_Piece], terms: Terms) -> FlatParameter
         as_part, listed = _parts_of(piece, place, layout, split, terms, master), _listed(piece.holders)
         sharded = nn.Parameter(as_part(local), requires_grad=trained)
         if not isinstance(form, Packed):
-            sharded = _put_in_place(piece, sharded, terms.rescale)
+            sharded = _put_in_place(piece, sharded, terms)
         at = start, stop, local.data_ptr()
         parameters.append(UnitParameter(place, piece.holders, sharded, *at, split, as_part, listed, piece.form))
     return FlatParameter(
@@ -320,7 +351,7 @@ def make_room_for_gradients(flat: FlatParameter, mode: Mode, collectives: Collec
         flat.whole_gradient = allocated.zero_()
 
 
-def _put_in_place(piece: _Piece, sharded: nn.Parameter, rescale: float) -> nn.Parameter:
+def _put_in_place(piece: _Piece, sharded: nn.Parameter, terms: Terms) -> nn.Parameter:
     """Let whoever holds the parameter, an optimizer made before sharding say, hold this rank's part from now on; of a
     DTensor, which cannot become a plain tensor, the modules alone. Attributes of the parameter stay.
 
@@ -346,6 +377,7 @@ def _put_in_place(piece: _Piece, sharded: nn.Parameter, rescale: float) -> nn.Pa
         kept = parameter
     if (whole := whole_of(kept)) is not None and (kept.is_floating_point() or kept.is_complex()):
         trained = kept.requires_grad
+        rescale = terms.rescale_of_split if whole.divided else terms.rescale
         kept.requires_grad_().register_hook(AsPart(whole, rescale))  # hooks ask for it
         kept.requires_grad_(trained)
     return kept

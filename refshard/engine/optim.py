@@ -20,6 +20,7 @@ from refshard.engine.collectives import Axis, Collectives
 from refshard.engine.local_part import LocalPart, gatherable, gradient_of, local_of, whole_of
 from refshard.engine.reductions import local_powers, whole_norms
 from refshard.engine.unit import UNSHARDED_IN
+from refshard.engine.whole import by_axis
 from refshard.engine.whole_tensors import WholeTensors
 from refshard.errors import EngineError
 
@@ -68,11 +69,10 @@ def clip_gradients(
     if not gradients and not ignored:
         return torch.zeros(())
     parts = [local_of(gradient) for gradient in gradients]
-    axes: dict[Axis, list[torch.Tensor]] = {}
-    for gradient, part in zip(gradients, parts):
-        whole = whole_of(gradient)
-        axes.setdefault(collectives if whole is None else whole.axis, []).append(part)
-    powers: dict[Axis, list[torch.Tensor]] = {a: [_power(members, norm_type)] for a, members in axes.items()}
+    wholes = [whole_of(gradient) for gradient in gradients]
+    powers: dict[Axis | None, list[torch.Tensor]] = {
+        axis: [_power([parts[i] for i in members], norm_type)] for axis, members in by_axis(wholes).items()
+    }
     if ignored:
         own = collectives.mean_over_replicas(_power([_own_gradient(p) for p in ignored], norm_type))
         own = own if norm_type == math.inf else own / collectives.world_size

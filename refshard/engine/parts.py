@@ -58,7 +58,7 @@ def names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
         unit.check_parameters()
         for flat in unit.flats:
             for parameter in flat.parameters:
-                flat.master.check_saved(parameter.layout.name, parameter.split)
+                flat.master.check_known(parameter.layout.name, parameter.split)
     names: dict[tuple[nn.Module, str], list[str]] = {}
     for prefix, module in prefixes(model):
         for attribute in module._parameters:

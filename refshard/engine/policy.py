@@ -1,6 +1,6 @@
 """How some modules are sharded unlike the rest of a model: in another mode or precision, or over another mesh."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -41,7 +41,9 @@ AS_AROUND = Policy()
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """``given`` are the policies of modules by name, ``of`` what holds for each module of the model."""
+    """``given`` are the policies of modules by name, that of a list for each of its members; ``of`` is what holds for
+    each module of the model.
+    """
 
     given: Mapping[str, Policy]
     of: Mapping[nn.Module, Policy]
@@ -59,12 +61,24 @@ def resolve(model: nn.Module, policies: Policies) -> Resolved:
     """
     named = dict(model.named_modules())
     find = policies if callable(policies) else _by_pattern(policies, list(named))
-    given = {name: policy for name, module in named.items() if (policy := find(name, module)) is not None}
+    given: dict[str, Policy] = {}
+    for name, module in named.items():
+        if (policy := find(name, module)) is not None:
+            given.update({member: policy.within(given.get(member, AS_AROUND)) for member in members_of(name, module)})
     of: dict[nn.Module, Policy] = {}
     for name, module in named.items():
         around = AS_AROUND if not name else of[named[name.rpartition(".")[0]]]
         of[module] = given[name].within(around) if name in given else around
     return Resolved(given, of)
+
+
+def members_of(name: str, module: nn.Module) -> Iterator[str]:
+    """The module's name; of a list or dictionary of modules, which is never called itself, those of its members."""
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+        yield name
+        return
+    for child, member in module.named_children():
+        yield from members_of(f"{name}.{child}", member)
 
 
 def _by_pattern(policies: Mapping[str, Policy], names: list[str]) -> Callable[[str, nn.Module], Policy | None]:

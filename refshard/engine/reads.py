@@ -12,6 +12,7 @@ import torch
 from torch.autograd.graph import Node
 
 from refshard.engine.subclasses import address
+from refshard.engine.trees import leaves_of
 from refshard.engine.unit import Unit
 
 
@@ -49,7 +50,5 @@ def _saved_by(node: Any) -> Iterator[torch.Tensor]:
                 tensor = None if saved.unpack_hook is not None else saved.data
                 if tensor is not None:
                     yield tensor
-    for held in getattr(node, "__dict__", {}).values():  # kept by a custom function behind autograd's back
-        for kept in held if isinstance(held, tuple | list) else [held]:
-            if isinstance(kept, torch.Tensor):
-                yield kept
+    # Kept by a custom function behind autograd's back.
+    yield from (kept for kept in leaves_of(getattr(node, "__dict__", {})) if isinstance(kept, torch.Tensor))

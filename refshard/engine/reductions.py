@@ -51,8 +51,10 @@ def local_powers(parts: Sequence[torch.Tensor], p: float) -> torch.Tensor:
     return stacked if p == math.inf else stacked**p
 
 
-def whole_norms(powers: torch.Tensor, p: float, axis: Axis) -> torch.Tensor:
-    """Norms of whole tensors from the local powers of their parts; one collective for all."""
+def whole_norms(powers: torch.Tensor, p: float, axis: Axis | None) -> torch.Tensor:
+    """Norms of whole tensors from the local powers of their parts; one collective for all, and none for wholes."""
+    if axis is None:
+        return powers if p == math.inf else powers ** (1 / p)
     if p == math.inf:
         return reduce_max(powers, axis)
     axis.reduce_over_shards(powers, "sum")

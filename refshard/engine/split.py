@@ -4,6 +4,7 @@
 flattens this rank's part of each, and shows the modules DTensors again, over views of the unit's slot.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal, Self
 
@@ -91,6 +92,11 @@ class SplitAxis:
     collectives: Collectives
     mesh: DeviceMesh
     axes: tuple[int, ...]
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks they are."""
+        return self.collectives.world_size * math.prod(self.mesh.size(axis) for axis in self.axes)
 
     def reduce_over_shards(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> None:
         """See :meth:`Collectives.reduce_over_shards`."""

@@ -22,13 +22,14 @@ from refshard.engine.flat import FlatParameter, OwnHook, UnitParameter
 from refshard.engine.gradients import Gradients
 from refshard.engine.local_part import local_of, whole_of
 from refshard.engine.placement import Mode
-from refshard.engine.precision import Precision
 from refshard.engine.schedule import Phase, Presence, UnitFacts
 from refshard.engine.subclasses import Packed, tensors_in
 from refshard.errors import EngineError
 
 UNSHARDED_IN = "_refshard_unit"
 """An attribute of unsharded parameters: the name of the unit that computes with them."""
+_OURS = frozenset({"_local_tensor", "_whole", "_is_param", "_refshard_sharded"})
+"""Attributes of sharded parameters that are not the user's."""
 
 
 class Activity(Enum):
@@ -85,7 +86,6 @@ class Unit:
     modules: tuple[nn.Module, ...]
     flats: tuple[FlatParameter, ...]
     mode: Mode
-    precision: Precision
     collectives: Collectives
     device: torch.device
     read_in_backward: bool = True
@@ -198,6 +198,9 @@ class Unit:
                 else:
                     within = {name: views[name] for name in parameter.form.suffixes}
                     parameter.unsharded = parameter.form.bind(within, trained=flat.trained)
+                if parameter.form is None:
+                    own = (key for key in vars(parameter.sharded) if key not in _OURS)
+                    vars(parameter.unsharded).update({key: getattr(parameter.sharded, key) for key in own})
                 setattr(parameter.unsharded, UNSHARDED_IN, self.name)
             for parameter in flat.parameters if flat.trained else ():
                 parameter.unsharded.register_post_accumulate_grad_hook(_Taker(self, flat, parameter))
@@ -301,6 +304,8 @@ class Unit:
             self.exposed = False
             self._expose(unsharded=False)
             self._check_unwritten()
+            if phase == "forward":
+                self._check_objects()
 
     def abandon(self, *, keep_gradients: bool, keep_ahead: bool) -> None:
         """Stop work in progress; unsharded gradients stay only with ``keep_gradients``, unless they are being
@@ -339,6 +344,22 @@ class Unit:
                 f"parameter '{written}' was written to in place while unit '{self.name}' computed, and the next gather "
                 "would undo it; write to it between steps, under torch.no_grad()"
             )
+
+    def _check_objects(self) -> None:
+        """Check that the forward has left alone what a gathered parameter is, apart from its values.
+
+        Raises:
+            EngineError: it was frozen, unfrozen or hooked, which the parameter that stays does not see.
+        """
+        for parameter in self.parameters:
+            seen, hooks = parameter.unsharded, parameter.unsharded._post_accumulate_grad_hooks
+            frozen = seen.requires_grad != parameter.sharded.requires_grad
+            if frozen or seen._backward_hooks or (hooks and len(hooks) > 1):
+                done = "requires_grad was changed" if frozen else "a hook was registered"
+                raise EngineError(
+                    f"'{parameter.layout.name}': {done} while unit '{self.name}' computed, which is lost with the "
+                    "gathered parameter; do it between steps"
+                )
 
     @property
     def written_unseen(self) -> bool:

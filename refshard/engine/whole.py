@@ -24,15 +24,15 @@ class Master:
     handed_out: bool = False
     elsewhere_other: bool = False
 
-    def check_saved(self, name: str, split: Split | None) -> None:
-        """Check that a tensor in it is known by its name to all ranks of the model.
+    def check_known(self, name: str, split: Split | None, done: str = "be saved") -> None:
+        """Check that a tensor in it is known by its name to all ranks of the model, as it must to ``be saved``.
 
         Raises:
             EngineError: other ranks have another one of this ``name``.
         """
         if self.elsewhere_other and split is None:
             raise EngineError(
-                f"'{name}' cannot be saved: ranks outside of its policy's mesh have another tensor of this name; make "
+                f"'{name}' cannot {done}: ranks outside of its policy's mesh have another tensor of this name; make "
                 "experts DTensors over the mesh of those ranks (distribute_tensor with Shard(0)) before refshard.shard"
             )
 
@@ -151,14 +151,14 @@ class Whole:
 
     def mean_part(self, gradient: torch.Tensor) -> torch.Tensor:
         """This rank's part, 1-D, of the mean over all ranks of a gradient of the whole; a collective call."""
-        mean = gradient / self.collectives.world_size
-        self.collectives.reduce_over_shards(mean, "sum")
+        mean = gradient / self.axis.world_size
+        self.axis.reduce_over_shards(mean, "sum")
         return self.collectives.mean_over_replicas(self.cut(mean).clone())
 
     def mean_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
         """The mean of a small tensor over all ranks; a collective call."""
-        mean = value / self.collectives.world_size
-        self.collectives.reduce_over_shards(mean, "sum")
+        mean = value / self.axis.world_size
+        self.axis.reduce_over_shards(mean, "sum")
         return self.collectives.mean_over_replicas(mean)
 
     def reduce(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> torch.Tensor:

@@ -15,6 +15,7 @@ from tests.distributed.cases import (
     failing,
     forwards,
     gradients,
+    held_out,
     hooks,
     inputs,
     leaves,
@@ -58,6 +59,7 @@ THEMES: tuple[ModuleType, ...] = (
     policies,
     saving,
     compiled,
+    held_out,
 )
 
 
