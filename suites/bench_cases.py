@@ -17,7 +17,8 @@ import pytest
 from refshard.commands.progress import Lines
 from refshard.commands.run import Options, launcher_of
 from refshard.errors import RefshardError
-from refshard.measure.run import new_run_folder, round_order, run_suite
+from refshard.folders import new_run_folder
+from refshard.measure.run import round_order, run_suite
 from refshard.records import LaunchRecord
 from refshard.replay import Replay
 from refshard.specs.case import KEYS, Case

@@ -247,7 +247,7 @@ class TestCompletion:
 
     def test_after_a_comma_the_last_of_several_is_completed(self) -> None:
         found = self.complete("run", "--strategy", "ddp,refshard-ya")
-        assert sorted(found) == [f"ddp,refshard-yafsdp{kind}" for kind in ("", "-compiled", "-kept")]
+        assert sorted(found) == [f"ddp,refshard-yafsdp{kind}" for kind in ("", "-compiled", "-compiled-model", "-kept")]
         assert self.complete("run", "--model", "llama-tiny,llama-mi") == ["llama-tiny,llama-mini"]
         assert self.complete("run", "--strategy", "no-such") == []
 
