@@ -427,7 +427,11 @@ def dryrun(
     gpus: Annotated[
         int | None, typer.Option(help="Number of GPUs (default: from torchrun's options, or the whole cluster).")
     ] = None,
-    rank: Annotated[int, typer.Option(help="The rank to run.")] = 0,
+    rank: Annotated[int | None, typer.Option(help="The rank to run (default: 0).")] = None,
+    ranks: Annotated[
+        str | None,
+        typer.Option(help="Instead, run several and match their collectives: all, distinct or numbers (0,1,7)."),
+    ] = None,
     steps: Annotated[
         str, typer.Option(help="Stop after this many optimizer steps; auto: once the peak of memory is stable.")
     ] = "3",
@@ -449,10 +453,11 @@ def dryrun(
 ) -> Answer:
     """Run one rank of an unmodified training script on fake GPUs, and report whether it fits and how fast it is.
 
-    With --model, a model is trained under one strategy, and no script is needed.
+    With --model, a model is trained under one strategy, and no script is needed. With --ranks, several ranks run, and
+    collectives that do not match are named: they hang on GPUs.
 
-    Exit status: 0 if it fits; 1 if it does not, the script fails or --races finds a race; 2 if the command is wrong;
-    3 if there is no verdict, because no optimizer step had work on the GPU.
+    Exit status: 0 if it fits; 1 if it does not, the script fails, --races finds a race or --ranks a mismatch; 2 if the
+    command is wrong; 3 if there is no verdict, because no optimizer step had work on the GPU.
     """
     from refshard.commands import dryrun as made
 
@@ -472,7 +477,8 @@ def dryrun(
     elif extra := _given(context) & {"--strategy", "--seq-len", "--microbatch", "--precision", "--checkpointing"}:
         raise SpecError(f"dryrun: {', '.join(sorted(extra))} needs --model; a script has options of its own")
     options = made.Options(
-        words=words, cluster=cluster, gpus=gpus, rank=rank, steps=None if steps == "auto" else int(steps),
+        words=words, cluster=cluster, gpus=gpus, rank=rank, ranks=ranks,
+        steps=None if steps == "auto" else int(steps),
         tokens_per_step=tokens_per_step, races=races, compile=compile_, routing=routing,
     )  # fmt: skip
     with _interruptible("nothing is written"):
@@ -679,7 +685,7 @@ _RENAMED = {
         "--pipeline": "--pp", "--expert": "--ep", "--replicas": "--dp-replicate", "--checkpoint": "--checkpointing",
         "--dtype": "--precision",
     },
-    "dryrun": {**_RANKS, "--dtype": "--precision", "--checkpoint": "--checkpointing"},
+    "dryrun": {"--world-size": "--gpus", "--dtype": "--precision", "--checkpoint": "--checkpointing"},
     "calibrate": _RANKS,
     "noise": {"--launches": "--rounds (of two launches)"},
     "gate": {"--strategies": "--strategy"},
