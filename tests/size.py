@@ -15,7 +15,7 @@ SLACK = 100
 BUDGETS = {
     "refshard/analysis": 10_400,
     "refshard/commands": 2_900,
-    "refshard/dryrun": 4_750,
+    "refshard/dryrun": 5_650,
     "refshard/emit": 750,
     "refshard/emulate": 1_400,
     "refshard/engine": 9_300,
@@ -24,11 +24,11 @@ BUDGETS = {
     "refshard/measure": 8_450,
     "refshard/models": 1_300,
     "refshard/plan": 2_550,
-    "refshard/report": 8_450,
+    "refshard/report": 8_600,
     "refshard/specs": 2_350,
     "refshard/strategies": 3_150,
     "refshard/*.py": 2_050,
-    "tests": 73_450,
+    "tests": 74_000,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

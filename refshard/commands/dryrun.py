@@ -27,7 +27,8 @@ _EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """The options of the command line; ``steps`` is None for auto, ``tokens_per_step`` are those of all ranks. One of
-    ``rank`` and ``ranks`` may be given; rank 0 is the default."""
+    ``rank`` and ``ranks`` may be given; rank 0 is the default.
+    """
 
     words: tuple[str, ...]
     cluster: str

@@ -1,8 +1,8 @@
 """``python -m refshard.dryrun.child FOLDER``: the process that a script runs in.
 
 It activates the fake device before torch is imported and runs the script as Python would. It writes ``recording.npz``
-and ``answer.json`` to the folder, however the script ends. If the folder has values of other ranks, it uses them, writes
-its own, and records which lines issue collectives.
+and ``answer.json`` to the folder, however the script ends. If the folder has values of other ranks, it uses them,
+writes its own, and records which lines issue collectives.
 """
 
 import os

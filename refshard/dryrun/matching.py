@@ -221,7 +221,8 @@ class _Host:
             if kind == Kind.MARK:
                 self.step += 1
             elif kind == Kind.COLLECTIVE:
-                assert call is not None and group is not None
+                assert call is not None
+                assert group is not None
                 self._call(world, call, group, stream, joined)
             elif kind == Kind.RECORD:
                 self._events[event] = self._record(stream)
@@ -369,8 +370,9 @@ class _World:
             if len(ranks) > 1 and len({host.step for host in hosts}) == 1:
                 counts = ", ".join(f"{name_ranks(which)} made {count:,}" for count, which in sorted(ranks.items()))
                 yield (
-                    f"Until they were stopped after {hosts[0].step - 1} steps, ranks made different numbers of calls in "
-                    f"the group of {name_ranks(group.ranks)}: {counts}. More steps (--steps) would tell whether they hang."
+                    f"Until they were stopped after {hosts[0].step - 1} steps, ranks made different numbers of calls "
+                    f"in the group of {name_ranks(group.ranks)}: {counts}. More steps (--steps) would tell whether "
+                    "they hang."
                 )
 
     def differing(self) -> Iterator[Mismatch]:

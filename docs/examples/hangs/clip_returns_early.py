@@ -25,7 +25,7 @@ def total_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
 
 dense, expert = nn.Linear(64, 64, device="cuda"), nn.Linear(64, 64, device="cuda")
 optimizer = torch.optim.SGD([*dense.parameters(), *expert.parameters()], lr=1e-3)
-for step in range(3):
+for _ in range(3):
     found = dense(torch.ones(8, 64, device="cuda"))
     tokens = 8 if dist.get_rank() else 0  # the expert of rank 0 has none
     if tokens:

@@ -15,7 +15,7 @@ dist.init_process_group("nccl")
 model = DistributedDataParallel(nn.Linear(64, 64).cuda())
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 classes = ["cat", "dog"] if dist.get_rank() == 0 else ["cat"]  # those in this rank's samples
-for step in range(3):
+for _ in range(3):
     loss = model(torch.ones(8, 64, device="cuda")).mean()
     loss.backward()
     optimizer.step()

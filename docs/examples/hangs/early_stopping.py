@@ -17,7 +17,7 @@ torch.manual_seed(dist.get_rank())
 model = DistributedDataParallel(nn.Linear(1024, 1024).cuda())
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 best = float("inf")
-for epoch in range(100):
+for _ in range(100):
     model(torch.rand(64, 1024, device="cuda")).mean().backward()
     optimizer.step()
     with torch.no_grad():

@@ -14,7 +14,7 @@ torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 dist.init_process_group("nccl")
 model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)).cuda())
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-for epoch in range(2):
+for _ in range(2):
     model(torch.ones(16, 64, device="cuda")).mean().backward()
     optimizer.step()
     if dist.get_rank() == 0:

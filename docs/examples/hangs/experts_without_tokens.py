@@ -38,7 +38,7 @@ for expert in model.experts:
     fully_shard(expert)
 fully_shard(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-for step in range(3):
+for _ in range(3):
     model(torch.rand(16, 512, device="cuda")).mean().backward()
     optimizer.step()
     optimizer.zero_grad()

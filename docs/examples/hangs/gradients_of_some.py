@@ -13,7 +13,7 @@ torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 dist.init_process_group("nccl")
 branches = nn.ModuleDict({"text": nn.Linear(64, 64), "series": nn.Linear(128, 64)}).cuda()
 optimizer = torch.optim.SGD(branches.parameters(), lr=1e-3)
-for step in range(3):
+for _ in range(3):
     loss = branches["text"](torch.ones(8, 64, device="cuda")).mean()
     if dist.get_rank() == 0:
         loss = loss + branches["series"](torch.ones(8, 128, device="cuda")).mean()

@@ -32,7 +32,7 @@ fully_shard(model.body)
 fully_shard(model.head, reshard_after_forward=True)
 fully_shard(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-for step in range(3):
+for _ in range(3):
     model(torch.ones(8, 256, device="cuda"), objects=1 + 2 * (dist.get_rank() == 1)).backward()
     optimizer.step()
     optimizer.zero_grad()

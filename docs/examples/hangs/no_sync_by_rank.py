@@ -16,7 +16,7 @@ dist.init_process_group("nccl")
 model = DistributedDataParallel(nn.Linear(64, 64).cuda())
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 warm_up = dist.get_rank()  # microbatches before the steady state, by stage
-for step in range(2):
+for _ in range(2):
     for microbatch in range(2):
         last = microbatch == 1 - warm_up
         with nullcontext() if last and not warm_up else model.no_sync():

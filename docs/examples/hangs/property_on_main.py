@@ -30,6 +30,6 @@ if dist.get_rank() == 0:
     print(trainer.log_dir)
 model = DistributedDataParallel(nn.Linear(64, 64).cuda())
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-for step in range(3):
+for _ in range(3):
     model(torch.ones(8, 64, device="cuda")).mean().backward()
     optimizer.step()

@@ -16,7 +16,7 @@ torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 dist.init_process_group("nccl", timeout=timedelta(seconds=1))
 model = DistributedDataParallel(nn.Linear(64, 64).cuda())
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-for step in range(3):
+for _ in range(3):
     model(torch.ones(8, 64, device="cuda")).mean().backward()
     optimizer.step()
     if dist.get_rank() == 0:

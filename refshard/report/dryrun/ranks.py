@@ -8,7 +8,7 @@ import msgspec
 from refshard.dryrun.analyse import Analysis
 from refshard.dryrun.matching import Mismatch, name_ranks
 from refshard.dryrun.ranks import RanksRun
-from refshard.quantities import format_bytes, format_seconds
+from refshard.quantities import format_seconds
 from refshard.report.blocks import Answer, Block, Notes, Quantity, Row, Section, Text, Verdict, table
 from refshard.report.dryrun.answer import dryrun_answer
 
