@@ -176,11 +176,12 @@ def _reduced(given: Sequence[tuple[bytes, ...]], reduces: int, out: "Sequence[to
             found.append(b"")
             continue
         stacked = torch.stack([_tensor(each[place], like) for each in given])
-        if reduces in (_SUM, _AVG):
+        if reduces == _PRODUCT:
+            total = stacked.prod(0)
+        elif reduces in (_MIN, _MAX):
+            total = stacked.amin(0) if reduces == _MIN else stacked.amax(0)
+        else:
             total = stacked.sum(0)
             total = total / len(given) if reduces == _AVG else total
-        else:
-            by = {_PRODUCT: stacked.prod, _MIN: stacked.amin, _MAX: stacked.amax}[reduces]
-            total = by(0)
         found.append(_bytes_of([total.to(like.dtype)])[0])  # type: ignore[index]
     return tuple(found)

@@ -16,7 +16,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from refshard.dryrun.recording import GROUP, NO_STREAM, Flag, Kind, Recording
+from refshard.dryrun.recording import GROUP, NO_STREAM, ROOT, Flag, Kind, Recording
 from refshard.quantities import format_bytes
 
 _ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
@@ -70,7 +70,7 @@ class Call:
         way = "from" if self.op in ("recv", "broadcast", "scatter") else "to"
         end = "" if self.other < 0 else f" {way} rank {self.other}"
         size = "" if self.op == "barrier" else f" of {format_bytes(self.bytes)}{f' {self.dtype}' if self.dtype else ''}"
-        module = f" in {self.module}" if self.module else ""
+        module = f" in {self.module}" if self.module not in ("", ROOT) else ""
         return f"{self.op}{end}{size}{module}{f' ({self.places[0]})' if self.places else ''}"
 
 

@@ -99,7 +99,7 @@ def _run(request: Request, values: Values | None = None, *, quiet: bool = False)
             write_values(values, folder / GIVEN)
         with (folder / "output").open("w+") as output:
             to = {"stdout": output, "stderr": output} if quiet else {"stdout": sys.stderr}
-            done = subprocess.run([sys.executable, "-m", "refshard.dryrun.child", name], **to)  # type: ignore[call-overload]
+            done = subprocess.run([sys.executable, "-m", "refshard.dryrun.child", name], **to)
         printed = (folder / "output").read_text(errors="replace")
         if not (folder / ANSWER).exists():
             print(printed, file=sys.stderr, end="")

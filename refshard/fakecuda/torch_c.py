@@ -21,6 +21,8 @@ _CUDA = 1
 """c10::DeviceType::CUDA."""
 _ARCHITECTURES = "sm_80 sm_86 sm_89 sm_90 sm_100 sm_120"
 _MOST_PLACES = 8
+_WRAPPERS = f"{os.sep}typing_extensions.py"
+"""Wraps torch's deprecated functions."""
 _PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
 _STANDARD_LIBRARY = f"{Path(os.__file__).parent}{os.sep}"
 
@@ -82,7 +84,8 @@ def places() -> str:
     found = list(_script_frames(sys._getframe()))
     if not found:
         found = list(_script_frames(sys._current_frames()[threading.main_thread().ident or 0]))
-    return "\n".join(map(_line, found[:_MOST_PLACES]))
+    own = [frame for frame in found if not frame.f_code.co_filename.endswith(_WRAPPERS)]
+    return "\n".join(map(_line, own[:_MOST_PLACES]))
 
 
 def script_frame() -> FrameType | None:

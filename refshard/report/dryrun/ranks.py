@@ -24,7 +24,7 @@ def ranks_answer(ran: RanksRun, found: Analysis, step_s: dict[int, float | None]
     *blocks, last = answer.blocks
     assert isinstance(last, Verdict)
     verdict = _verdict(ran, found, step_s, last)
-    data = {**answer.data, "ranks": _as_object(ran, step_s)}  # type: ignore[dict-item]
+    data = {**answer.data, "ranks": _as_object(ran, step_s)}
     return replace(
         answer, data=data, blocks=[*blocks[:1], *_sections(ran, step_s), *blocks[1:], verdict],
         status=1 if ran.mismatches else answer.status,
@@ -84,7 +84,7 @@ def _sections(ran: RanksRun, step_s: dict[int, float | None]) -> list[Block]:
             f"The values that {name_ranks(ran.unsettled)} got from others had not settled after several runs: their "
             "collectives are not matched."
         )
-    within = [table(rows), *([Notes(sentences=notes)] if notes else [])]
+    within: list[Block] = [table(rows), *([Notes(sentences=notes)] if notes else [])]
     blocks.append(Section(title=f"{len(ran.runs)} ranks ran", id="ranks", nav="Ranks", blocks=within))
     return blocks
 
