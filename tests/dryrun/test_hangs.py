@@ -57,7 +57,8 @@ def dry_run_all(folder: Path, script: str, gpus: int, *options: str) -> dict[str
     done = run(folder, script, "--json", "--ranks", "all", "--gpus", str(gpus), *options)
     assert done.stdout, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
-    assert done.returncode == (1 if found["ranks"]["mismatches"] else 0 if found["fits"] else 3), done.stderr
+    failed = any(one["outcome"] == "failed" for one in found["ranks"]["by_rank"])
+    assert done.returncode == (1 if found["ranks"]["mismatches"] or failed else 0 if found["fits"] else 3), done.stderr
     return found
 
 
@@ -141,4 +142,4 @@ def test_right_scripts_have_no_mismatch(tmp_path: Path, name: str, gpus: int) ->
         (tmp_path / f"{one}.py").write_text(text)
     found = dry_run_all(tmp_path, text, gpus, "--cluster", "dgx-h100x2", "--ranks", "distinct", "--steps", "2")
     assert found["ranks"]["mismatches"] == []
-    assert found["ranks"]["collectives"] > 100
+    assert found["ranks"]["collectives"] > 50
