@@ -143,3 +143,48 @@ def test_right_scripts_have_no_mismatch(tmp_path: Path, name: str, gpus: int) ->
     found = dry_run_all(tmp_path, text, gpus, "--cluster", "dgx-h100x2", "--ranks", "distinct", "--steps", "2")
     assert found["ranks"]["mismatches"] == []
     assert found["ranks"]["collectives"] > 50
+
+
+PIPELINE = """
+import os
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("nccl")
+mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("pp", "dp"))
+place = mesh["pp"].get_local_rank()
+part = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).cuda()
+for layer in part:
+    fully_shard(layer, mesh=mesh["dp"])
+fully_shard(part, mesh=mesh["dp"])
+example = torch.ones(4, 64, device="cuda")
+shapes = {
+    "input_args": (example.clone().requires_grad_(place > 0),), "output_args": (example.clone().requires_grad_(),)
+}
+stage = PipelineStage(part, place, 2, torch.device("cuda"), group=mesh["pp"].get_group(), **shapes)
+schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=lambda out, target: (out - target).square().mean())
+optimizer = torch.optim.SGD(part.parameters(), lr=1e-3)
+batch = torch.ones(16, 64, device="cuda")
+for _ in range(4):
+    if place == 0:
+        schedule.step(batch)
+    else:
+        schedule.step(target=batch)
+    nn.utils.clip_grad_norm_(part.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+"""Two stages of two ranks each, 1F1B and FSDP2."""
+
+
+@needs_device
+@pytest.mark.full
+def test_a_pipeline_has_no_mismatch(tmp_path: Path) -> None:
+    found = dry_run_all(tmp_path, PIPELINE, 4)["ranks"]
+    assert found["mismatches"] == []
+    assert [one["outcome"] for one in found["by_rank"]] == ["stepped"] * 4
