@@ -430,7 +430,11 @@ def dryrun(
         str | None,
         typer.Option(help="Number of GPUs, or several: 8,16,64 (default: torchrun's options, or the whole cluster)."),
     ] = None,
-    rank: Annotated[int, typer.Option(help="The rank to run.")] = 0,
+    rank: Annotated[int | None, typer.Option(help="The rank to run (default: 0).")] = None,
+    ranks: Annotated[
+        str | None,
+        typer.Option(help="Instead, run several and match their collectives: all, distinct or numbers (0,1,7)."),
+    ] = None,
     steps: Annotated[
         str, typer.Option(help="Stop after this many optimizer steps; auto: once the peak of memory is stable.")
     ] = "3",
@@ -482,8 +486,10 @@ def dryrun(
     several times, with other options in place of the word {}: refshard dryrun --cluster dgx-h100 --largest "--batch {}"
     -- train.py {}
 
-    Exit status: 0 if it fits; 1 if it does not, the script fails or --races finds a race; 2 if the command is wrong;
-    3 if there is no verdict, because no optimizer step had work on the GPU.
+    With --ranks, several ranks run, and collectives that do not match are named: they hang on GPUs.
+
+    Exit status: 0 if it fits; 1 if it does not, the script fails, --races finds a race or --ranks a mismatch; 2 if the
+    command is wrong; 3 if there is no verdict, because no optimizer step had work on the GPU.
     """
     from refshard.commands import dryrun as made
     from refshard.commands.sizes import sized
@@ -505,7 +511,7 @@ def dryrun(
     elif extra := _given(context) & {"--strategy", "--seq-len", "--microbatch", "--precision", "--checkpointing"}:
         raise SpecError(f"dryrun: {', '.join(sorted(extra))} needs --model; a script has options of its own")
     options = made.Options(
-        words=words, cluster=cluster, rank=rank, steps=None if steps == "auto" else int(steps),
+        words=words, cluster=cluster, rank=rank, ranks=ranks, steps=None if steps == "auto" else int(steps),
         tokens_per_step=tokens_per_step, races=races, compile=compile_, routing=routing, advise=advise,
         jobs=jobs or os.cpu_count() or 1,
     )  # fmt: skip
@@ -767,7 +773,7 @@ _RENAMED = {
         "--pipeline": "--pp", "--expert": "--ep", "--replicas": "--dp-replicate", "--checkpoint": "--checkpointing",
         "--dtype": "--precision",
     },
-    "dryrun": {**_RANKS, "--dtype": "--precision", "--checkpoint": "--checkpointing"},
+    "dryrun": {"--world-size": "--gpus", "--dtype": "--precision", "--checkpoint": "--checkpointing"},
     "calibrate": _RANKS,
     "noise": {"--launches": "--rounds (of two launches)"},
     "gate": {"--strategies": "--strategy"},

@@ -6,10 +6,11 @@ from pathlib import Path
 import msgspec
 
 from refshard.commands.printing import write_page
-from refshard.dryrun.advice import advise
-from refshard.dryrun.analyse import analyse
+from refshard.dryrun.advice import Advice, advise
+from refshard.dryrun.analyse import Analysis, analyse
 from refshard.dryrun.command_line import TrainingCommand, read_command
 from refshard.dryrun.overheads import overheads
+from refshard.dryrun.ranks import RanksRun, read_ranks, run_ranks
 from refshard.dryrun.request import Request
 from refshard.dryrun.run import dry_run
 from refshard.dryrun.trials import Laboratory
@@ -18,6 +19,7 @@ from refshard.events.writer import as_kineto
 from refshard.folders import replace_file
 from refshard.report.blocks import Answer
 from refshard.report.dryrun.answer import dryrun_answer
+from refshard.report.dryrun.ranks import ranks_answer
 from refshard.specs.cluster import ClusterSpec, load_cluster
 
 MOST_STEPS = 50
@@ -26,14 +28,16 @@ _EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of the command line; ``steps`` is None for auto, ``tokens_per_step`` are those of all ranks.
-    ``advise`` says whether to try remedies, None: if it does not fit; ``jobs`` at a time.
+    """The options of the command line; ``steps`` is None for auto, ``tokens_per_step`` are those of all ranks. One of
+    ``rank`` and ``ranks`` may be given; rank 0 is the default. ``advise`` says whether to try remedies, None: if it
+    does not fit; ``jobs`` at a time.
     """
 
     words: tuple[str, ...]
     cluster: str
     gpus: int | None = None
-    rank: int = 0
+    rank: int | None = None
+    ranks: str | None = None
     steps: int | None = 3
     tokens_per_step: int | None = None
     races: bool = False
@@ -45,7 +49,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 def dryrun(options: Options, *, trace: Path | None = None, html: Path | None = None) -> Answer:
     """Run the script that the words name; the status is 0 if it fits, 1 if it does not, failed or, where races were
-    asked for, has some, and 3 without a verdict.
+    asked for, has some or, where several ranks run, their collectives do not match, and 3 without a verdict.
 
     With ``compile`` "both" it runs a second time, without torch.compile, to compare.
 
@@ -60,23 +64,45 @@ def dryrun(options: Options, *, trace: Path | None = None, html: Path | None = N
             raise SpecError(f"{option}: {path} cannot be written; name a file in a folder that exists")
     if options.compile not in ("on", "off", "both"):
         raise SpecError(f"dryrun: compile must be on, off or both, got '{options.compile}'")
+    if options.ranks is not None and (options.rank is not None or options.compile == "both"):
+        other = "--rank" if options.rank is not None else "--compile both"
+        raise SpecError(f"dryrun: --ranks and {other} exclude each other, got both; leave one out")
     request = request_of(options)
     cluster = load_cluster(options.cluster).of_world_size(request.world_size)
-    found = analyse(dry_run(request), cluster, global_tokens=options.tokens_per_step, races=options.races)
+    try:
+        ranks = None if options.ranks is None else read_ranks(options.ranks, request.world_size)
+    except ValueError as error:
+        raise SpecError(f"dryrun: {error}") from None
+    ran = None if ranks is None else run_ranks(request, ranks)
+    run = dry_run(request) if ran is None else ran.runs[ran.largest]
+    found = analyse(run, cluster, global_tokens=options.tokens_per_step, races=options.races)
     if trace is not None:
         replace_file(trace, [as_kineto(found.trace)])
     eager = None
     if options.compile == "both" and found.run.answer.compiled is not None:
         request = msgspec.structs.replace(request, environment=_EAGER)
         eager = analyse(dry_run(request), cluster, global_tokens=options.tokens_per_step)
-    advice = None
-    if options.advise or (options.advise is None and found.fits is False):
-        with Laboratory(options.jobs) as laboratory:
-            advice = advise(found, laboratory)
-    answer = dryrun_answer(found, f"page: {html}" if html is not None else "", eager, advice)
+    more = f"page: {html}" if html is not None else ""
+    if ran is None:
+        answer = dryrun_answer(found, more, eager, _advice(options, found))
+    else:
+        answer = ranks_answer(ran, found, _step_times(ran, found, cluster), more)
     if html is not None:
         write_page(answer, html, "dryrun")
     return answer
+
+
+def _step_times(ran: RanksRun, found: Analysis, cluster: ClusterSpec) -> dict[int, float | None]:
+    """Seconds of a step by rank."""
+    one = found.run.request.rank
+    return {rank: found.step_s if rank == one else analyse(run, cluster).step_s for rank, run in ran.runs.items()}
+
+
+def _advice(options: Options, found: Analysis) -> Advice | None:
+    if not (options.advise or (options.advise is None and found.fits is False)):
+        return None
+    with Laboratory(options.jobs) as laboratory:
+        return advise(found, laboratory)
 
 
 def _gpus(options: Options, command: TrainingCommand, cluster: ClusterSpec) -> int:
@@ -102,7 +128,7 @@ def request_of(options: Options) -> Request:
     try:
         return Request(
             command=command.command, module=command.module, cluster=options.cluster, world_size=world_size,
-            local_ranks=cluster.ranks_per_node, rank=options.rank, routing=options.routing,
+            local_ranks=cluster.ranks_per_node, rank=options.rank or 0, routing=options.routing,
             steps=MOST_STEPS if options.steps is None else options.steps, until_stable=options.steps is None,
             unusable_bytes=sum(one.bytes for one in overheads(world_size)),
             environment=_EAGER if options.compile == "off" else {},

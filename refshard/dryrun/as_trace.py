@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from refshard.analysis.operators import CAUSAL
 from refshard.dryrun.price import graph_launches
-from refshard.dryrun.recording import GRAPH_LAUNCH, NO_STREAM, Flag, Kind, Phase, Recording
+from refshard.dryrun.recording import GRAPH_LAUNCH, GROUP, NO_STREAM, Flag, Kind, Phase, Recording
 from refshard.dryrun.replay import NEVER, Replayed
 from refshard.dryrun.steps import Step, host_windows, steps_of
 from refshard.dryrun.work import Tensor, parse
@@ -386,7 +386,7 @@ class _Builder:
         """The operator of a collective, its arguments, and those of what runs."""
         recording = self._recording
         op = recording.name_table[recording.names[row]]
-        group = recording.groups[int(recording.subjects[row]) & 0xFFFFFFFF]
+        group = recording.groups[int(recording.subjects[row]) & GROUP]
         operator, unsharded = _OPERATORS.get(op, (op, 0))
         of_nccl, of_torch, size = _DTYPES[_dtype_of(recording, row)]
         whole = int(recording.sizes[row]) // size

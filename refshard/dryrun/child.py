@@ -1,7 +1,8 @@
 """``python -m refshard.dryrun.child FOLDER``: the process that a script runs in.
 
 It activates the fake device before torch is imported and runs the script as Python would. It writes ``recording.npz``
-and ``answer.json`` to the folder, however the script ends.
+and ``answer.json`` to the folder, however the script ends. If the folder has values of other ranks, it uses them,
+writes its own, and records which lines issue collectives.
 """
 
 import os
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from refshard.dryrun.exchange import Exchange, read_values, write_values
 from refshard.dryrun.failures import before_capture_failed, is_missing_module, message, of_script, place
 from refshard.dryrun.launchers import Launchers, is_program, run_python
 from refshard.dryrun.request import UNLIMITED_BYTES, Answer, Choice, Outcome, Request, read_routing
@@ -22,6 +24,7 @@ from refshard.errors import RefshardError, first_line
 from refshard.fakecuda import activate
 from refshard.fakecuda.bitsandbytes import managed_bytes
 from refshard.fakecuda.inductor import keep_apart
+from refshard.fakecuda.torch_c import places
 from refshard.fakecuda.without_triton import Refused
 from refshard.specs.cluster import load_cluster
 
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
     from refshard.dryrun.observe import Observer, Peaks
 
 REQUEST, ANSWER, RECORDING = "request.json", "answer.json", "recording.npz"
+GIVEN, SENT = "given.msgpack", "sent.msgpack"
+"""Values of other ranks, where several run, and what this one sent."""
 
 
 def main(folder: Path) -> int:
@@ -60,6 +65,11 @@ def main(folder: Path) -> int:
     peaks.install()
     unknown = UnknownValues(ext, lambda: observer.steps_taken)
     unknown.install()
+    exchange = None
+    if (folder / GIVEN).exists():
+        exchange = Exchange(ext, request.rank, request.world_size, read_values(folder / GIVEN))
+        exchange.install()
+        ext.set_places_callback(places)
     launched = not request.module and is_program(request.command[0])
     rank = _rank_environment(request)
     if request.rank_variables and not launched:  # a launcher's process becomes the rank when it would start it
@@ -68,6 +78,8 @@ def main(folder: Path) -> int:
     with Launchers(rank).following(program=launched):
         outcome, raised = _run(request)
     ext.record(False)
+    if exchange is not None:
+        write_values({request.rank: tuple(exchange.sent)}, folder / SENT)
     told = {} if raised is None else {
         "error": first_line(raised) if outcome == "oom" else message(raised, request.command),
         "where": place(raised), "blamed": unknown.blamed(raised),

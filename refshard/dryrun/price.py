@@ -33,7 +33,7 @@ from refshard.costs import (
     move_seconds,
     product_seconds,
 )
-from refshard.dryrun.recording import GRAPH_LAUNCH, HOST_COUNTS, Flag, Kind, Recording
+from refshard.dryrun.recording import GRAPH_LAUNCH, GROUP, HOST_COUNTS, Flag, Kind, Recording
 from refshard.dryrun.work import TRITON, Scores, Work, element_bytes, parse, work_of
 from refshard.errors import SpecError, nearest
 from refshard.specs.cluster import ClusterSpec, CollectiveOp
@@ -355,7 +355,7 @@ class _Pricing:
             return self._message(_PEERS[op], subject, nbytes)
         if op not in _AS:
             raise SpecError(f"collective: '{op}' has no price; {nearest(op, [*_AS, *_PEERS])}")
-        shape = group_shape(self._cluster, self._recording.groups[subject].ranks)
+        shape = group_shape(self._cluster, self._recording.groups[subject & GROUP].ranks)
         self._check_joined(shape)
         cost: CollectiveCost = collective_cost(self._cluster, _AS[op], nbytes, shape)
         if cost.algorithm == "none":
@@ -385,7 +385,7 @@ class _Pricing:
 
 def peer_of(recording: Recording, subject: int) -> int:
     """The global rank at the other end of a ``send`` or ``recv``; the upper 32 bits are its rank in the group."""
-    ranks = recording.groups[subject & 0xFFFFFFFF].ranks
+    ranks = recording.groups[subject & GROUP].ranks
     return ranks[subject >> 32]
 
 

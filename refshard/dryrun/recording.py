@@ -17,6 +17,8 @@ import numpy.typing as npt
 NO_STREAM = -1
 GRAPH_LAUNCH = "cudaGraphLaunch"
 """The name of the launch that comes before the nodes of a replayed CUDA graph."""
+GROUP = 0xFFFFFFFF
+"""Which bits of a collective's subject are the id of its group."""
 ROOT = "(root)"
 """The path of the outermost module."""
 HOST_COUNTS = ("host_operators", "host_dispatched", "host_nodes", "host_calls")
@@ -80,6 +82,8 @@ class Flag(IntFlag):
     """A node of a CUDA graph that is replayed: the host launches the graph as a whole."""
     PRIVATE_POOL = 1024
     """Of ``ALLOCATE``: the block is of a private pool of the allocator (a CUDA graph's, or a ``MemPool``)."""
+    JOINED = 2048
+    """Of ``COLLECTIVE``: it is in one batch with the collective before it on its stream (``batch_isend_irecv``)."""
 
 
 class Category(IntEnum):
@@ -114,8 +118,8 @@ class Recording:
       (``all_gather``), why the host waits (``item``), or what a mark says.
     - ``streams`` (int64): the stream's id, 0 being the default stream, :data:`NO_STREAM` if not on a stream.
     - ``subjects`` (int64): an event's id (``RECORD``, ``WAIT``, ``SYNCHRONISE``), a group's id (``COLLECTIVE``), a
-      block's id (``ALLOCATE``, ``FREE``, ``HOLD``; never used again), a peer for ``send`` and ``recv`` in the upper 32
-      bits.
+      block's id (``ALLOCATE``, ``FREE``, ``HOLD``; never used again). Of a collective, the upper 32 bits are a rank in
+      the group: the peer of ``send`` and ``recv``, the root of ``broadcast``, ``reduce``, ``gather`` and ``scatter``.
     - ``sizes`` (int64): bytes of the block (as rounded by the allocator) or of the segment; of a collective, of the
       unsharded tensor. Of a generated kernel, its FLOPs if it multiplies matrices.
     - ``reads``, ``writes`` (int64): bytes that the operator reads and writes; of ``ALLOCATE`` and ``FREE``, ``reads``
@@ -126,8 +130,8 @@ class Recording:
     - ``phases`` (uint8): a :class:`Phase`. ``flags`` (int32): a :class:`Flag`.
     - ``categories`` (uint8): a :class:`Category` of each ``ALLOCATE``, else 0.
     - ``threads`` (int32): the host's thread, 0 being the first to issue anything.
-    - ``sites`` (int32, into ``site_table``): the line of the user's script, as ``train.py:31 in train``; only where the
-      host waits.
+    - ``sites`` (int32, into ``site_table``): the line of the user's script, as ``train.py:31 in train``, where the
+      host waits. Of a collective, if the request wants places, such lines from the innermost call on, one a line.
     - ``host_operators``, ``host_dispatched``, ``host_nodes``, ``host_calls`` (int32): what the host did since the event
       before: calls of torch's dispatcher (views and composite operators included), those of them made under a Python
       dispatch mode, autograd nodes run by backward, and calls of Python functions.

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from refshard.dryrun.device import Device, Gate, Rates, Share, Token, Work
 from refshard.dryrun.price import Prices, is_message, peer_of
-from refshard.dryrun.recording import NO_STREAM, Flag, Kind, Recording
+from refshard.dryrun.recording import GROUP, NO_STREAM, Flag, Kind, Recording
 
 NS = 1e9
 
@@ -123,7 +123,7 @@ class Host:
 
     def _run(self, row: int, stream: int, time: float) -> None:
         """Put a launch or a collective on its stream."""
-        group = self._subjects[row]
+        group = self._subjects[row] & GROUP
         if ordered := self._ordered[row]:
             before, token = self._last.get(group, (stream, None))
             if token is not None and before != stream:
@@ -178,7 +178,7 @@ def _events(recording: Recording, rank: int) -> list[tuple[tuple[object, ...], M
     rows = np.flatnonzero((recording.kinds == Kind.COLLECTIVE) & (recording.streams != NO_STREAM))
     for row in rows.tolist():
         op, subject = recording.name_table[recording.names[row]], int(recording.subjects[row])
-        about: tuple[object, ...] = groups[subject & 0xFFFFFFFF]
+        about: tuple[object, ...] = groups[subject & GROUP]
         if op in ("send", "recv"):
             ends = (recording.rank, peer_of(recording, subject))
             about = (*about, "message", *(ends if op == "send" else reversed(ends)))

@@ -5,7 +5,8 @@ They are set on ``torch._C`` just before ``torch.cuda`` is imported.
 
 import os
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from types import FrameType, ModuleType, SimpleNamespace
@@ -19,6 +20,9 @@ NCCL_VERSION = (2, 27, 5)
 _CUDA = 1
 """c10::DeviceType::CUDA."""
 _ARCHITECTURES = "sm_80 sm_86 sm_89 sm_90 sm_100 sm_120"
+_MOST_PLACES = 8
+_WRAPPERS = f"{os.sep}typing_extensions.py"
+"""Wraps torch's deprecated functions."""
 _PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
 _STANDARD_LIBRARY = f"{Path(os.__file__).parent}{os.sep}"
 
@@ -70,15 +74,34 @@ def _storages(ext: ModuleType) -> None:
 def site() -> str:
     """The innermost line that is neither torch's nor this project's, as ``train.py:31 in train``."""
     frame = script_frame()
-    return "" if frame is None else f"{short(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return "" if frame is None else _line(frame)
+
+
+def places() -> str:
+    """The lines of the script that lead here, one a line, the innermost first. In autograd's own thread, those that
+    called backward.
+    """
+    found = list(_script_frames(sys._getframe()))
+    if not found:
+        found = list(_script_frames(sys._current_frames()[threading.main_thread().ident or 0]))
+    own = [frame for frame in found if not frame.f_code.co_filename.endswith(_WRAPPERS)]
+    return "\n".join(map(_line, own[:_MOST_PLACES]))
 
 
 def script_frame() -> FrameType | None:
     """The innermost frame that is neither torch's nor this project's; None if only autograd's own thread calls."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and is_internal(frame.f_code.co_filename):
+    return next(_script_frames(sys._getframe()), None)
+
+
+def _script_frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        if not is_internal(frame.f_code.co_filename):
+            yield frame
         frame = frame.f_back
-    return frame
+
+
+def _line(frame: FrameType) -> str:
+    return f"{short(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 def is_internal(path: str) -> bool:

@@ -62,12 +62,12 @@ class Made:
 
     def collective(
         self, op: str, group: int, *, nbytes: int, stream: int, signature: str = "", peer: int = 0,
-        accesses: Sequence[Access] = (),
+        accesses: Sequence[Access] = (), site: str = "", flags: int = 0,
     ) -> int:  # fmt: skip
         """A collective of ``nbytes`` of the unsharded tensor; ``peer`` is a rank in the group."""
         return self._add(
             Kind.COLLECTIVE, op, streams=stream, subjects=group | peer << 32, sizes=nbytes, signatures=signature,
-            accesses=accesses,
+            accesses=accesses, sites=site, flags=flags,
         )  # fmt: skip
 
     def record(self, stream: int, event: int = 0) -> int:

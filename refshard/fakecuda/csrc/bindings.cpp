@@ -275,6 +275,19 @@ void bind_recorder(py::module_& m) {
     const auto block = block_at(static_cast<c10::DeviceIndex>(index), reinterpret_cast<void*>(address));
     if (block >= 0) recorder().categorise(block, static_cast<Category>(category));
   });
+  m.def("set_places_callback", [](py::function callback) {
+    set_places_callback([callback = new py::function(std::move(callback))] {
+      py::gil_scoped_acquire gil;
+      return (*callback)().cast<std::string>();
+    });
+  });
+  // `callback(group, number, op, peer, root, reduces, out, in)`: in is None where it is not known.
+  m.def("set_exchange_callback", [](py::function callback) {
+    set_exchange_callback([callback = new py::function(std::move(callback))](const Exchanged& one) {
+      py::gil_scoped_acquire gil;
+      return (*callback)(one.group, one.number, one.op, one.peer, one.root, one.reduces, one.out, one.in).cast<bool>();
+    });
+  });
   m.def("groups", [] {
     py::list found;
     for (const auto& group : group_options()) found.append(py::make_tuple(group->group_name, group->global_ranks_in_group));

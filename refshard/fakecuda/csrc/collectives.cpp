@@ -62,6 +62,7 @@ void fill_repeatedly(const at::Tensor& out, const at::Tensor& in) {
 
 WorkPtr FakeNccl::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   Call call{"broadcast", tensors, {}, options.asyncOp, bytes_of(tensors)};
+  call.root = options.rootRank;
   call.over_gloo = [&](auto& gloo, const auto& out, const auto&) {
     auto mine = out;
     gloo.broadcast(mine, options)->wait();
@@ -72,6 +73,7 @@ WorkPtr FakeNccl::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opti
 
 WorkPtr FakeNccl::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   Call call{"all_reduce", tensors, tensors, options.asyncOp, bytes_of(tensors)};
+  call.reduces = options.reduceOp.op_;
   call.over_gloo = [&](auto& gloo, const auto& out, const auto&) {
     for (const auto& tensor : out) all_reduce_over(gloo, tensor, options.reduceOp, getSize());
     return WorkPtr();
@@ -88,6 +90,8 @@ WorkPtr FakeNccl::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoa
 
 WorkPtr FakeNccl::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
   Call call{"reduce", tensors, tensors, options.asyncOp, bytes_of(tensors)};
+  call.root = options.rootRank;
+  call.reduces = options.reduceOp.op_;
   call.over_gloo = [&](auto& gloo, const auto& out, const auto&) {
     for (const auto& tensor : out) {
       auto mine = tensor.clone();  // only the root's changes
@@ -137,6 +141,7 @@ WorkPtr FakeNccl::allgather_into_tensor_coalesced(Tensors& out, Tensors& in, con
 
 WorkPtr FakeNccl::gather(std::vector<Tensors>& out, Tensors& in, const c10d::GatherOptions& options) {
   Call call{"gather", flat(out), in, options.asyncOp, bytes_of(in) * getSize()};
+  call.root = options.rootRank;
   call.over_gloo = [&](auto& gloo, const auto& to, const auto& from) {
     std::vector<Tensors> lists;
     if (!out.empty()) lists.push_back(to);
@@ -152,6 +157,7 @@ WorkPtr FakeNccl::gather(std::vector<Tensors>& out, Tensors& in, const c10d::Gat
 
 WorkPtr FakeNccl::scatter(Tensors& out, std::vector<Tensors>& in, const c10d::ScatterOptions& options) {
   Call call{"scatter", out, flat(in), options.asyncOp, bytes_of(out) * getSize()};
+  call.root = options.rootRank;
   call.over_gloo = [&](auto& gloo, const auto& to, const auto& from) {
     std::vector<Tensors> lists;
     if (!in.empty()) lists.push_back(from);
@@ -167,6 +173,7 @@ WorkPtr FakeNccl::scatter(Tensors& out, std::vector<Tensors>& in, const c10d::Sc
 
 WorkPtr FakeNccl::reduce_scatter(Tensors& out, std::vector<Tensors>& in, const c10d::ReduceScatterOptions& options) {
   Call call{"reduce_scatter", out, flat(in), options.asyncOp, bytes_of(flat(in))};
+  call.reduces = options.reduceOp.op_;
   call.over_gloo = [&](auto& gloo, const auto& to, const auto& from) {
     for (int rank = 0; rank < getSize(); ++rank) {
       auto part = from[rank].clone();
@@ -191,6 +198,7 @@ WorkPtr FakeNccl::_reduce_scatter_base(at::Tensor& out, at::Tensor& in, const c1
 WorkPtr FakeNccl::reduce_scatter_tensor_coalesced(Tensors& out, Tensors& in,
                                                   const c10d::ReduceScatterOptions& options) {
   Call call{"reduce_scatter", out, in, options.asyncOp, bytes_of(in)};
+  call.reduces = options.reduceOp.op_;
   call.over_gloo = [&](auto& gloo, const auto& to, const auto& from) {
     for (size_t i = 0; i < to.size(); ++i) {
       reduce_scatter_over(gloo, to[i], from[i], options.reduceOp, getRank(), getSize());

@@ -285,7 +285,14 @@ void resize_storage(c10::StorageImpl& storage, size_t size) {
   Allocating allocating("aten::resize_");
   auto fresh = device_allocator().allocate(size);
   const auto kept = std::min(size, storage.nbytes());
-  if (kept && storage.data()) device_allocator().copy_data(fresh.get(), storage.data(), kept);
+  if (kept && storage.data()) {
+    if (device().dry() && kept <= kResidentIntegers) std::memcpy(fresh.get(), storage.data(), kept);
+    device_allocator().copy_data(fresh.get(), storage.data(), kept);
+    std::lock_guard guard(marks_mutex);
+    if (const auto found = marks.find(storage.data()); found != marks.end()) {
+      if (const auto mark = found->second & ~static_cast<int>(Mark::Real)) marks[fresh.get()] = mark;
+    }
+  }
   storage.set_data_ptr_noswap(std::move(fresh));
   storage.set_nbytes(size);
 }

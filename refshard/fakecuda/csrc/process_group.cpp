@@ -23,6 +23,9 @@ auto& groups_mutex = *new std::mutex;
 // By then the watchdog is taken to have looked, and in a later backward too. An average launch takes 0.1 ms of a step of
 // Llama 1B on an H200; time itself would differ from run to run.
 constexpr int64_t kLaunchesUntilSeen = 1000;
+constexpr int64_t kMostExchanged = 1 << 20;  // bytes
+std::function<bool(const Exchanged&)> exchange_callback;
+std::function<std::string()> places_callback;
 
 Tensors hosts(const Tensors& tensors) {
   Tensors made;
@@ -41,6 +44,10 @@ std::vector<c10::intrusive_ptr<c10d::Backend::Options>> group_options() {
   std::lock_guard lock(groups_mutex);
   return groups;
 }
+
+void set_exchange_callback(std::function<bool(const Exchanged&)> callback) { exchange_callback = std::move(callback); }
+
+void set_places_callback(std::function<std::string()> callback) { places_callback = std::move(callback); }
 
 FakeNccl::FakeNccl(int rank, int size, BackendPtr gloo, std::string name)
     : Backend(rank, size), gloo_(std::move(gloo)), name_(std::move(name)),
@@ -74,7 +81,9 @@ void FakeNccl::record(const Call& call, StreamId stream) {
   std::string made;
   for (const auto& tensor : call.out) describe(tensor, made);
   Event event{.kind = Kind::Collective, .name = recorder().names.code(call.op), .stream = stream};
-  event.subject = id_ | (call.peer >= 0 ? call.peer << 32 : 0);
+  event.subject = id_ | std::max({call.peer, call.root, int64_t{0}}) << 32;
+  if (coalescing_ && !coalesced_.empty()) event.flags = kJoined;
+  if (places_callback) event.site = recorder().sites.code(places_callback());
   event.size = call.bytes;
   event.reads = bytes_of(call.in);
   event.writes = bytes_of(call.out);
@@ -89,8 +98,29 @@ void FakeNccl::record(const Call& call, StreamId stream) {
   recorder().add(event, accesses);
 }
 
+bool FakeNccl::exchange(const Call& call) {
+  if (!exchange_callback) return false;
+  const std::string_view op = call.op;
+  const auto number = numbers_[call.peer < 0 ? -1 : 2 * call.peer + (op == "recv")]++;
+  if (op == "all_to_all" || op == "barrier" || bytes_of(call.in) + bytes_of(call.out) > kMostExchanged) return false;
+  const auto here = [](const at::Tensor& tensor) { return tensor.is_cpu() || resident(tensor); };
+  if (!std::all_of(call.out.begin(), call.out.end(), here)) return false;
+  const bool roots = op == "broadcast" && call.root == getRank();
+  const auto& given = roots ? call.out : call.in;
+  const bool known = std::all_of(given.begin(), given.end(), [&](const at::Tensor& tensor) {
+    return here(tensor) && !(tensor.is_cuda() && (unknown(tensor) || marked(tensor, Mark::Assumed)));
+  });
+  StandIn stand_in;
+  const auto in = known ? std::optional(hosts(given)) : std::nullopt;
+  if (!exchange_callback({id_, number, call.op, call.peer, call.root, call.reduces, hosts(call.out), in})) return false;
+  for (const auto& tensor : call.out) {
+    if (tensor.is_cuda()) set_unknown(tensor, false);
+  }
+  return true;
+}
+
 void FakeNccl::move(const Call& call) {
-  if (!call.alike) return;
+  if (exchange(call) || !call.alike) return;
   const bool assumed = std::any_of(call.in.begin(), call.in.end(), [](const at::Tensor& tensor) {
     return tensor.is_cuda() && marked(tensor, Mark::Assumed);
   });

@@ -11,6 +11,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -29,6 +30,20 @@ int64_t bytes_of(const Tensors& tensors);
 
 // The options of all groups of this process, by id: their names, and the global ranks in them.
 std::vector<c10::intrusive_ptr<c10d::Backend::Options>> group_options();
+
+// A call with values that are known here: its group, its number there, what it does, and its tensors on the host. Inputs
+// are missing where they are not known. Fills the outputs; false if it cannot.
+struct Exchanged {
+  int64_t group, number;
+  std::string op;
+  int64_t peer, root;
+  int reduces;
+  Tensors out;
+  std::optional<Tensors> in;
+};
+void set_exchange_callback(std::function<bool(const Exchanged&)> callback);
+// Tells the lines of the script that issue a collective.
+void set_places_callback(std::function<std::string()> callback);
 
 class FakeNccl : public c10d::Backend {
  public:
@@ -73,6 +88,8 @@ class FakeNccl : public c10d::Backend {
     bool async = true;
     int64_t bytes = 0;  // of the unsharded tensor
     int64_t peer = -1;
+    int64_t root = -1;
+    int reduces = -1;   // by which c10d::ReduceOp, if it does
     Tensors staging{};  // what NCCL allocates for itself
     // Moves the bytes over gloo, and gives what is still under way.
     std::function<WorkPtr(c10d::Backend&, const Tensors& out, const Tensors& in)> over_gloo;
@@ -91,6 +108,8 @@ class FakeNccl : public c10d::Backend {
   StreamId stream_of(const Call& call, c10::DeviceIndex device);
   void record(const Call& call, StreamId stream);
   void move(const Call& call);
+  // Gives results the values that the group's other ranks had in their own runs; false where they are not known.
+  bool exchange(const Call& call);
   // A shelf of the group's for these tensors. Where nobody waits for a work, as DDP's reducer does not, its tensors stay
   // until a later collective of the group finds that the watchdog's thread, which looks every 100 ms, has seen its end.
   Shelf shelve(Tensors tensors);
@@ -101,6 +120,7 @@ class FakeNccl : public c10d::Backend {
   std::string name_;
   c10::intrusive_ptr<Options> options_;
   uint64_t sequence_ = 0;
+  std::unordered_map<int64_t, int64_t> numbers_;  // of calls: collectives (-1), messages by peer and direction
   bool coalescing_ = false;
   Tensors coalesced_;
   std::vector<WorkPtr> coalesced_pending_;

@@ -18,7 +18,7 @@ enum class Kind : uint8_t { Launch, Collective, Record, Wait, Synchronise, Alloc
 enum class Phase : uint8_t { Other, Forward, Backward, Recompute, Optimizer };
 enum Flag : int32_t {
   kCausal = 1, kHostToDevice = 2, kDeviceToHost = 4, kHostOnly = 8, kValueUnknown = 16, kStrided = 32,
-  kProducts = 64, kCompiled = 128, kCaptured = 256, kOfGraph = 512, kPrivatePool = 1024,
+  kProducts = 64, kCompiled = 128, kCaptured = 256, kOfGraph = 512, kPrivatePool = 1024, kJoined = 2048,
 };
 enum class Category : uint8_t { Other, Parameters, Gradients, Optimizer, Unsharded, Activations, Workspace };
 

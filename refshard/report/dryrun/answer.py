@@ -56,11 +56,12 @@ CATEGORIES = {
 }
 _PHASES = {Phase.OTHER: "outside modules", Phase.OPTIMIZER: "the optimizer step"}
 _UNNAMED = {"": "the script", ROOT: "the model"}
+_ONE_RANK = "Only one rank ran. Stragglers and uneven data are not modelled."
 _LIMITS = (
     "Exact: operators, their order, streams, waits, collectives and allocations are the script's own. Reserved memory "
     "is a simulation of torch's allocator. Durations are modelled.",
     "Values are not computed: the loss means nothing, and data-dependent control flow follows placeholders.",
-    "Only one rank ran. Stragglers and uneven data are not modelled.",
+    _ONE_RANK,
     "Not modelled: data loaders, disks, networks shared with other jobs, and memory that libraries allocate outside "
     "torch's allocator.",
     "In refshard's sources, docs/explanation/dryrun.md explains how a dry run works, and "
@@ -69,11 +70,11 @@ _LIMITS = (
 
 
 def dryrun_answer(
-    found: Analysis, more: str = "", eager: Analysis | None = None, advice: Advice | None = None
+    found: Analysis, more: str = "", eager: Analysis | None = None, advice: Advice | None = None, *, ranks: str = ""
 ) -> Answer:
     """The whole report; the status is 0 if the script fits, 1 if it does not, failed or has races, 3 if nothing tells
     since it took no optimizer step on the GPU. ``more`` is a line for the terminal, ``eager`` the same script without
-    torch.compile.
+    torch.compile, ``ranks`` names the ranks that ran if they were several.
     """
     data = as_object(found)
     if advice is not None:
@@ -91,7 +92,7 @@ def dryrun_answer(
             *([] if eager is None else [_compared(found, eager)]),
             *_time(found),
             *_races(found),
-            *_limits(found),
+            *_limits(found, ranks),
             *([Text(text=more, where="terminal")] if more else []),
             *([] if advice is None else advice_blocks(advice, fits=found.fits is not False)),
             _verdict(found, advice),
@@ -437,7 +438,7 @@ def _races(found: Analysis) -> Iterator[Block]:
     yield Section(title=title, id="races", nav="Races", blocks=[Notes(sentences=notes)])
 
 
-def _limits(found: Analysis) -> Iterator[Block]:
+def _limits(found: Analysis, ranks: str) -> Iterator[Block]:
     doubts: list[Row] = [
         {"operator": one.name, "why": one.reason, "launches": one.count, "priced at": Quantity(one.seconds, "s")}
         for one in sorted(found.prices.doubts, key=lambda one: -one.seconds)
@@ -445,9 +446,15 @@ def _limits(found: Analysis) -> Iterator[Block]:
     yield Section(
         title="Limits", id="doubts", nav="Limits", where="page", folded=True, blocks=[
             table(doubts, text=("why",), caption="Operators with an uncertain price, over the whole run"),
-            Notes(sentences=_LIMITS),
+            Notes(sentences=[_ranks_limit(ranks) if one == _ONE_RANK else one for one in _LIMITS]),
         ],
     )  # fmt: skip
+
+
+def _ranks_limit(ranks: str) -> str:
+    if not ranks:
+        return _ONE_RANK
+    return f"Of the ranks, {ranks} ran, each alone; the figures are those of one. Stragglers are not modelled."
 
 
 def sentences(found: Analysis) -> list[str]:
