@@ -42,6 +42,7 @@ from refshard.engine.api import engine_of
 from refshard.engine.local_part import local_of
 from refshard.models.activation import checkpoint_layers
 from refshard.models.llama import INIT_STD, Llama, next_token_loss
+from refshard.specs.layers import checkpointing_of
 from refshard.specs.model import ModelSpec, load_model
 
 pytestmark = pytest.mark.long
@@ -101,7 +102,7 @@ def make(way: str, spec: ModelSpec, checkpointing: str) -> Llama:
     torch.manual_seed(0)
     with torch.device("meta"):
         model = Llama(spec)
-    checkpoint_layers(model, checkpointing)
+    checkpoint_layers(model, checkpointing_of(checkpointing, len(model.model.layers)))
     mesh = init_device_mesh(DEVICE.type, (WORLD_SIZE,))
     if way == YAFSDP:
         precision = refshard.Precision(parameters=COMPUTED)
