@@ -4,7 +4,6 @@ Exit status: 0 if all that was requested was done and every case ended ok or is 
 nothing fits, 2 for a mistake in the arguments, 130 if interrupted. ``refshard gate`` has its own.
 """
 
-import os
 import re
 import sys
 import traceback
@@ -492,16 +491,14 @@ def dryrun(
     command is wrong; 3 if there is no verdict, because no optimizer step had work on the GPU.
     """
     from refshard.commands import dryrun as made
-    from refshard.commands.sizes import sized
-    from refshard.specs.cluster import load_cluster
+    from refshard.commands.dryrun_model import Training
 
     if steps != "auto" and not re.fullmatch(r"-?\d+", steps):
         raise SpecError(f"dryrun: steps must be a number or auto, got '{steps}'")
-    words = made.words_of(command or [])
-    training = None
+    if jobs is not None and jobs < 1:
+        raise SpecError(f"dryrun: jobs must be >= 1, got {jobs}")
+    words, training = made.words_of(command or []), None
     if model is not None:
-        from refshard.commands.dryrun_model import Training, model_command, training_command
-
         if words:
             raise SpecError("dryrun: --model and a script exclude each other, got both; leave one out")
         training = Training(
@@ -511,35 +508,21 @@ def dryrun(
     elif extra := _given(context) & {"--strategy", "--seq-len", "--microbatch", "--precision", "--checkpointing"}:
         raise SpecError(f"dryrun: {', '.join(sorted(extra))} needs --model; a script has options of its own")
     options = made.Options(
-        words=words, cluster=cluster, rank=rank, ranks=ranks, steps=None if steps == "auto" else int(steps),
-        tokens_per_step=tokens_per_step, races=races, compile=compile_, routing=routing, advise=advise,
-        jobs=jobs or os.cpu_count() or 1,
+        words=words, training=training, cluster=cluster, rank=rank, ranks=ranks,
+        steps=None if steps == "auto" else int(steps), tokens_per_step=tokens_per_step, races=races, compile=compile_,
+        routing=routing, advise=advise, jobs=jobs or resources.available_cores(),
     )  # fmt: skip
-    clusters = tuple(name.strip() for name in cluster.split(","))
-    sizes = [one.world_size for one in sized(gpus, load_cluster(clusters[0]))] if gpus else []
-    if sweep or largest or len(sizes) > 1 or len(clusters) > 1:
-        from refshard.commands import sweep as several
-
-        if extra := _given(context) & {"--trace", "--races"}:
-            raise SpecError(f"dryrun: {', '.join(sorted(extra))} is for a single dry run; leave it or the others out")
-        varied = several.Sweep(
-            sweep=sweep, largest=largest, clusters=clusters, gpus=tuple(sizes), jobs=options.jobs,
-            resume=resume,
-        )  # fmt: skip
-        made_by = (
-            model_command(training) if training is not None
-            else several.script_command(words, tokens_per_step, varies=bool(sweep or largest))
-        )  # fmt: skip
-        with _interruptible("nothing is written"):
-            return several.sweep(options, varied, made_by, html=html)
-    if resume is not None:
-        raise SpecError("dryrun: --resume needs the --sweep or the --largest that was interrupted")
-    options = replace(options, gpus=sizes[0] if sizes else None)
-    if training is not None:
-        words, tokens_per_step = training_command(training, cluster, options.gpus)
-        options = replace(options, words=words, tokens_per_step=tokens_per_step)
     with _interruptible("nothing is written"):
-        return made.dryrun(options, trace=trace, html=html)
+        if sweep or largest or "," in cluster or not (gpus or "0").isdigit():
+            from refshard.commands import sweep as several
+
+            if trace is not None:
+                raise SpecError("dryrun: --trace is for a single dry run; leave it or the others out")
+            varied = several.Sweep(sweep=sweep, largest=largest, clusters=cluster, gpus=gpus, resume=resume)
+            return several.sweep(options, varied, html=html)
+        if resume is not None:
+            raise SpecError("dryrun: --resume needs the --sweep or the --largest that was interrupted")
+        return made.dryrun(replace(options, gpus=int(gpus) if gpus else None), trace=trace, html=html)
 
 
 @app.command()

@@ -1,9 +1,10 @@
-"""Where suites, profiles and dashboards lie.
+"""Where suites, profiles and dashboards lie, and how many cores there are.
 
 In a checkout they are next to the package, where visitors look for them; in a wheel they are inside it. Only
 this file knows.
 """
 
+import os
 from pathlib import Path
 
 BASELINES = Path("profiles") / "baselines"
@@ -50,6 +51,11 @@ def cluster_profiles() -> dict[str, Path]:
 def suites() -> dict[str, Path]:
     """Suites that ship with refshard, by name."""
     return {p.stem: p for p in sorted((root() / "suites").glob("*.toml"))}
+
+
+def available_cores() -> int:
+    """Logical cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def dashboards() -> Path:

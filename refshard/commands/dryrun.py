@@ -4,16 +4,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
+from refshard.commands.dryrun_model import Training, training_command
 from refshard.commands.printing import write_page
-from refshard.dryrun.advice import Advice, advise
+from refshard.dryrun.advice import Advice, Choices, advise
 from refshard.dryrun.analyse import Analysis, analyse
 from refshard.dryrun.command_line import TrainingCommand, read_command
-from refshard.dryrun.overheads import overheads
 from refshard.dryrun.ranks import RanksRun, read_ranks, run_ranks
-from refshard.dryrun.request import Request
+from refshard.dryrun.request import request_on
 from refshard.dryrun.run import dry_run
-from refshard.dryrun.trials import Laboratory
+from refshard.dryrun.template import find_batch
+from refshard.dryrun.trials import Laboratory, Trial
 from refshard.errors import SpecError
 from refshard.events.writer import as_kineto
 from refshard.folders import replace_file
@@ -28,12 +30,13 @@ _EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of the command line; ``steps`` is None for auto, ``tokens_per_step`` are those of all ranks. One of
-    ``rank`` and ``ranks`` may be given; rank 0 is the default. ``advise`` says whether to try remedies, None: if it
-    does not fit; ``jobs`` at a time.
+    """The options of the command line: the ``words`` of a command, or a ``training`` in its place. ``steps`` is None
+    for auto, ``tokens_per_step`` are those of all ranks. One of ``rank`` and ``ranks`` may be given; rank 0 is the
+    default. ``advise`` says whether to try remedies, None: if it does not fit. Several runs go on ``jobs`` at a time.
     """
 
-    words: tuple[str, ...]
+    words: tuple[str, ...] = ()
+    training: Training | None = None
     cluster: str
     gpus: int | None = None
     rank: int | None = None
@@ -62,31 +65,29 @@ def dryrun(options: Options, *, trace: Path | None = None, html: Path | None = N
     for option, path in (("trace", trace), ("html", html)):
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise SpecError(f"{option}: {path} cannot be written; name a file in a folder that exists")
-    if options.compile not in ("on", "off", "both"):
-        raise SpecError(f"dryrun: compile must be on, off or both, got '{options.compile}'")
     if options.ranks is not None and (options.rank is not None or options.compile == "both"):
         other = "--rank" if options.rank is not None else "--compile both"
         raise SpecError(f"dryrun: --ranks and {other} exclude each other, got both; leave one out")
-    request = request_of(options)
-    cluster = load_cluster(options.cluster).of_world_size(request.world_size)
+    trial = trial_of(options)
+    request = trial.request
     try:
         ranks = None if options.ranks is None else read_ranks(options.ranks, request.world_size)
     except ValueError as error:
         raise SpecError(f"dryrun: {error}") from None
-    ran = None if ranks is None else run_ranks(request, ranks)
+    ran = None if ranks is None else run_ranks(request, ranks, options.jobs)
     run = dry_run(request) if ran is None else ran.runs[ran.largest]
-    found = analyse(run, cluster, global_tokens=options.tokens_per_step, races=options.races)
+    found = analyse(run, trial.cluster, global_tokens=trial.global_tokens, races=options.races)
     if trace is not None:
         replace_file(trace, [as_kineto(found.trace)])
     eager = None
     if options.compile == "both" and found.run.answer.compiled is not None:
-        request = msgspec.structs.replace(request, environment=_EAGER)
-        eager = analyse(dry_run(request), cluster, global_tokens=options.tokens_per_step)
+        request = replace(request, environment=_EAGER)
+        eager = analyse(dry_run(request), trial.cluster, global_tokens=trial.global_tokens)
     more = f"page: {html}" if html is not None else ""
     if ran is None:
         answer = dryrun_answer(found, more, eager, _advice(options, found))
     else:
-        answer = ranks_answer(ran, found, _step_times(ran, found, cluster), more)
+        answer = ranks_answer(ran, found, _step_times(ran, found, trial.cluster), more)
     if html is not None:
         write_page(answer, html, "dryrun")
     return answer
@@ -99,14 +100,62 @@ def _step_times(ran: RanksRun, found: Analysis, cluster: ClusterSpec) -> dict[in
 
 
 def _advice(options: Options, found: Analysis) -> Advice | None:
-    if not (options.advise or (options.advise is None and found.fits is False)):
+    if found.fits is None or not (found.fits is False if options.advise is None else options.advise):
         return None
     with Laboratory(options.jobs) as laboratory:
-        return advise(found, laboratory)
+        return advise(found, choices(options), laboratory)
 
 
-def _gpus(options: Options, command: TrainingCommand, cluster: ClusterSpec) -> int:
+def choices(options: Options) -> Choices:
+    """What can be varied of a command without a change of its script: of a model its fields, else what the words show.
+    Tokens that were given are those of the command as it is, and are counted for others.
+    """
+    as_counted = replace(options, tokens_per_step=None)
+
+    def on_gpus(count: int) -> Trial:
+        return trial_of(replace(as_counted, gpus=count))
+
+    if (training := options.training) is not None:
+        return Choices(
+            on_gpus=on_gpus, batch_name="--microbatch", batch=training.microbatch, checkpoints=True,
+            with_batch=lambda n: trial_of(replace(options, training=replace(training, microbatch=n))),
+            others={} if training.checkpointing == "full" else {
+                "--checkpointing full": trial_of(replace(options, training=replace(training, checkpointing="full")))
+            },
+        )  # fmt: skip
+    if (number := find_batch(options.words)) is None:
+        return Choices(on_gpus=on_gpus)
+    return Choices(
+        on_gpus=on_gpus, batch_name=number.name, batch=number.value,
+        with_batch=lambda n: trial_of(replace(as_counted, words=number.words(n))),
+    )  # fmt: skip
+
+
+def trial_of(options: Options) -> Trial:
+    """What to run.
+
+    Raises:
+        SpecError: the command, the cluster or another value is wrong.
+    """
+    if options.compile not in ("on", "off", "both"):
+        raise SpecError(f"dryrun: compile must be on, off or both, got '{options.compile}'")
+    words, tokens = options.words, options.tokens_per_step
+    if options.training is not None:
+        words, tokens = training_command(options.training, options.cluster, options.gpus)
+    command = read_command(words)
+    gpus = _gpus(options, command)
+    request = request_on(
+        options.cluster, gpus, command=command.command, module=command.module, rank=options.rank or 0,
+        routing=options.routing, steps=MOST_STEPS if options.steps is None else options.steps,
+        until_stable=options.steps is None, environment=_EAGER if options.compile == "off" else {},
+        rank_variables=gpus != 1 or not command.python,
+    )  # fmt: skip
+    return Trial(request=request, global_tokens=tokens)
+
+
+def _gpus(options: Options, command: TrainingCommand) -> int:
     """As given, else torchrun's number, else the whole cluster."""
+    cluster = load_cluster(options.cluster)
     if options.gpus is not None:
         if options.gpus < 1:
             raise SpecError(f"dryrun: gpus must be >= 1, got {options.gpus}")
@@ -114,28 +163,6 @@ def _gpus(options: Options, command: TrainingCommand, cluster: ClusterSpec) -> i
     if command.ranks_per_node is None and command.nodes is None:
         return cluster.world_size
     return (command.nodes or 1) * (command.ranks_per_node or cluster.ranks_per_node)
-
-
-def request_of(options: Options) -> Request:
-    """What to run.
-
-    Raises:
-        SpecError: the command, the cluster or another value is wrong.
-    """
-    command, whole = read_command(options.words), load_cluster(options.cluster)
-    cluster = whole.of_world_size(_gpus(options, command, whole))
-    world_size = cluster.world_size
-    try:
-        return Request(
-            command=command.command, module=command.module, cluster=options.cluster, world_size=world_size,
-            local_ranks=cluster.ranks_per_node, rank=options.rank or 0, routing=options.routing,
-            steps=MOST_STEPS if options.steps is None else options.steps, until_stable=options.steps is None,
-            unusable_bytes=sum(one.bytes for one in overheads(world_size)),
-            environment=_EAGER if options.compile == "off" else {},
-            rank_variables=world_size > 1 or not command.python,
-        )  # fmt: skip
-    except ValueError as error:
-        raise SpecError(f"dryrun: {error}") from None
 
 
 def words_of(arguments: Sequence[str]) -> tuple[str, ...]:

@@ -5,7 +5,6 @@ from typing import Any
 
 import msgspec
 
-from refshard.commands.sweep import Command
 from refshard.errors import SpecError, UnsupportedError
 from refshard.specs.case import Case
 from refshard.specs.cluster import load_cluster
@@ -55,16 +54,7 @@ def training_command(training: Training, cluster: str, gpus: int | None) -> tupl
     return words, case.job.global_batch * case.job.seq_len
 
 
-def model_command(training: Training) -> Command:
-    """The command that trains a model; the words that vary are refshard's own options."""
-
-    def made(chosen: Sequence[str], cluster: str, gpus: int | None) -> tuple[tuple[str, ...], int | None]:
-        return training_command(_changed(training, chosen), cluster, gpus)
-
-    return made
-
-
-def _changed(training: Training, words: Sequence[str]) -> Training:
+def changed(training: Training, words: Sequence[str]) -> Training:
     """With the options that ``words`` give: ``--microbatch 2``, ``--checkpointing=full``.
 
     Raises:

@@ -13,7 +13,7 @@ import msgspec
 from refshard import resources
 from refshard.analysis.exact import Value, changes
 from refshard.commands.dryrun import Options as DryRunOptions
-from refshard.commands.dryrun import request_of
+from refshard.commands.dryrun import trial_of
 from refshard.commands.gate import Outputs, put_out
 from refshard.commands.printing import tell
 from refshard.dryrun.analyse import analyse
@@ -26,7 +26,6 @@ from refshard.quantities import format_bytes
 from refshard.records import timestamp
 from refshard.report.blocks import Answer
 from refshard.report.gate.formats import REGRESSION, GateCase, GateReport
-from refshard.specs.cluster import load_cluster
 from refshard.specs.gate import RULES
 from refshard.version import __version__
 
@@ -73,20 +72,17 @@ def gate_script(options: Options, outputs: Outputs) -> Answer:
     if options.accept is not None and (options.baseline is not None or not options.accept.strip()):
         raise SpecError("accept needs a reason, and no baseline revision: it accepts the figures of this run")
     file = _file(options)
+    if options.accept is None and options.baseline is None and not file.exists():
+        remedy = f"refshard gate --accept REASON --cluster {options.cluster} -- {shlex.join(options.words)}"
+        missing = f"no baseline for this command ({file} does not exist); accept its figures: {remedy}"
+        return put_out(GateReport(baseline="accepted", candidate=".", mismatch=missing), outputs)
     now = _figures(options)
     if options.accept is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         accepted = msgspec.structs.replace(now, reason=options.accept)
         replace_file(file, [msgspec.json.format(msgspec.json.encode(accepted), indent=1).decode(), "\n"])
         return put_out(_report(options, accepted, now, f"accepted: {file}"), outputs)
-    if options.baseline is not None:
-        before = _figures_of(options.baseline, options)
-    elif not file.exists():
-        remedy = f"refshard gate --accept REASON --cluster {options.cluster} -- {shlex.join(options.words)}"
-        missing = f"no baseline for this command ({file} does not exist); accept its figures: {remedy}"
-        return put_out(GateReport(baseline="accepted", candidate=".", mismatch=missing), outputs)
-    else:
-        before = _read(file)
+    before = _read(file) if options.baseline is None else _figures_of(options.baseline, options)
     if before.torch != now.torch:
         other = f"the baseline is of torch {before.torch}, this is {now.torch}; accept the figures anew with --accept"
         return put_out(GateReport(baseline="accepted", candidate=".", mismatch=other), outputs)
@@ -126,15 +122,17 @@ def _accounts(before: Modules, now: Modules) -> list[str]:
 
 def _figures(options: Options) -> Accepted:
     """Dry-run the command in the current folder."""
-    run = DryRunOptions(words=options.words, cluster=options.cluster, gpus=options.gpus)
-    request = request_of(run)
-    cluster = load_cluster(options.cluster).of_world_size(request.world_size)
-    found = analyse(dry_run(request, quiet=True), cluster)
-    if found.run.answer.outcome == "failed":
-        answer = found.run.answer
+    trial = trial_of(DryRunOptions(words=options.words, cluster=options.cluster, gpus=options.gpus))
+    found = analyse(dry_run(trial.request, quiet=True), trial.cluster)
+    answer = found.run.answer
+    if answer.outcome == "failed":
         raise SpecError(f"gate: the script failed: {answer.error}" + (f" at {answer.where}" if answer.where else ""))
+    if found.fits is None:
+        raise SpecError(
+            "gate: no optimizer step had work on the GPU; give the script the arguments with which it trains"
+        )
     return Accepted(
-        command=shlex.join(options.words), cluster=options.cluster, gpus=request.world_size,
+        command=shlex.join(options.words), cluster=options.cluster, gpus=trial.request.world_size,
         torch=found.run.answer.torch, refshard=__version__, accepted_at=timestamp(), reason="",
         figures=exact_figures(found), modules=by_module(found),
     )  # fmt: skip
@@ -145,9 +143,15 @@ def _figures_of(revision: str, options: Options) -> Accepted:
     here = Path.cwd()
     if (root := root_of(here)) is None:
         raise SpecError(f"baseline: {here} is in no git repository; name a folder, or leave --baseline out")
-    with folder_of(revision, root) as folder, contextlib.chdir(folder / here.resolve().relative_to(root.resolve())):
+    if inside := [word for word in options.words if Path(word).is_absolute() and Path(word).is_relative_to(root)]:
+        raise SpecError(f"baseline: {inside[0]} is this revision's own file; give its path relative to {here}")
+    with folder_of(revision, root) as folder:
+        there = folder / here.resolve().relative_to(root.resolve())
+        if not there.is_dir():
+            raise SpecError(f"baseline: '{revision}' has no folder {there.relative_to(folder)}; run the gate elsewhere")
         tell(f"dry run of {revision}")
-        return _figures(options)
+        with contextlib.chdir(there):
+            return _figures(options)
 
 
 def _file(options: Options) -> Path:

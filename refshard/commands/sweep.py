@@ -5,66 +5,69 @@ from itertools import product
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
-from refshard.commands.dryrun import Options, request_of
+from refshard.commands.dryrun import Options, trial_of
+from refshard.commands.dryrun_model import changed
 from refshard.commands.printing import tell, write_page
+from refshard.commands.sizes import sized
 from refshard.dryrun.sweep import Row, largest
-from refshard.dryrun.template import Combination, Search, combinations, inserted, read_search
+from refshard.dryrun.template import PLACE, Combination, Search, combinations, inserted, read_search
 from refshard.dryrun.trials import Laboratory, Prediction, Trial
 from refshard.errors import SpecError
 from refshard.folders import new_run_folder
 from refshard.quantities import format_bytes, format_seconds
 from refshard.report.blocks import Answer
 from refshard.report.dryrun.sweep import sweep_answer
+from refshard.specs.cluster import load_cluster
 
 TRIALS = "trials.jsonl"
-Command = Callable[[Sequence[str], str, int | None], tuple[tuple[str, ...], int | None]]
-"""The words of the command with these words in their place, on a cluster and a number of GPUs, and its tokens/step."""
 
 
 class Sweep(msgspec.Struct, frozen=True, kw_only=True):
-    """What varies: ``sweep`` and ``largest`` are templates, ``gpus`` is empty for the default number. ``resume`` is the
-    folder of an earlier sweep.
+    """What varies, as on the command line: ``sweep`` and ``largest`` are templates, ``clusters`` and ``gpus`` lists.
+    ``resume`` is the folder of an earlier sweep.
     """
 
     sweep: str | None = None
     largest: str | None = None
-    clusters: tuple[str, ...]
-    gpus: tuple[int, ...] = ()
-    jobs: int
+    clusters: str
+    gpus: str | None = None
     resume: Path | None = None
 
 
-def sweep(options: Options, varied: Sweep, command: Command, *, html: Path | None = None) -> Answer:
+def sweep(options: Options, varied: Sweep, *, html: Path | None = None) -> Answer:
     """Dry-run all combinations; the status is 0 if one fits. ``html`` is a file for a page with the chart.
 
     Raises:
         SpecError: a template, the command, a cluster or another value is wrong.
     """
+    if options.ranks or options.races or options.advise or options.compile == "both":
+        raise SpecError(
+            "dryrun: --ranks, --races, --advise and --compile both are for a single dry run, not for several"
+        )
     chosen = combinations(varied.sweep, "--sweep") if varied.sweep else [Combination((), {})]
     search = read_search(varied.largest) if varied.largest else None
-    places = list(product(varied.clusters, varied.gpus or (None,)))
-    folder = _folder(varied.resume)
-    several = {"cluster": len(varied.clusters) > 1, "GPUs": len(varied.gpus) > 1}
+    clusters = [name.strip() for name in varied.clusters.split(",")]
+    places = [
+        (cluster, part.world_size if varied.gpus else None)
+        for cluster in clusters
+        for part in sized(varied.gpus, load_cluster(cluster))
+    ]
+    several = {"cluster": len(clusters) > 1, "GPUs": len(places) > len(clusters)}
 
-    def trial_of(place: tuple[str, int | None], words: Sequence[str]) -> Trial:
-        cluster, gpus = place
-        all_words, tokens = command(words, cluster, gpus)
-        one = msgspec.structs.replace(options, cluster=cluster, gpus=gpus, words=all_words, tokens_per_step=tokens)
-        return Trial(request=request_of(one), global_tokens=tokens)
+    def at(place: tuple[str, int | None], words: Sequence[str]) -> Trial:
+        return trial_of(replace(_with_words(options, words), cluster=place[0], gpus=place[1]))
 
     def choices_of(place: tuple[str, int | None], one: Combination, trial: Trial) -> Mapping[str, str]:
         named = {"cluster": place[0], "GPUs": f"{trial.request.world_size:,}"}
         return {**{name: text for name, text in named.items() if several[name]}, **one.choices}
 
     # All at once, so that what is wrong is said before anything runs.
-    sizes = search.step if search else 1
-    first = [
-        (place, one, trial_of(place, (*one.words, *(search.words(sizes) if search else ()))))
-        for place in places
-        for one in chosen
-    ]
-    with Laboratory(varied.jobs, folder / TRIALS, _progress(None if search else len(first))) as laboratory:
+    number = search.words(search.step) if search else ()
+    first = [(place, one, at(place, (*one.words, *number))) for place, one in product(places, chosen)]
+    folder = _folder(varied.resume)
+    with Laboratory(options.jobs, folder / TRIALS, _progress(None if search else len(first))) as laboratory:
         try:
             if search is None:
                 found = laboratory.try_all([trial for *_, trial in first])
@@ -75,7 +78,7 @@ def sweep(options: Options, varied: Sweep, command: Command, *, html: Path | Non
                     for place, one, trial in first
                     for row in _searched(
                         laboratory, search, choices_of(place, one, trial),
-                        lambda number, place=place, one=one: trial_of(place, (*one.words, *search.words(number))),  # type: ignore[misc]
+                        lambda number, place=place, one=one: at(place, (*one.words, *search.words(number))),  # type: ignore[misc]
                     )
                 ]  # fmt: skip
         except KeyboardInterrupt:
@@ -87,6 +90,13 @@ def sweep(options: Options, varied: Sweep, command: Command, *, html: Path | Non
     if html is not None:
         write_page(answer, html, "dryrun")
     return answer
+
+
+def _with_words(options: Options, words: Sequence[str]) -> Options:
+    """The command with ``words`` in place of its ``{}``; the training with the options that they are."""
+    if options.training is not None:
+        return replace(options, training=changed(options.training, words))
+    return replace(options, words=inserted(options.words, words) if words or PLACE in options.words else options.words)
 
 
 def _searched(
@@ -124,12 +134,3 @@ def _progress(total: int | None) -> Callable[[Trial, Prediction], None]:
         tell(f"[{place}] {' '.join(request.command)} on {request.world_size:,} of {request.cluster}: {found}{speed}")
 
     return report
-
-
-def script_command(words: Sequence[str], tokens_per_step: int | None, *, varies: bool) -> Command:
-    """The command of a script: words go where it says ``{}``."""
-
-    def made(chosen: Sequence[str], _cluster: str, _gpus: int | None) -> tuple[tuple[str, ...], int | None]:
-        return (inserted(words, chosen) if varies else tuple(words)), tokens_per_step
-
-    return made

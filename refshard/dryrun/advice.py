@@ -6,24 +6,23 @@ is not tried; it is named with the bytes that it holds at the peak, and only whe
 """
 
 import re
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 
 import msgspec
 
 from refshard.dryrun.analyse import Analysis
 from refshard.dryrun.memory import categories, live_rows
-from refshard.dryrun.overheads import overheads
 from refshard.dryrun.recording import Category, Phase
-from refshard.dryrun.request import Request
 from refshard.dryrun.sweep import largest
 from refshard.dryrun.trials import Laboratory, Prediction, Trial, summary
 from refshard.errors import SpecError
-from refshard.specs.cluster import load_cluster
 
 EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
-_BATCH = re.compile(r"^-{0,2}(?P<name>[\w.-]*batch(?:[_-]?size)?[\w.-]*?)(?:=(?P<value>\d+))?$", re.IGNORECASE)
+_CHECKPOINTING = "activation checkpointing of each layer"
 _LAYER = re.compile(r"^(.*?\.\d+)(\.|$)")
 _MANY = 64
 """Most times the run's own number of GPUs that are tried."""
@@ -58,19 +57,40 @@ class Advice:
     together: bool = False
 
 
-def advise(found: Analysis, laboratory: Laboratory) -> Advice:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What of a run can be varied without a change of its script. ``on_gpus`` is it on as many GPUs, which raises
+    SpecError if the cluster or the job allows no such number. ``with_batch`` is it with another number in place of
+    ``batch``, the value of the option ``batch_name``, where that is known. ``others`` are changes by what is written;
+    ``checkpoints`` says that they include checkpointing.
+    """
+
+    on_gpus: Callable[[int], Trial]
+    batch_name: str = ""
+    batch: int = 0
+    with_batch: Callable[[int], Trial] | None = None
+    others: Mapping[str, Trial] = field(default_factory=dict)
+    checkpoints: bool = False
+
+
+def advise(found: Analysis, choices: Choices, laboratory: Laboratory) -> Advice:
     """For a run that does not fit, all that could make it fit; for one that fits, a larger batch."""
-    remedies = [*_batches(found, laboratory)]
-    if found.fits is not False:
-        return Advice(remedies=tuple(remedies))
-    remedies = [*_segments(found), *_checkpointing(found, laboratory), *remedies, *_more_gpus(found, laboratory)]
-    lacking, possible = -found.headroom_bytes, savings(found)
+    batches = [*_batches(found, choices, laboratory)]
+    if found.fits:
+        return Advice(remedies=tuple(batches))
+    others = zip(choices.others, laboratory.try_all(choices.others.values()))
+    remedies = (
+        *_segments(found), *(Remedy(change=change, tried=tried) for change, tried in others), *batches,
+        *_more_gpus(found, choices, laboratory),
+    )  # fmt: skip
+    lacking = -found.headroom_bytes
+    possible = [one for one in savings(found) if not (choices.checkpoints and one.change == _CHECKPOINTING)]
     if enough := tuple(one for one in possible if one.frees_bytes >= lacking):
-        return Advice(remedies=tuple(remedies), savings=enough)
+        return Advice(remedies=remedies, savings=enough)
     most = {one.what: one for one in reversed(possible)}  # of two changes of the same, the one that frees more
     together = sum(one.frees_bytes for one in most.values()) >= lacking
     each = tuple(one for one in possible if most[one.what] is one)
-    return Advice(remedies=tuple(remedies), savings=each if together else (), together=together)
+    return Advice(remedies=remedies, savings=each if together else (), together=together)
 
 
 def _segments(found: Analysis) -> Iterator[Remedy]:
@@ -81,90 +101,33 @@ def _segments(found: Analysis) -> Iterator[Remedy]:
         yield Remedy(change=EXPANDABLE, tried=tried)
 
 
-def _more_gpus(found: Analysis, laboratory: Laboratory) -> Iterator[Remedy]:
-    """The smallest number of GPUs that fits, of those that double the run's and that the cluster allows."""
-    request = found.run.request
-    if request.world_size == 1:
+def _more_gpus(found: Analysis, choices: Choices, laboratory: Laboratory) -> Iterator[Remedy]:
+    """The smallest number of GPUs that fits, of those that double the run's and that are allowed; else the largest."""
+    own = found.run.request.world_size
+    trials: list[Trial] = []
+    for count in (own << n for n in range(1, _MANY.bit_length()) if own > 1):
+        with suppress(SpecError):
+            trials.append(choices.on_gpus(count))
+    if not trials:
         return
-    counts = [request.world_size << n for n in range(1, _MANY.bit_length())]
-    trials = [one for count in counts if (one := _on_gpus(request, count)) is not None]
-    low, high, tried = 0, len(trials), dict[int, Prediction]()
-    if trials:
-        last = len(trials) - 1
-        tried[last] = laboratory.try_all([trials[last]])[0]
-        if not tried[last].fits:
-            yield Remedy(change=_gpus(trials[last]), tried=tried[last])
-            return
-    while low < high:
-        middle = (low + high) // 2
-        if middle not in tried:
-            tried[middle] = laboratory.try_all([trials[middle]])[0]
-        low, high = (low, middle) if tried[middle].fits else (middle + 1, high)
-    if trials:
-        yield Remedy(change=_gpus(trials[low]), tried=tried[low])
+
+    def tried(place: int) -> Prediction:
+        return laboratory.try_all([trials[place]])[0]
+
+    last = len(trials) - 1
+    smallest = bisect_left(range(last), True, key=lambda place: bool(tried(place).fits)) if tried(last).fits else last
+    yield Remedy(change=f"--gpus {trials[smallest].request.world_size}", tried=tried(smallest))
 
 
-def _gpus(trial: Trial) -> str:
-    return f"--gpus {trial.request.world_size}"
-
-
-def _on_gpus(request: Request, count: int) -> Trial | None:
-    try:
-        cluster = load_cluster(request.cluster).of_world_size(count)
-    except SpecError:
-        return None
-    changed = msgspec.structs.replace(
-        request, world_size=count, local_ranks=cluster.ranks_per_node,
-        unusable_bytes=sum(one.bytes for one in overheads(count)),
-    )  # fmt: skip
-    return Trial(request=changed)
-
-
-def _batches(found: Analysis, laboratory: Laboratory) -> Iterator[Remedy]:
-    """The largest value of the command's only option for the batch, if that is a number."""
-    request = found.run.request
-    place = _batch_option(request.command)
-    if place is None:
-        return
-    at, prefix, value = place
-
-    def trial_of(number: int) -> Trial:
-        words = (*request.command[:at], f"{prefix}{number}", *request.command[at + 1 :])
-        return Trial(request=msgspec.structs.replace(request, command=words))
-
+def _batches(found: Analysis, choices: Choices, laboratory: Laboratory) -> Iterator[Remedy]:
+    """The largest batch that fits, if it is another; the smallest if none does."""
     own = summary(found)
-    if own.fits is False and value == 1:
+    if choices.with_batch is None or (choices.batch <= 1 and not own.fits):
         return
-    tried = largest(laboratory, trial_of, 1, known={value: own})
-    best = max((number for number, one in tried.items() if one.fits), default=0)
-    name = prefix.rstrip("=") or request.command[at - 1]
-    if best and best != value:
-        yield Remedy(change=f"{name} {best}", tried=tried[best])
-    elif not best:
-        yield Remedy(change=f"{name} 1", tried=tried[1])
-
-
-def _batch_option(command: Sequence[str]) -> tuple[int, str, int] | None:
-    """Where the batch's number is: the place of its word, what comes before it in the word, and the number."""
-    places: list[tuple[int, str, int]] = []
-    for at, word in enumerate(command):
-        if (match := _BATCH.match(word)) is None:
-            continue
-        following = command[at + 1] if at + 1 < len(command) else ""
-        if match["value"]:
-            places.append((at, word[: match.start("value")], int(match["value"])))
-        elif word.startswith("-") and following.isdigit():
-            places.append((at + 1, "", int(following)))
-    return places[0] if len(places) == 1 and places[0][2] >= 1 else None
-
-
-def _checkpointing(found: Analysis, laboratory: Laboratory) -> Iterator[Remedy]:
-    """With --model, checkpointing is a field of the command."""
-    request = found.run.request
-    words = tuple("checkpointing=full" if word.startswith("checkpointing=") else word for word in request.command)
-    if words != request.command:
-        (tried,) = laboratory.try_all([Trial(request=msgspec.structs.replace(request, command=words))])
-        yield Remedy(change="--checkpointing full", tried=tried)
+    tried = largest(laboratory, choices.with_batch, 1, known={choices.batch: own})
+    best = max((number for number, one in tried.items() if one.fits), default=1)
+    if best != choices.batch:
+        yield Remedy(change=f"{choices.batch_name} {best}", tried=tried[best])
 
 
 def savings(found: Analysis) -> tuple[Saving, ...]:
@@ -202,7 +165,7 @@ def savings(found: Analysis) -> tuple[Saving, ...]:
             Saving(
                 what=f"activations of {len(layers)} layers",
                 held_bytes=inside,
-                change="activation checkpointing of each layer",
+                change=_CHECKPOINTING,
                 frees_bytes=inside - one_layer,
             )
         )

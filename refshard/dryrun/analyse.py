@@ -109,6 +109,14 @@ class Analysis:
         return sum(step.breakdown.span_ns for step in steps) / len(steps) / NS
 
     @property
+    def exposed_s(self) -> float | None:
+        """Seconds of exposed communication of a step, the mean of those in the trace."""
+        if self.traced is None:
+            return None
+        steps = self.traced.figures.steps
+        return sum(step.breakdown.exposed_ns for step in steps) / len(steps) / NS
+
+    @property
     def recomputed_s(self) -> float:
         """Seconds of the last step's kernels that recompute activations."""
         if self.step is None:

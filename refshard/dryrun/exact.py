@@ -1,16 +1,14 @@
 """What repeats to the bit in dry runs of the same code, on any machine: the figures that a gate compares."""
 
 import hashlib
-import re
 from collections import Counter
 
 import numpy as np
 
 from refshard.analysis.exact import Value
 from refshard.dryrun.analyse import Analysis
+from refshard.dryrun.memory import without_numbers
 from refshard.dryrun.recording import Flag, Kind
-
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
 
 def exact_figures(found: Analysis) -> dict[str, Value]:
@@ -38,10 +36,8 @@ def exact_figures(found: Analysis) -> dict[str, Value]:
         some = collectives & (names == code)
         figures[f"{recording.name_table[code]} count"] = int(some.sum())
         figures[f"{recording.name_table[code]} bytes"] = int(recording.sizes[rows][some].sum())
-    if found.traced is not None and found.step_s is not None:
-        steps = [step.breakdown for step in found.traced.figures.steps]
-        figures["step time"] = round(found.step_s, 6)
-        figures["exposed communication time"] = round(sum(step.exposed_ns for step in steps) / len(steps) / 1e9, 6)
+    if found.step_s is not None and found.exposed_s is not None:
+        figures |= {"step time": round(found.step_s, 6), "exposed communication time": round(found.exposed_s, 6)}
     return figures
 
 
@@ -54,12 +50,8 @@ def by_module(found: Analysis) -> dict[str, tuple[int, int]]:
         launched = (recording.kinds[rows] == Kind.LAUNCH) & (recording.flags[rows] & Flag.HOST_ONLY == 0)
         codes, counts = np.unique(recording.modules[rows][launched], return_counts=True)
         for code, count in zip(codes.tolist(), counts.tolist()):
-            operators[_merged(recording.module_table[code])] += count
+            operators[without_numbers(recording.module_table[code])] += count
     held: Counter[str] = Counter()
     for module, size in found.memory.by_module().items():
-        held[_merged(module)] += size
+        held[without_numbers(module)] += size
     return {module: (operators[module], held[module]) for module in sorted({*operators, *held})}
-
-
-def _merged(module: str) -> str:
-    return _NUMBER.sub("*", module)

@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from refshard.dryrun.analyse import analyse
-from refshard.dryrun.overheads import overheads
-from refshard.dryrun.request import Request
+from refshard.dryrun.request import request_on
 from refshard.dryrun.run import dry_run as run_script
-from refshard.dryrun.trials import Prediction, summary
+from refshard.dryrun.trials import Prediction, Trial, summary
 from refshard.errors import SpecError
-from refshard.specs.cluster import load_cluster
 
 if TYPE_CHECKING:
     import torch
@@ -88,20 +86,11 @@ def dry_run(
         by_name=isinstance(batch, Mapping), loss=None if loss is None else _locate(loss, "loss"), steps=steps,
         path=tuple(sys.path),
     )  # fmt: skip
-    whole = load_cluster(cluster)
-    part = whole.of_world_size(whole.world_size if gpus is None else gpus)
     with tempfile.TemporaryDirectory(prefix="refshard-factory-") as folder:
         path = Path(folder) / _SPEC
         path.write_bytes(msgspec.json.encode(spec))
-        try:
-            request = Request(
-                command=(__name__, str(path)), module=True, cluster=cluster, world_size=part.world_size,
-                local_ranks=part.ranks_per_node, rank=rank, steps=steps,
-                unusable_bytes=sum(one.bytes for one in overheads(part.world_size)),
-            )  # fmt: skip
-        except ValueError as error:
-            raise SpecError(f"dry_run: {error}") from None
-        return summary(analyse(run_script(request), part))
+        request = request_on(cluster, gpus, command=(__name__, str(path)), module=True, rank=rank, steps=steps)
+        return summary(analyse(run_script(request), Trial(request=request).cluster))
 
 
 def _locate(function: Callable[..., Any], argument: str) -> _Function:

@@ -74,6 +74,15 @@ class MemoryAccount:
         return _largest((one.module, one.bytes) for one in self.held)
 
 
+def without_numbers(module: str) -> str:
+    """A module's path with a star for each number: layers that differ only there are alike.
+
+    >>> without_numbers("model.layers.31.mlp")
+    'model.layers.*.mlp'
+    """
+    return ".".join("*" if part.isdigit() else part for part in module.split("."))
+
+
 def _largest(pairs: Iterable[tuple[Key, int]]) -> dict[Key, int]:
     sums: Counter[Key] = Counter()
     for key, size in pairs:

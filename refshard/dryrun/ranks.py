@@ -1,10 +1,9 @@
 """Dry-run several ranks of a script, and match their collectives.
 
-Ranks run in processes of their own, one for each core at a time. The first one runs alone, because most values that
+Ranks run in processes of their own. The first one runs alone, because most values that
 ranks send each other come from it. A rank that was given other values than the others have in the end runs again.
 """
 
-import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -97,8 +96,8 @@ def distinct(recording: Recording, local_ranks: int) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def run_ranks(request: Request, which: str | tuple[int, ...]) -> RanksRun:
-    """Run the ranks that ``which`` names (:func:`read_ranks`); the rank of ``request`` does not matter.
+def run_ranks(request: Request, which: str | tuple[int, ...], jobs: int) -> RanksRun:
+    """Run the ranks that ``which`` names (:func:`read_ranks`), ``jobs`` at a time; that of ``request`` does not matter.
 
     Raises:
         RefshardError: as :func:`refshard.dryrun.run.dry_run`.
@@ -116,7 +115,7 @@ def run_ranks(request: Request, which: str | tuple[int, ...]) -> RanksRun:
         again += len(rest)
         values = _sent(runs)
         given |= dict.fromkeys(rest, values)
-        runs |= _run_all(request, rest, values)
+        runs |= _run_all(request, rest, values, jobs)
         if not (rest := [rank for rank in runs if unsettled(rank, given[rank], _sent(runs))]):
             break
     for rank, run in sorted(runs.items()):
@@ -131,12 +130,12 @@ def run_ranks(request: Request, which: str | tuple[int, ...]) -> RanksRun:
     return RanksRun(runs=ordered, matched=match(known), unsettled=tuple(sorted(rest)), again=again)
 
 
-def _run_all(request: Request, ranks: Iterable[int], values: Values) -> dict[int, DryRun]:
+def _run_all(request: Request, ranks: Iterable[int], values: Values, jobs: int) -> dict[int, DryRun]:
     def run(rank: int) -> DryRun:
         return dry_run_among(msgspec.structs.replace(request, rank=rank), values, quiet=True)
 
     ranks = list(ranks)
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(jobs) as pool:
         return dict(zip(ranks, pool.map(run, ranks)))
 
 

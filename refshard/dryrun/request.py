@@ -1,10 +1,13 @@
 """A dry run's request and result, which its two processes exchange."""
 
 from math import inf
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
+from refshard.dryrun.overheads import overheads
+from refshard.errors import SpecError
+from refshard.specs.cluster import load_cluster
 from refshard.specs.reading import within
 
 Outcome = Literal["stepped", "ended", "oom", "failed"]
@@ -70,6 +73,23 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         within("steps", self.steps, 1)
         within("world_size", self.world_size, 1)
         within("rank", self.rank, 0, most=self.world_size - 1)
+
+
+def request_on(cluster: str, gpus: int | None, **given: Any) -> Request:
+    """A request on ``gpus`` GPUs of a cluster, by default all; ``given`` are its other fields.
+
+    Raises:
+        SpecError: there is no such cluster, it has no such part, or a field breaks a rule.
+    """
+    whole = load_cluster(cluster)
+    part = whole if gpus is None else whole.of_world_size(gpus)
+    try:
+        return Request(
+            cluster=cluster, world_size=part.world_size, local_ranks=part.ranks_per_node,
+            unusable_bytes=sum(one.bytes for one in overheads(part.world_size)), **given,
+        )  # fmt: skip
+    except ValueError as error:
+        raise SpecError(f"dryrun: {error}") from None
 
 
 class Pool(msgspec.Struct, frozen=True, kw_only=True):

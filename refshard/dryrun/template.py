@@ -96,6 +96,39 @@ def inserted(command: Sequence[str], words: Sequence[str]) -> tuple[str, ...]:
     return (*command[:place], *words, *command[place + 1 :])
 
 
+@dataclass(frozen=True, slots=True)
+class Number:
+    """The number ``value`` of the option ``name`` of a command, in the word at ``place`` behind ``before``."""
+
+    command: tuple[str, ...]
+    name: str
+    value: int
+    place: int
+    before: str = ""
+
+    def words(self, number: int) -> tuple[str, ...]:
+        """The command with another one."""
+        return (*self.command[: self.place], f"{self.before}{number}", *self.command[self.place + 1 :])
+
+
+def find_batch(command: Sequence[str]) -> Number | None:
+    """The number of the only option with ``batch`` in its name; None if there is none, or several.
+
+    >>> find_batch(["train.py", "--lr", "1", "--batch_size=24"]).words(8)
+    ('train.py', '--lr', '1', '--batch_size=8')
+    """
+    command, found = tuple(command), list[Number]()
+    for place, (word, following) in enumerate(zip(command, (*command[1:], ""))):
+        option, equals, value = word.partition("=")
+        if not re.fullmatch(r"[\w.-]*batch[\w.-]*", option, re.IGNORECASE):
+            continue
+        if equals and value.isdigit():
+            found.append(Number(command, option, int(value), place, f"{option}="))
+        elif not equals and option.startswith("-") and following.isdigit():
+            found.append(Number(command, option, int(following), place + 1))
+    return found[0] if len(found) == 1 else None
+
+
 def _words(text: str, option: str) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(text))

@@ -73,13 +73,13 @@ def summary(found: Analysis) -> Prediction:
     answer = found.run.answer
     why = answer.error if answer.outcome == "failed" else ""
     if found.fits is False:
-        why = f"needs {format_bytes(answer.peak.reserved)} of {format_bytes(found.usable_bytes)}"
-    steps = [] if found.traced is None else [step.breakdown for step in found.traced.figures.steps]
+        usable = format_bytes(found.usable_bytes)
+        known = found.run.refused is not None  # else it did not come to its end without a limit either
+        why = f"needs {format_bytes(answer.peak.reserved)} of {usable}" if known else f"needs more than {usable}"
     return Prediction(
         fits=found.fits, why=why, reserved_bytes=answer.peak.reserved, allocated_bytes=answer.peak.allocated,
         usable_bytes=found.usable_bytes, step_s=found.step_s, tokens_per_s=found.tokens_per_s, mfu=found.mfu,
-        retries=answer.retries,
-        exposed_s=sum(step.exposed_ns for step in steps) / len(steps) / 1e9 if steps else None, wall_s=answer.wall_s,
+        retries=answer.retries, exposed_s=found.exposed_s, wall_s=answer.wall_s,
     )  # fmt: skip
 
 
@@ -94,6 +94,9 @@ class Laboratory:
     ) -> None:
         self._known: dict[str, Prediction] = {} if file is None else read_trials(file)
         self._file, self._on_tried = file, on_tried
+        if file is not None and file.exists() and not file.read_bytes().endswith(b"\n"):
+            with file.open("ab") as cut_off:
+                cut_off.write(b"\n")
         context = multiprocessing.get_context("spawn")
         self._pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_end_script_first)
 

@@ -42,8 +42,7 @@ class _Module:
     """One of a unit's modules, or a method of one that is called like a forward, and the call that is under way.
 
     ``precision`` is the module's own. ``running`` says that a call is under way, and ``method`` that it is another
-    method's, which has its own record.
-    ``forward`` is its pass.
+    method's, which has its own record. ``forward`` is its pass.
 
     Calls that make the same number of autograd nodes are taken to be alike. ``known`` is the number in calls whose
     backward was watched. ``start`` is how many nodes there were when the call under way began.

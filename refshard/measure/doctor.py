@@ -23,11 +23,11 @@ import torch
 from refshard.errors import RefshardError
 from refshard.fakecuda import build
 from refshard.measure.environment import tf32_allowed, variables
-from refshard.measure.load import available_cores, cpu_name
+from refshard.measure.load import cpu_name
 from refshard.measure.nvml import GpuCondition, GpuReading, GpuSensors
 from refshard.quantities import GIB, format_bytes
 from refshard.records import GpuSettings
-from refshard.resources import install_extra
+from refshard.resources import available_cores, install_extra
 from refshard.specs.hardware import profile_of_device
 from refshard.strategies.table import ROWS
 from refshard.version import __version__

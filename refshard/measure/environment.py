@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 
 from refshard import resources
-from refshard.measure.load import available_cores, cpu_name
+from refshard.measure.load import cpu_name
 from refshard.measure.nvml import GpuSensors, gpu_sensors, visible_uuids
 from refshard.measure.worker import request_file
 from refshard.records import Environment, GpuSettings
+from refshard.resources import available_cores
 
 _PACKAGES = (
     "torch", "numpy", "msgspec", "transformers", "accelerate", "bitsandbytes", "deepspeed", "megatron-fsdp", "peft",

@@ -30,11 +30,6 @@ _INTERVAL_S = 0.25
 """Between two samples of GPUs: one takes about 1 ms a GPU, in a thread that does not hold Python's lock."""
 
 
-def available_cores() -> int:
-    """Logical cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def cpu_name() -> str:
     """The processor's model, as the system names it."""
     try:

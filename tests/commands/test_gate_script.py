@@ -67,7 +67,7 @@ REFUSED = [
     (("--accept", "why"), "--accept, --gpus needs a script"),
     (("--accept", " ", "--", "train.py"), "accept needs a reason"),
     (("--baseline", "no-such", "--", "train.py"), "'no-such' is neither a folder nor a revision"),
-    (("--", "none.py"), "there is no script 'none.py'"),
+    (("--accept", "why", "--", "none.py"), "there is no script 'none.py'"),
 ]
 
 
@@ -81,5 +81,13 @@ def test_wrong_commands_are_refused(
 
 def test_a_script_that_fails_is_no_regression(repository: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (repository / "train.py").write_text("raise ValueError('no data')\n")
-    assert gate("--", "train.py") == 2
+    assert gate("--accept", "why", "--", "train.py") == 2
     assert "the script failed: ValueError: no data at train.py:1" in " ".join(capfd.readouterr().err.split())
+    (repository / "train.py").write_text("import torch; torch.ones(8, device='cuda')\n")
+    assert gate("--accept", "why", "--", "train.py") == 2
+    assert "no optimizer step had work on the GPU" in " ".join(capfd.readouterr().err.split())
+
+
+def test_another_revision_has_another_script(repository: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert gate("--baseline", "HEAD", "--", str(repository / "train.py")) == 2
+    assert "is this revision's own file; give its path relative to" in " ".join(capfd.readouterr().err.split())

@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 
 from refshard.cli import main
+from refshard.commands.dryrun import Options, choices
+from refshard.commands.dryrun_model import Training
 from refshard.commands.sweep import TRIALS
+from refshard.dryrun.trials import read_trials
 from tests.dryrun import scripts
 from tests.fakecuda.needs import needs_device
 
@@ -57,6 +60,7 @@ def test_all_combinations_are_run_and_the_best_that_fits_is_named(
     again, progress = printed(capfd)
     assert len(progress) == 2
     assert [row["reserved_bytes"] for row in again["rows"]] == [row["reserved_bytes"] for row in found["rows"]]
+    assert len(read_trials(folder / TRIALS)) == 4
 
 
 def test_the_largest_batch_is_found_for_each_choice(script: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -90,11 +94,29 @@ def test_more_gpus_are_tried_where_the_script_has_ranks(
     assert "--gpus 8: fits, 72.1 GiB of 77.9 GiB" in said
 
 
+def test_what_can_be_varied_of_a_script_and_of_a_model(script: str) -> None:
+    of_script = choices(Options(words=(script, "--batch-size", "16"), cluster="dgx-h100", gpus=2, tokens_per_step=8))
+    assert of_script.on_gpus(4).request.world_size == 4
+    assert of_script.on_gpus(4).global_tokens is None  # those that were given are of two GPUs
+    assert of_script.with_batch is not None
+    assert of_script.with_batch(3).request.command == (script, "--batch-size", "3")
+    training = Training(model="llama-tiny", seq_len=64, microbatch=2)
+    of_model = choices(Options(training=training, cluster="dgx-h100", gpus=2))
+    assert "gpus=4" in of_model.on_gpus(4).request.command
+    assert of_model.on_gpus(4).global_tokens == 4 * 2 * 64
+    assert of_model.with_batch is not None
+    assert "global_batch=6" in of_model.with_batch(3).request.command
+    (full,) = of_model.others.values()
+    assert "checkpointing=full" in full.request.command
+
+
 REFUSED = [
     (("--sweep", "--batch {1,2}", "--", "train.py"), "must say once, with {}, where the options go"),
     (("--sweep", "--batch 2", "--", "train.py", "{}"), "--sweep must have choices in braces"),
     (("--largest", "--batch {1,2}", "--", "train.py", "{}"), "--largest must leave one number open"),
     (("--sweep", "--batch {1,2}", "--trace", "t.json", "--", "train.py", "{}"), "--trace is for a single dry run"),
+    (("--sweep", "--batch {1,2}", "--ranks", "all", "--", "train.py", "{}"), "--ranks, --races, --advise and"),
+    (("--jobs", "0", "--", "train.py"), "jobs must be >= 1, got 0"),
     (("--resume", "runs/x", "--", "train.py"), "--resume needs the --sweep or the --largest"),
     (("--resume", "runs/x", "--sweep", "--batch {1,2}", "--", "train.py", "{}"), "runs/x is not the folder of a sweep"),
     (("--model", "llama3-8b", "--sweep", "--batch {1,2}"), "with --model, --model, --strategy,"),
@@ -108,3 +130,4 @@ def test_wrong_commands_are_refused_in_one_sentence(
 ) -> None:
     assert dryrun(*words) == 2
     assert says in " ".join(capfd.readouterr().err.split())
+    assert not Path("runs").exists()

@@ -224,7 +224,7 @@ def test_no_size_depends_on_a_choice_that_the_host_does_not_read(tmp_path: Path)
         (["--routing", "zipf:0", "--", "train.py"], "routing must be balanced, zipf:S (the exponent S > 0, such as"),
         (["--routing", "worse", "--", "train.py"], "zipf:1.2) or worst, got 'worse'"),
         (["--", "nothere.py"], "there is no script 'nothere.py'"),
-        (["--gpus", "0", "--", "train.py"], "gpus must be numbers from 1, separated by commas, got '0'"),
+        (["--gpus", "0", "--", "train.py"], "gpus must be >= 1, got 0"),
         (["--rank", "9", "--", "train.py"], "rank must be"),
         (["--ranks", "0,9", "--", "train.py"], "ranks must be from 0 to 7 with 8 GPUs, got 9"),
         (["--ranks", "0;9", "--", "train.py"], "ranks must be all, distinct or numbers such as 0,1,7, got '0;9'"),

@@ -45,10 +45,10 @@ from refshard.measure.calibration.samples import (
 )
 from refshard.measure.launchers.base import LaunchOutcome, Program
 from refshard.measure.launchers.torchrun import Place
-from refshard.measure.load import available_cores
 from refshard.measure.worker import request_file
 from refshard.records import GpuUse
 from refshard.report.calibration import profile_answer
+from refshard.resources import available_cores
 from refshard.specs.cluster import ClusterSpec, load_cluster
 from refshard.specs.hardware import Dtype
 from refshard.specs.suite import NetworkSpec

@@ -18,10 +18,10 @@ from refshard.measure.environment import (
     tf32_allowed,
     variables,
 )
-from refshard.measure.load import available_cores
 from refshard.measure.nvml import GpuReading
 from refshard.measure.store import read_run
 from refshard.records import GpuSettings
+from refshard.resources import available_cores
 from tests.measure.fakes import ENVIRONMENT
 from tests.measure.sensors import FakeSensors
 

@@ -45,8 +45,8 @@ from refshard.measure.calibration.samples import (
 )
 from refshard.measure.launchers.base import Launcher, Program, last_line
 from refshard.measure.launchers.torchrun import Place
-from refshard.measure.load import available_cores
 from refshard.measure.worker import request_file
+from refshard.resources import available_cores
 from refshard.specs.case import Device
 from refshard.specs.cluster import ClusterSpec, Library, LinkSpec, MeasuredCollective
 from refshard.specs.hardware import AttentionPoint, Dtype, HardwareSpec, Rate

@@ -22,6 +22,7 @@ from refshard.fakecuda.inductor import keep_apart
 from refshard.folders import replace_file
 from refshard.measure.worker import end_with_parent, request_file
 from refshard.records import Census, CollectiveCount, State, StepTrace
+from refshard.resources import available_cores
 from refshard.specs.case import Case
 from refshard.specs.cluster import load_cluster
 
@@ -206,7 +207,7 @@ def forked(waiting: list[T], child: Callable[[T], None]) -> Iterator[T]:
     """
     running: dict[int, T] = {}
     while waiting or running:
-        if waiting and len(running) < len(os.sched_getaffinity(0)):
+        if waiting and len(running) < available_cores():
             one = waiting.pop(0)
             if not (pid := os.fork()):
                 child(one)

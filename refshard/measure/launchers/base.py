@@ -23,9 +23,9 @@ from refshard.errors import LaunchError, SpecError
 from refshard.measure.environment import DescribeOptions, described_file, differences
 from refshard.measure.flight import flight_file
 from refshard.measure.interruption import Interruption
-from refshard.measure.load import available_cores
 from refshard.measure.worker import ASK, PROGRESS_FILE, request_file, stack_file
 from refshard.records import Environment
+from refshard.resources import available_cores
 from refshard.specs.case import Case
 
 POLL_S = 0.1

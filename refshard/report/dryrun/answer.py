@@ -11,7 +11,7 @@ import msgspec
 from refshard.analysis.figures import TraceFigures
 from refshard.dryrun.advice import EXPANDABLE, Advice
 from refshard.dryrun.analyse import Analysis
-from refshard.dryrun.memory import Held
+from refshard.dryrun.memory import Held, without_numbers
 from refshard.dryrun.recording import ROOT, Category, Flag, Kind, Phase, Recording
 from refshard.dryrun.request import Request
 from refshard.events.writer import as_kineto
@@ -276,7 +276,7 @@ def _facts(found: Analysis) -> Iterator[Fact]:
 def _routing(found: Analysis) -> Iterator[str]:
     """Which choices an assumption made. Nothing if there were none."""
     choices = {(one.count, one.among, one.module) for one in found.run.answer.choices}
-    modules = Counter((count, among, _without_numbers(module)) for count, among, module in choices)
+    modules = Counter((count, among, without_numbers(module)) for count, among, module in choices)
     if not modules:
         return
     chosen = ", ".join(
@@ -301,10 +301,6 @@ def _peaks_by_routing(found: Analysis) -> Iterator[str]:
         may_not_fit = not own and answer.peak.reserved > found.usable_bytes
         doubt = "does not fit, " if does_not_fit else "may not fit, " if may_not_fit else ""
         yield f"{rule}: {doubt}peak reserved {reserved}, peak allocated {allocated}"
-
-
-def _without_numbers(module: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in module.split("."))
 
 
 def _memory(found: Analysis) -> Iterator[Block]:
@@ -382,7 +378,7 @@ def _merged(held: tuple[Held, ...]) -> list[Held]:
     sizes: Counter[tuple[object, ...]] = Counter()
     blocks: Counter[tuple[object, ...]] = Counter()
     for one in held:
-        key = (one.category, _without_numbers(one.module), one.operator, one.phase)
+        key = (one.category, without_numbers(one.module), one.operator, one.phase)
         sizes[key] += one.bytes
         blocks[key] += one.blocks
     return [

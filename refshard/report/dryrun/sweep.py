@@ -27,7 +27,7 @@ def sweep_answer(rows: Sequence[Row], command: str, *, folder: Path, searched: s
     blocks += [
         Section(
             title="All combinations", id="combinations", nav="Combinations", heading=False, blocks=[
-                table(shown, left=len(rows[0].choices), text=("why",),
+                table(shown, left=len(rows[0].choices),
                       caption="*: no other is as fast in as little memory. Tight: the allocator empties its cache"),
             ],
         ),

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from refshard.measure.doctor import Facts, _driver, _pci_gpus, gather
-from refshard.measure.load import available_cores
 from refshard.measure.nvml import GpuReading
 from refshard.records import GpuSettings
+from refshard.resources import available_cores
 from refshard.strategies.table import ROWS
 from tests.measure.sensors import FakeSensors
 
