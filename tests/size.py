@@ -20,7 +20,7 @@ BUDGETS = {
     "refshard/emulate": 1_400,
     "refshard/engine": 9_400,
     "refshard/events": 2_100,
-    "refshard/fakecuda": 1_950,
+    "refshard/fakecuda": 1_960,
     "refshard/measure": 8_450,
     "refshard/models": 1_300,
     "refshard/plan": 2_550,

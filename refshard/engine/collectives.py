@@ -351,8 +351,8 @@ _BESIDE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist
 
 
 def group_beside(parent: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A second process group of ``ranks``, with the timeout of ``parent``: the same for all models, and ended with all
-    other groups.
+    """A second process group of ``ranks``, with the backend and timeout of ``parent``: the same for all models, and
+    ended with all other groups.
 
     One for each model could not be destroyed with it. Ranks collect a model at different times, and torch names a group
     by its ranks and by how many groups there are: the next one would have another name on each rank, or find an old
@@ -361,7 +361,12 @@ def group_beside(parent: dist.ProcessGroup, ranks: Sequence[int]) -> dist.Proces
     groups = _BESIDE.setdefault(parent, {})
     key = tuple(ranks)
     if key not in groups:
-        groups[key] = dist.new_group(list(ranks), timeout=_timeout_of(parent), use_local_synchronization=True)
+        groups[key] = dist.new_group(
+            list(ranks),
+            timeout=_timeout_of(parent),
+            backend=dist.get_backend_config(parent),  # a mesh's may differ from the default group's
+            use_local_synchronization=True,
+        )
     return groups[key]
 
 

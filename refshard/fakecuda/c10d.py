@@ -48,6 +48,15 @@ def install(ext: ModuleType) -> None:
     c10d._DEFAULT_PG_NCCL_TIMEOUT = _TIMEOUT
     c10d.ProcessGroupNCCL = ext.ProcessGroupNCCL  # type: ignore[misc]
     if not ext.is_dry():
+        register = c10d.ProcessGroup._register_backend
+
+        def register_for(group: Any, device: Any, kind: Any, backend: Any) -> None:
+            """As torch does; but the CPU build's gloo ends the process where it meets a tensor of a GPU."""
+            if device.type == "cuda" and isinstance(backend, real_gloo):
+                kind, backend = c10d.ProcessGroup.BackendType.CUSTOM, ext.ProcessGroupGloo(backend)
+            register(group, device, kind, backend)
+
+        c10d.ProcessGroup._register_backend = register_for  # type: ignore[assignment]
         return
     ext.ProcessGroupGloo.create_device = staticmethod(real_gloo.create_device)
     c10d.ProcessGroupGloo = ext.ProcessGroupGloo  # type: ignore[misc]

@@ -20,7 +20,7 @@ def seen() -> Seen:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_models_share_their_groups_which_end_with_all_others(seen: Seen, backend: str) -> None:
-    groups = 3 if backend == "gloo" else 2  # torch gives GPUs a group of NCCL's there
+    groups = 3 if backend == "gloo" else 2  # torch makes a group for a mesh of GPUs there
     for found in seen.on_all(f"groups of {backend}"):
         assert found == {"counts": [groups] * 3, "left": 0}
 

@@ -314,9 +314,12 @@ void bind_process_group(py::module_& m) {
     nccl.def_property_readonly("group_id", &FakeNccl::id);
     py::class_<FakeGloo, c10::intrusive_ptr<FakeGloo>, FakeNccl>(m, "ProcessGroupGloo", py::dynamic_attr())
         .def(py::init([](const py::object&, int rank, int size, const py::object&) {
-               return c10::make_intrusive<FakeGloo>(rank, size);
+               return c10::make_intrusive<FakeGloo>(rank, size, nullptr);
              }),
-             py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout") = py::none());
+             py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout") = py::none())
+        .def(py::init([](const BackendPtr& gloo) {
+          return c10::make_intrusive<FakeGloo>(gloo->getRank(), gloo->getSize(), gloo);
+        }));
   });
 }
 

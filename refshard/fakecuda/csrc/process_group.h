@@ -130,10 +130,10 @@ class FakeNccl : public c10d::Backend {
   std::unordered_map<int64_t, StreamId> streams_;  // by peer (-1: the group's own) and device
 };
 
-// In a dry run gloo has no peers to talk to either.
+// Gloo for tensors on the device. `gloo` moves the bytes; in a dry run it has no peers to talk to either.
 class FakeGloo final : public FakeNccl {
  public:
-  FakeGloo(int rank, int size) : FakeNccl(rank, size, nullptr, "gloo") {}
+  FakeGloo(int rank, int size, BackendPtr gloo) : FakeNccl(rank, size, std::move(gloo), "gloo") {}
 
   void monitoredBarrier(const c10d::BarrierOptions&, bool) override {}
 };
