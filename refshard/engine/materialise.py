@@ -386,12 +386,14 @@ def _put_in_place(piece: _Piece, sharded: nn.Parameter, terms: Terms) -> nn.Para
 def _parts_of(
     piece: _Piece, place: ParameterLayout, layout: UnitLayout, split: Split | None, terms: Terms, master: Master
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What makes a local part of this rank's elements; where they are all elements, a view of the true shape."""
+    """What makes a local part of this rank's elements; where they are all elements, a view of the true shape, unless
+    ranks outside of the mesh have other elements.
+    """
     bounds = [min(max(r * layout.shard_numel - place.offset, 0), place.numel) for r in range(layout.world_size + 1)]
     shape = torch.Size(place.shape) if split is None else split.shape
     inner = isinstance(piece.form, Packed) and not piece.form.whole
     whole = Whole(place.name, shape, tuple(pairwise(bounds)), terms.collectives, split, terms.mesh, master, inner)
-    if terms.collectives.world_size == 1 and not whole.divided:
+    if terms.collectives.world_size == 1 and not (whole.divided or terms.partial):
         return lambda elements: elements.view(place.shape)
     return lambda elements: LocalPart(elements, whole)
 

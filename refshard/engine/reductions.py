@@ -65,6 +65,8 @@ def foreach_norms(
     parts: Sequence[torch.Tensor], wholes: Sequence[Whole | None], p: float, dtype: torch.dtype | None
 ) -> list[torch.Tensor]:
     """The norm of each tensor, some or all of them sharded: one collective per axis."""
+    for part, whole in zip(parts, wholes):
+        _check_clipped(part, whole)
     norms: dict[int, torch.Tensor] = {}
     for axis, members in by_axis(wholes).items():
         chosen = [parts[i] for i in members]
@@ -76,6 +78,14 @@ def foreach_norms(
     return [norms[i] for i in range(len(parts))]
 
 
+def _check_clipped(local: torch.Tensor, whole: Whole | None) -> None:
+    """Refuse the norm of a gradient that other ranks do not know of: torch's ``clip_grad_norm_`` would add up others on
+    each rank.
+    """
+    if whole is not None and whole.master is not None and not whole.master.holds(local):
+        whole.master.check_known(whole.name, whole.split, "be clipped")
+
+
 def _as_norm(dtype: torch.dtype) -> torch.dtype:
     return _real(dtype) if dtype.is_complex else dtype
 
@@ -84,6 +94,7 @@ def norm(local: torch.Tensor, whole: Whole, given: Arguments) -> torch.Tensor:
     """``torch.linalg.vector_norm`` over all dimensions."""
     order = given.get("ord", given.get("p"))
     p = 2.0 if order is None else float(order)
+    _check_clipped(local, whole)
     found = whole_norms(local_powers([local], p), p, whole.axis)[0]
     return found.to(given.get("dtype") or _as_norm(local.dtype))
 

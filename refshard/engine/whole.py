@@ -38,7 +38,11 @@ class Master:
 
     def hand_out(self, local: torch.Tensor) -> None:
         """Others are given ``local``; that of a gradient or of optimizer state lies elsewhere."""
-        self.handed_out |= local.untyped_storage().data_ptr() == self.shard.untyped_storage().data_ptr()
+        self.handed_out |= self.holds(local)
+
+    def holds(self, local: torch.Tensor) -> bool:
+        """Whether ``local`` lies in this memory, as parameters do, and gradients and optimizer state do not."""
+        return local.untyped_storage().data_ptr() == self.shard.untyped_storage().data_ptr()
 
 
 @dataclass(eq=False, slots=True)

@@ -9,9 +9,20 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+import refshard
 from tests.distributed.cases.case import EVALUATED, PLAIN, case
-from tests.distributed.cases.models import Block, Checkpointing, Stack, mean_square, sgd, train
+from tests.distributed.cases.models import (
+    Adapted,
+    Block,
+    Checkpointing,
+    Stack,
+    adamw,
+    mean_square,
+    sgd,
+    train,
+)
 from tests.distributed.cases.sides import DIM, Side
 
 OTHER_UNITS = "all ranks must run the same units in the same order"
@@ -266,3 +277,205 @@ def other_blocks_of_other_sizes_on_each_rank_in_debug(side: Side) -> None:
 def other_blocks_on_each_rank_later(side: Side) -> None:
     """Blocks of one size, so that no collective tells them apart."""
     _dropping(side, 2, ALL_ROWS, FIRST_RANK, LAST_RANK)
+
+
+class Looping(Mixture):
+    """Runs its layers twice, each time checkpointed."""
+
+    reentrant = True
+
+    def forward(self, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+        for loop in range(2):
+            for index, layer in enumerate(self.layers):
+                given = (choice + index + 2 * loop) % self.used
+                x = checkpoint(layer, x, given, use_reentrant=self.reentrant)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def _looping(side: Side, *, reentrant: bool) -> None:
+    model = Looping()
+    model.reentrant = reentrant
+    side.shard(model, side.x(), _choice(side, 0), blocks=["layers"])
+    train(
+        side,
+        model,
+        lambda step: mean_square(model(side.x(step).requires_grad_(), _choice(side, step))),
+        optimizer=sgd(model, momentum=0.9),
+        steps=6,
+        before_step=lambda _: side.log_gradients(model),
+    )
+
+
+class Revisiting(Stack):
+    """Runs its blocks twice, each time checkpointed."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inputs(x)
+        for layer in [*self.layers, *self.layers]:
+            x = checkpoint(layer, x, use_reentrant=True)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+@case(variants=EVALUATED)
+def blocks_looped_reentrant(side: Side) -> None:
+    train(side, side.shard(Revisiting(), side.x()))
+
+
+@case(variants=EVALUATED)
+def layers_of_experts_by_rank_looped_reentrant(side: Side) -> None:
+    """A layer's backward has two parts, in which a rank uses different experts."""
+    _looping(side, reentrant=True)
+
+
+@case(variants=EVALUATED)
+def layers_of_experts_by_rank_looped_checkpointed(side: Side) -> None:
+    _looping(side, reentrant=False)
+
+
+@case()
+def experts_by_rank_with_gradients_zeroed(side: Side) -> None:
+    """``zero_grad(set_to_none=False)``: weight decay goes on for experts that nobody uses."""
+    model = side.shard(Mixture(), side.x(), _choice(side, 0), blocks=["layers"])
+    optimizer = adamw(model.parameters(), weight_decay=0.1)
+    for step in range(8):
+        for microbatch in range(2):
+            with side.microbatch(model, last=microbatch == 1):
+                mean_square(model(side.x(2 * step + microbatch), _choice(side, step + microbatch))).backward()
+        _log_presence(side, model)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+@case()
+def experts_by_rank_partly_frozen(side: Side) -> None:
+    model = Mixture()
+    for layer in model.layers:
+        assert isinstance(layer, Sparse)
+        layer.experts[0].requires_grad_(False)
+        next(layer.experts[2].children()).requires_grad_(False)
+    side.shard(model, side.x(), _choice(side, 0), blocks=["layers"])
+    train(
+        side,
+        model,
+        lambda step: mean_square(model(side.x(step), _choice(side, step))),
+        optimizer=sgd(model, momentum=0.9),
+        steps=6,
+        before_step=lambda _: _log_presence(side, model),
+    )
+
+
+@case()
+def experts_by_rank_stepped_in_backward(side: Side) -> None:
+    """Each parameter has an optimizer, which steps as soon as its gradient is there."""
+    model = side.shard(Mixture(), side.x(), _choice(side, 0), blocks=["layers"])
+    optimizers = {p: adamw([p]) for p in model.parameters()}
+
+    def step_now(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()  # type: ignore[index]
+        optimizers[parameter].zero_grad()  # type: ignore[index]
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step_now)
+    for step in range(6):
+        loss = mean_square(model(side.x(step), _choice(side, step)))
+        loss.backward()
+        side.log_mean("loss", loss)
+
+
+@case(variants=EVALUATED)
+def experts_by_rank_with_a_scaler(side: Side) -> None:
+    model = side.shard(Mixture(), side.x(), _choice(side, 0), blocks=["layers"])
+    optimizer = sgd(model, momentum=0.9)
+    scaler = torch.amp.GradScaler(side.device.type, init_scale=8.0, growth_interval=2)
+    for step in range(6):
+        loss = mean_square(model(side.x(step), _choice(side, step)))
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        side.log("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+@case()
+def adapters_skipped_by_one_rank_later(side: Side) -> None:
+    """LayerDrop by rank over blocks with frozen weights, with microbatches."""
+    model = Dropping([Adapted() for _ in range(3)])
+    everything = [_by_row(side, 1, 1, 1, 1, 1, 1)] * 3
+    some = [everything[0], _by_row(side, 1, 1, 1, 0, 0, 0), _by_row(side, 0, 0, 0, 1, 1, 1)]
+    side.shard(model, side.x(), everything)
+    optimizer = sgd(model, momentum=0.9)
+    for step in range(5):
+        for microbatch in range(2):
+            with side.microbatch(model, last=microbatch == 1):
+                kept = some if step >= 2 and microbatch == step % 2 else everything
+                mean_square(model(side.x(2 * step + microbatch), kept)).backward()
+        _log_presence(side, model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _weighed(side: Side, model: nn.Module, step: int) -> torch.Tensor:
+    """The first rank's rows do not count in the third step."""
+    weights = _by_row(side, *((0, 0, 0, 1, 1, 1) if step == 2 else (1,) * 6))
+    losses: torch.Tensor = (model(side.x(step)) - 0.3).square().mean(1) * weights
+    return losses.mean()
+
+
+def _skipping(side: Side, **options: Any) -> None:
+    model = side.shard(Stack(), **options)
+    optimizer = sgd(model)
+    for step in range(5):
+        loss = _weighed(side, model, step)
+        if not side.engine or step != 2 or loss.item() != 0:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        side.log_mean("loss", loss)
+
+
+@case(variants=PLAIN, refuses="all ranks must|no gradients since")
+def backward_skipped_by_one_rank(side: Side) -> None:
+    """As after a loss that is not finite, or an error that was caught."""
+    _skipping(side)
+
+
+@case(variants=PLAIN, refuses="all ranks must|no gradients since")
+def backward_skipped_by_one_rank_in_debug(side: Side) -> None:
+    _skipping(side, debug=True)
+
+
+def _evaluated_alone(side: Side, **options: Any) -> None:
+    model = side.shard(Stack(), **options)
+    for step in range(4):
+        if step and side.rank == 0:
+            with torch.no_grad():
+                model(side.x())
+        train(side, model, start=step, steps=1)
+
+
+@case(variants=PLAIN, refuses=dict.fromkeys(("zero2", "fsdp", "yafsdp"), "all ranks must"))
+def evaluated_by_the_first_rank_alone_in_debug(side: Side) -> None:
+    _evaluated_alone(side, debug=True)
+
+
+@case(variants=EVALUATED)
+def experts_by_rank_in_modes_of_their_own(side: Side) -> None:
+    """Each expert is a unit, within a layer in another mode, and some ranks do not call it."""
+    model = side.shard(
+        Mixture(),
+        side.x(),
+        _choice(side, 0),
+        blocks=["layers"],
+        policies={"layers.0": refshard.Policy(mode="zero1"), "layers.1": refshard.Policy(mode="replicate")},
+    )
+    train(
+        side,
+        model,
+        lambda step: mean_square(model(side.x(step), _choice(side, step))),
+        optimizer=sgd(model, momentum=0.9, weight_decay=0.1),
+        steps=6,
+        before_step=lambda _: _log_presence(side, model),
+    )

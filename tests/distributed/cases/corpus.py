@@ -11,14 +11,15 @@ from tests.distributed.cases import (
     checkpointing,
     compiled,
     evaluation,
+    experts,
     factors,
     failing,
     forwards,
     gradients,
-    held_out,
     hooks,
     inputs,
     leaves,
+    loops,
     losses,
     methods,
     modules,
@@ -29,6 +30,7 @@ from tests.distributed.cases import (
     reads,
     saving,
     subclasses,
+    weights,
     writes,
 )
 from tests.distributed.cases.case import Case
@@ -57,9 +59,11 @@ THEMES: tuple[ModuleType, ...] = (
     subclasses,
     precision,
     policies,
+    experts,
+    weights,
+    loops,
     saving,
     compiled,
-    held_out,
 )
 
 

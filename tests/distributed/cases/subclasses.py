@@ -1,5 +1,6 @@
 """Parameters of tensor subclasses: quantised ones that are frozen, and masters that are gathered in float8."""
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,12 @@ from torch.utils._pytree import tree_map_only
 
 import refshard
 from tests.distributed.cases.case import PLAIN, case
-from tests.distributed.cases.models import Stack, sgd, train
+from tests.distributed.cases.models import (
+    Stack,
+    mean_square,
+    sgd,
+    train,
+)
 from tests.distributed.cases.sides import DIM, Side
 
 aten = torch.ops.aten
@@ -416,3 +422,62 @@ def quantised_parameter_unfrozen(side: Side) -> None:
     train(side, model, steps=1)
     model.layers[1].shift.requires_grad_()
     train(side, model, start=1)
+
+
+@case()
+def adapters_on_codes_in_modes_of_their_own(side: Side) -> None:
+    policies = {"layers.0": refshard.Policy(mode="replicate"), "layers.1": refshard.Policy(mode="zero1")}
+    model = side.shard(quantised(Coded), side.x(), policies=policies)
+    optimizer = sgd(model, momentum=0.9)
+    for step in range(4):
+        for microbatch in range(2):
+            with side.microbatch(model, last=microbatch == 1):
+                mean_square(model(side.x(2 * step + microbatch))).backward()
+        side.log("norm", side.own_clip(model, 0.05))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case()
+def adapters_on_quantised_rows_in_modes_of_their_own(side: Side) -> None:
+    policies = {
+        "layers.0": refshard.Policy(mode="replicate"),
+        "layers.1": refshard.Policy(mode="zero1", precision=refshard.Precision(parameters=torch.float64)),
+    }
+    train(side, side.shard(quantised(Rows), side.x(), policies=policies))
+
+
+@case()
+def gathered_in_float8_in_modes_of_their_own(side: Side) -> None:
+    policies = {"layers.0": refshard.Policy(mode="replicate"), "layers.1": refshard.Policy(mode="zero1")}
+    model = side.shard(quantised(Master), side.x(), policies=policies)
+
+    def clip(step: int) -> None:
+        side.log(f"norm {step}", side.own_clip(model, 0.3))
+
+    train(side, model, optimizer=sgd(model, momentum=0.9), before_step=clip)
+
+
+@case(variants=PLAIN)
+def gathered_in_float8_with_the_best_kept(side: Side) -> None:
+    """Best weights by a deep copy of the state dict, and back; one matrix frozen meanwhile."""
+    model = side.shard(quantised(Master))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    train(side, model, optimizer=optimizer, steps=2)
+    best = copy.deepcopy(model.state_dict())
+    model.layers[0].weight.requires_grad_(False)
+    train(side, model, optimizer=optimizer, start=2, steps=2)
+    model.load_state_dict(best)
+    model.layers[0].weight.requires_grad_(True)
+    train(side, model, optimizer=optimizer, start=4, steps=2)
+
+
+@case(variants=PLAIN)
+def adapters_loaded_alone(side: Side) -> None:
+    """Adapters are saved and loaded by name, without the quantised weights."""
+    model = side.shard(quantised(Coded))
+    train(side, model, steps=2)
+    saved = {n: v.clone() for n, v in model.state_dict().items() if n.rpartition(".")[2] in ("a", "b", "bias")}
+    train(side, model, start=2, steps=2)
+    model.load_state_dict(saved, strict=False)
+    train(side, model, start=4, steps=2)
