@@ -33,8 +33,9 @@ class Policy:
 
 
 Policies = Mapping[str, Policy] | Callable[[str, nn.Module], Policy | None]
-"""By patterns of names of modules, as in ``"layers.*.experts"`` (of several, the last that matches counts); or a
-function of a module's name and the module, which returns None where nothing is special.
+"""By patterns of names of modules, as in ``"layers.*.experts"``: of several, the last that matches counts, and modules
+within one that a pattern matches belong to it. Or a function of a module's name and the module, which returns None
+where nothing is special.
 """
 AS_AROUND = Policy()
 
@@ -86,4 +87,11 @@ def _by_pattern(policies: Mapping[str, Policy], names: list[str]) -> Callable[[s
         if not any(fnmatchcase(name, pattern) for name in names):
             raise SpecError(f"policies: no module's name matches '{pattern}'; {nearest(pattern, names)}")
     last_first = [*policies.items()][::-1]
-    return lambda name, _: next((policy for pattern, policy in last_first if fnmatchcase(name, pattern)), None)
+
+    def find(name: str, _: nn.Module) -> Policy | None:
+        pattern, policy = next(((p, policy) for p, policy in last_first if fnmatchcase(name, p)), ("", None))
+        parts = name.split(".")
+        around = (".".join(parts[:count]) for count in range(1, len(parts)))
+        return None if any(fnmatchcase(outer, pattern) for outer in around) else policy
+
+    return find

@@ -4,6 +4,7 @@ import pytest
 from torch import nn
 
 from refshard.engine.grouping import blocks_argument, group_units
+from refshard.engine.policy import Policy, resolve
 from refshard.errors import SpecError
 from tests.engine.fakes import Block, Net, make_net
 
@@ -102,3 +103,13 @@ def test_lists_and_dictionaries_of_modules_stand_for_their_members() -> None:
     assert list(described(model)) == parts
     assert list(described(model, ["stages"])) == parts
     assert list(described(model, ["stages.1"])) == ["stages.0.0+stages.0.1", "stages.1.a", "stages.1.b"]
+
+
+def test_a_pattern_is_of_the_outermost_modules_that_it_matches() -> None:
+    """``*`` matches dots too; what lies within ``layers.0`` is no unit of its own."""
+    model = nn.ModuleDict({"layers": nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))})
+    kept = Policy(mode="zero2")
+    assert resolve(model, {"layers.*": kept}).apart() == ["layers.0", "layers.1"]
+    assert resolve(model, {"layers.*": kept, "*.1": Policy(mode="fsdp")}).apart() == [
+        "layers.0", "layers.0.1", "layers.1",
+    ]  # fmt: skip
