@@ -5,6 +5,7 @@ nothing fits, 2 for a mistake in the arguments, 130 if interrupted. ``refshard g
 """
 
 import re
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -452,6 +453,10 @@ def dryrun(
     compile_: Annotated[
         str, typer.Option("--compile", help="What torch.compile does: on, off (run eagerly), or both, to compare.")
     ] = "on",
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="COMMAND", help="Also run another command, and report which modules differ."),
+    ] = None,
     sweep: Annotated[
         str | None,
         typer.Option(
@@ -508,7 +513,8 @@ def dryrun(
     elif extra := _given(context) & {"--strategy", "--seq-len", "--microbatch", "--precision", "--checkpointing"}:
         raise SpecError(f"dryrun: {', '.join(sorted(extra))} needs --model; a script has options of its own")
     options = made.Options(
-        words=words, training=training, cluster=cluster, rank=rank, ranks=ranks,
+        words=words, training=training, against=made.words_of(shlex.split(against or "")), cluster=cluster, rank=rank,
+        ranks=ranks,
         steps=None if steps == "auto" else int(steps), tokens_per_step=tokens_per_step, races=races, compile=compile_,
         routing=routing, advise=advise, jobs=jobs or resources.available_cores(),
     )  # fmt: skip
@@ -516,8 +522,8 @@ def dryrun(
         if sweep or largest or "," in cluster or not (gpus or "0").isdigit():
             from refshard.commands import sweep as several
 
-            if trace is not None:
-                raise SpecError("dryrun: --trace is for a single dry run; leave it or the others out")
+            if trace is not None or against is not None:
+                raise SpecError("dryrun: --trace and --against are for single dry runs; leave them or the others out")
             varied = several.Sweep(sweep=sweep, largest=largest, clusters=cluster, gpus=gpus, resume=resume)
             return several.sweep(options, varied, html=html)
         if resume is not None:

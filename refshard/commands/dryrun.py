@@ -1,5 +1,6 @@
 """``refshard dryrun``: run a training script on GPUs that are not here, and say what would happen there."""
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from refshard.errors import SpecError
 from refshard.events.writer import as_kineto
 from refshard.folders import replace_file
 from refshard.report.blocks import Answer
+from refshard.report.dryrun.against import Against
 from refshard.report.dryrun.answer import dryrun_answer
 from refshard.report.dryrun.ranks import ranks_answer
 from refshard.specs.cluster import ClusterSpec, load_cluster
@@ -30,13 +32,15 @@ _EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of the command line: the ``words`` of a command, or a ``training`` in its place. ``steps`` is None
-    for auto, ``tokens_per_step`` are those of all ranks. One of ``rank`` and ``ranks`` may be given; rank 0 is the
-    default. ``advise`` says whether to try remedies, None: if it does not fit. Several runs go on ``jobs`` at a time.
+    """The options of the command line: the ``words`` of a command, or a ``training`` in its place; with ``against``,
+    those of another command to compare with. ``steps`` is None for auto, ``tokens_per_step`` are those of all ranks.
+    One of ``rank`` and ``ranks`` may be given; rank 0 is the default. ``advise`` says whether to try remedies, None: if
+    it does not fit. Several runs go on ``jobs`` at a time.
     """
 
     words: tuple[str, ...] = ()
     training: Training | None = None
+    against: tuple[str, ...] = ()
     cluster: str
     gpus: int | None = None
     rank: int | None = None
@@ -54,7 +58,7 @@ def dryrun(options: Options, *, trace: Path | None = None, html: Path | None = N
     """Run the script that the words name; the status is 0 if it fits, 1 if it does not, failed or, where races were
     asked for, has some or, where several ranks run, their collectives do not match, and 3 without a verdict.
 
-    With ``compile`` "both" it runs a second time, without torch.compile, to compare.
+    With ``compile`` "both" it runs a second time, without torch.compile, to compare; or another command runs.
 
     ``trace`` is a file to write the replayed steps to, as a Kineto trace; ``html`` one for a page of everything.
 
@@ -66,8 +70,12 @@ def dryrun(options: Options, *, trace: Path | None = None, html: Path | None = N
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise SpecError(f"{option}: {path} cannot be written; name a file in a folder that exists")
     if options.ranks is not None and (options.rank is not None or options.compile == "both"):
-        other = "--rank" if options.rank is not None else "--compile both"
-        raise SpecError(f"dryrun: --ranks and {other} exclude each other, got both; leave one out")
+        excluded = "--rank" if options.rank is not None else "--compile both"
+        raise SpecError(f"dryrun: --ranks and {excluded} exclude each other, got both; leave one out")
+    if options.against and (options.training is not None or options.ranks is not None or options.compile == "both"):
+        raise SpecError(
+            "dryrun: --against compares two scripts by one rank; leave out --model, --ranks, --compile both"
+        )
     trial = trial_of(options)
     request = trial.request
     try:
@@ -79,13 +87,18 @@ def dryrun(options: Options, *, trace: Path | None = None, html: Path | None = N
     found = analyse(run, trial.cluster, global_tokens=trial.global_tokens, races=options.races)
     if trace is not None:
         replace_file(trace, [as_kineto(found.trace)])
-    eager = None
+    against = None
     if options.compile == "both" and found.run.answer.compiled is not None:
-        request = replace(request, environment=_EAGER)
-        eager = analyse(dry_run(request), trial.cluster, global_tokens=trial.global_tokens)
+        eager = replace(request, environment=_EAGER)
+        other = analyse(dry_run(eager), trial.cluster, global_tokens=trial.global_tokens)
+        against = Against(varied="torch.compile", names=("compiled", "eager"), other=other)
+    elif options.against:
+        theirs = trial_of(replace(options, words=options.against))
+        other = analyse(dry_run(theirs.request), theirs.cluster, global_tokens=theirs.global_tokens)
+        against = Against(varied="command", names=(shlex.join(options.words), shlex.join(options.against)), other=other)
     more = f"page: {html}" if html is not None else ""
     if ran is None:
-        answer = dryrun_answer(found, more, eager, _advice(options, found))
+        answer = dryrun_answer(found, more, against, _advice(options, found))
     else:
         answer = ranks_answer(ran, found, _step_times(ran, found, trial.cluster), more)
     if html is not None:

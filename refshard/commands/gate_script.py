@@ -17,7 +17,7 @@ from refshard.commands.dryrun import trial_of
 from refshard.commands.gate import Outputs, put_out
 from refshard.commands.printing import tell
 from refshard.dryrun.analyse import analyse
-from refshard.dryrun.exact import by_module, exact_figures
+from refshard.dryrun.exact import by_module, differing, exact_figures
 from refshard.dryrun.run import dry_run
 from refshard.errors import SpecError, StoreError
 from refshard.folders import replace_file
@@ -105,19 +105,13 @@ def _report(options: Options, before: Accepted, now: Accepted, *notes: str) -> G
 
 def _accounts(before: Modules, now: Modules) -> list[str]:
     """The modules with the largest differences in memory at the peak and in operators."""
-    none = (0, 0)
-    differing = [
-        (module, before.get(module, none), now.get(module, none))
-        for module in {*before, *now}
-        if before.get(module, none) != now.get(module, none)
-    ]
-    differing.sort(key=lambda one: (-abs(one[2][1] - one[1][1]), -abs(one[2][0] - one[1][0]), one[0]))
+    found = differing(before, now, (0, 0), lambda was, is_: (abs(is_[1] - was[1]), abs(is_[0] - was[0])))
     lines = [
         f"{module or 'outside of modules'}: {format_bytes(was[1])} at the peak became {format_bytes(is_[1])}, "
         f"{was[0]:,} operators became {is_[0]:,}"
-        for module, was, is_ in differing[:_SHOWN]
+        for module, was, is_ in found[:_SHOWN]
     ]
-    return [*lines, *([f"{len(differing) - _SHOWN} more modules differ"] if len(differing) > _SHOWN else [])]
+    return [*lines, *([f"{len(found) - _SHOWN} more modules differ"] if len(found) > _SHOWN else [])]
 
 
 def _figures(options: Options) -> Accepted:
@@ -134,7 +128,7 @@ def _figures(options: Options) -> Accepted:
     return Accepted(
         command=shlex.join(options.words), cluster=options.cluster, gpus=trial.request.world_size,
         torch=found.run.answer.torch, refshard=__version__, accepted_at=timestamp(), reason="",
-        figures=exact_figures(found), modules=by_module(found),
+        figures=exact_figures(found), modules={name: use[:2] for name, use in by_module(found).items()},
     )  # fmt: skip
 
 

@@ -1,7 +1,9 @@
-"""What repeats to the bit in dry runs of the same code, on any machine: the figures that a gate compares."""
+"""What dry runs are compared by: figures that repeat to the bit on any machine, as a gate needs, and use by module."""
 
 import hashlib
 from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -41,17 +43,39 @@ def exact_figures(found: Analysis) -> dict[str, Value]:
     return figures
 
 
-def by_module(found: Analysis) -> dict[str, tuple[int, int]]:
-    """Operators of the last step, and bytes held at the peak, by module; layers that differ in their number are one."""
+class Use(NamedTuple):
+    """What a module takes: operators of the last step, bytes at the peak, modelled seconds of the step's kernels."""
+
+    operators: int
+    peak_bytes: int
+    device_s: float
+
+
+def by_module(found: Analysis) -> dict[str, Use]:
+    """Use by module; layers that differ in their number are one, and "" stands for what is outside of modules."""
     recording = found.run.recording
-    operators: Counter[str] = Counter()
+    operators, seconds = Counter[str](), Counter[str]()
     if found.step is not None:
         rows = slice(found.step.first, found.step.end)
         launched = (recording.kinds[rows] == Kind.LAUNCH) & (recording.flags[rows] & Flag.HOST_ONLY == 0)
-        codes, counts = np.unique(recording.modules[rows][launched], return_counts=True)
-        for code, count in zip(codes.tolist(), counts.tolist()):
-            operators[without_numbers(recording.module_table[code])] += count
+        codes = recording.modules[rows][launched]
+        sums = np.bincount(codes, weights=found.prices.seconds[rows][launched])
+        for code, count in zip(*(column.tolist() for column in np.unique(codes, return_counts=True))):
+            module = without_numbers(recording.module_table[code])
+            operators[module] += count
+            seconds[module] += sums[code]
     held: Counter[str] = Counter()
     for module, size in found.memory.by_module().items():
         held[without_numbers(module)] += size
-    return {module: (operators[module], held[module]) for module in sorted({*operators, *held})}
+    return {name: Use(operators[name], held[name], float(seconds[name])) for name in sorted({*operators, *held})}
+
+
+Figures = TypeVar("Figures", bound=tuple[float, ...])
+
+
+def differing(
+    before: Mapping[str, Figures], now: Mapping[str, Figures], none: Figures, size: Callable[[Figures, Figures], Any]
+) -> list[tuple[str, Figures, Figures]]:
+    """The modules whose figures differ, with both (``none`` of one that is missing); the largest by ``size`` first."""
+    pairs = ((name, before.get(name, none), now.get(name, none)) for name in sorted({*before, *now}))
+    return sorted((pair for pair in pairs if pair[1] != pair[2]), key=lambda pair: size(*pair[1:]), reverse=True)

@@ -291,9 +291,44 @@ def test_a_compiled_script_is_compared_with_itself_uncompiled(tmp_path: Path) ->
     (again,) = found["answer"]["compiled"]["recompiled"]
     assert again["line"] == "train.py:13 in forward"
     assert "size mismatch at index 0. expected 8192, actual 4096" in again["reason"]
-    assert found["eager"]["answer"]["compiled"] is None
-    eager, compiled = (one["answer"]["peak"]["allocated"] for one in (found["eager"], found))
+    assert found["against"]["answer"]["compiled"] is None
+    eager, compiled = (one["answer"]["peak"]["allocated"] for one in (found["against"], found))
     assert eager - compiled == 8192 * 4096 * 4  # eager keeps what GELU makes; compiled code makes it again
+
+
+_WIDTH = """
+import sys
+from collections import OrderedDict
+
+import torch
+from torch import nn
+
+width = int(sys.argv[1])
+parts = OrderedDict(up=nn.Linear(1024, width, bias=False), down=nn.Linear(width, 1024, bias=False))
+model = nn.Sequential(parts).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    model(torch.ones(2048, 1024, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_two_commands_are_compared_by_module(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_WIDTH)
+    command = [sys.executable, "-m", "refshard", "dryrun", "--cluster", "dgx-h100", "--gpus", "1"]
+    against = ["--against", "train.py 4096", "--", "train.py", "8192"]
+    done = subprocess.run([*command, *against], capture_output=True, text=True, cwd=tmp_path, timeout=1800)
+    assert done.returncode == 0, done.stderr
+    # Each weight has 1,024 x 4,096 fp32 numbers more, and so has its gradient; activations have 2,048 x 4,096.
+    printed = " ".join(done.stdout.split())
+    assert "At the peak of allocated memory: down +48.0 MiB, outside of modules +32.0 MiB, up +32.0 MiB." in printed
+    assert re.search(r"\* Step time: \+.* ms \(\+\d+\.\d %\)\. Kernels: ", done.stdout)
+    refused = subprocess.run(
+        [*command, "--model", "llama3-8b", "--against", "train.py 4096"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert refused.returncode == 2
+    assert "--against compares two scripts by one rank; leave out --model" in " ".join(refused.stderr.split())
 
 
 @pytest.mark.full

@@ -35,6 +35,7 @@ from refshard.report.blocks import (
 )
 from refshard.report.draw.embed import MOST_EMBEDDED
 from refshard.report.dryrun.advice import advice_as_object, advice_blocks
+from refshard.report.dryrun.against import Against, against_section
 from refshard.report.trace.answer import as_objects, job_blocks, rank_blocks
 from refshard.report.trace.findings import Finding, findings
 
@@ -70,17 +71,17 @@ _LIMITS = (
 
 
 def dryrun_answer(
-    found: Analysis, more: str = "", eager: Analysis | None = None, advice: Advice | None = None, *, ranks: str = ""
+    found: Analysis, more: str = "", against: Against | None = None, advice: Advice | None = None, *, ranks: str = ""
 ) -> Answer:
     """The whole report; the status is 0 if the script fits, 1 if it does not, failed or has races, 3 if nothing tells
-    since it took no optimizer step on the GPU. ``more`` is a line for the terminal, ``eager`` the same script without
-    torch.compile, ``ranks`` names the ranks that ran if they were several.
+    since it took no optimizer step on the GPU. ``more`` is a line for the terminal, ``against`` another run to
+    compare with, ``ranks`` names the ranks that ran if they were several.
     """
     data = as_object(found)
     if advice is not None:
         data["advice"] = advice_as_object(advice)
-    if eager is not None:
-        data["eager"] = as_object(eager)
+    if against is not None:
+        data["against"] = {"name": against.names[1], **as_object(against.other)}
     return Answer(
         data=data,
         rows=[{key: value for key, value in data.items() if not isinstance(value, (dict, list))}],
@@ -89,7 +90,7 @@ def dryrun_answer(
             Facts(facts=list(_facts(found))),
             *_memory(found),
             Notes(sentences=sentences(found)),
-            *([] if eager is None else [_compared(found, eager)]),
+            *([] if against is None else [against_section(found, against)]),
             *_time(found),
             *_races(found),
             *_limits(found, ranks),
@@ -353,18 +354,6 @@ def _segments(found: Analysis) -> Iterator[Block]:
          "within the GPU's memory": fits[other.fits]},
     ]  # fmt: skip
     yield table(rows, title="Both settings of the allocator (the script ran with the first)", where="detail")
-
-
-def _compared(found: Analysis, eager: Analysis) -> Section:
-    """The same script with torch.compile, and without."""
-    rows: list[Row] = [
-        {"torch.compile": name, "peak reserved": Quantity(one.run.answer.peak.reserved, "B"),
-         "peak allocated": Quantity(one.run.answer.peak.allocated, "B"),
-         "step time": None if one.step_s is None else Quantity(one.step_s, "s"),
-         "tokens/s/GPU": None if one.tokens_per_s is None else round(one.tokens_per_s)}
-        for name, one in (("on", found), ("off", eager))
-    ]  # fmt: skip
-    return Section(title="Compiled and eager", id="compiled", nav="Compiled", blocks=[table(rows)])
 
 
 def _where(one: Held) -> str:
