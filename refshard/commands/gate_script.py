@@ -106,11 +106,11 @@ def _report(options: Options, before: Accepted, now: Accepted, *notes: str) -> G
 def _accounts(before: Modules, now: Modules) -> list[str]:
     """The modules with the largest differences in memory at the peak and in operators."""
     found = differing(before, now, (0, 0), lambda was, is_: (abs(is_[1] - was[1]), abs(is_[0] - was[0])))
-    lines = [
-        f"{module or 'outside of modules'}: {format_bytes(was[1])} at the peak became {format_bytes(is_[1])}, "
-        f"{was[0]:,} operators became {is_[0]:,}"
-        for module, was, is_ in found[:_SHOWN]
-    ]
+    lines = []
+    for module, was, is_ in found[:_SHOWN]:
+        peak = f"{format_bytes(was[1])} at the peak became {format_bytes(is_[1])}" if was[1] != is_[1] else ""
+        operators = f"{was[0]:,} operators became {is_[0]:,}" if was[0] != is_[0] else ""
+        lines.append(f"{module or 'outside of modules'}: {', '.join(filter(None, (peak, operators)))}")
     return [*lines, *([f"{len(found) - _SHOWN} more modules differ"] if len(found) > _SHOWN else [])]
 
 

@@ -107,10 +107,16 @@ def gate_answer(report: GateReport) -> Answer:
             table(cases, left=2),
             table(changed, left=5),
             Notes(sentences=[*notes, *report.notes]),
-            printed.Verdict(sentences=[f"{_STATUS[report.status].upper()}: {_sentence(report)}"], style=style),
+            printed.Verdict(sentences=[f"{_headline(report)}: {_sentence(report)}"], style=style),
         ],
         status=report.status,
     )
+
+
+def _headline(report: GateReport) -> str:
+    """The status in words; what only waits to be accepted is no regression."""
+    worse = any(case.verdict in ("regressed", "removed") for case in report.cases)
+    return "CHANGED" if report.status == REGRESSION and not worse else _STATUS[report.status].upper()
 
 
 _COLUMNS = ("case", "verdict", "exact_changes", "trouble", "time_ratio", "time_ratio_low", "time_ratio_high", "rounds")
