@@ -24,7 +24,7 @@ from refshard.errors import RefshardError, first_line
 from refshard.fakecuda import activate
 from refshard.fakecuda.bitsandbytes import managed_bytes
 from refshard.fakecuda.inductor import keep_apart
-from refshard.fakecuda.torch_c import places
+from refshard.fakecuda.torch_c import places, visible_devices
 from refshard.fakecuda.without_triton import Refused
 from refshard.specs.cluster import load_cluster
 
@@ -40,6 +40,9 @@ def main(folder: Path) -> int:
     """Run the request in ``folder`` and return the process's exit status: 0 if an answer was written."""
     request = msgspec.json.decode((folder / REQUEST).read_bytes(), type=Request)
     os.environ.update(request.environment)
+    if visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES")) == 0:
+        print("refshard: CUDA_VISIBLE_DEVICES names no GPU and is ignored: a dry run's are fake", file=sys.stderr)
+        del os.environ["CUDA_VISIBLE_DEVICES"]
     keep_apart(folder)
     hardware = load_cluster(request.cluster).accelerator
     if not request.limited:
@@ -143,7 +146,7 @@ def _leave(
     from refshard.dryrun.recording import Kind, collect, save
     from refshard.dryrun.settle_answer import other_segments, settle_answer
 
-    device = request.rank % request.local_ranks
+    device = peaks.device()
     recording = collect(ext, request.rank, request.world_size)
     allocations = int((recording.kinds == Kind.ALLOCATE).sum()) if outcome == "oom" else 0
     choices, chosen_sizes, *expert_rank = ext.assumed()
@@ -152,14 +155,16 @@ def _leave(
         batches=tuple(observer.batches),  # type: ignore[arg-type]
         parameters=observer.parameters, sharing=observer.sharing, world_size=request.world_size,
         allocations=allocations, peak=peaks.highest(),
+        others={other: size for other, size in peaks.reserved().items() if size and other != device},
         now=pool(device, "current"), retries=torch.cuda.memory_stats(device)["num_alloc_retries"],
         host_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         managed_bytes=managed_bytes(), wall_s=wall_s, torch=str(torch.__version__), compiled=compilation(),
         choices=tuple(Choice(**dict(zip(Choice.__struct_fields__, c))) for c in choices), chosen_sizes=chosen_sizes,
         expert_rank=tuple(expert_rank),
     )  # fmt: skip
-    other = other_segments(answer, recording, request, ext)
-    answer, recording = settle_answer(msgspec.structs.replace(answer, other_segments=other), recording, request, ext)
+    other = other_segments(answer, recording, request, ext, device)
+    answer = msgspec.structs.replace(answer, other_segments=other)
+    answer, recording = settle_answer(answer, recording, request, ext, device)
     save(recording, folder / RECORDING)
     (folder / ANSWER).write_bytes(msgspec.json.encode(answer))
 

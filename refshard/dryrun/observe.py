@@ -19,28 +19,45 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from refshard.dryrun.recording import ROOT, Category
 from refshard.dryrun.request import Pool
 
+_NOTHING = Pool(allocated=0, active=0, reserved=0, requested=0)
+
 
 class Peaks:
-    """Remembers what torch's statistics of ``device`` said before each reset."""
+    """Remembers what torch's statistics of each GPU said before each reset. ``likely`` is the GPU that has the rank's
+    number on its node; a process may see and use another one only.
+    """
 
-    def __init__(self, device: int) -> None:
-        self._device = device
-        self._before = Pool(allocated=0, active=0, reserved=0, requested=0)
+    def __init__(self, likely: int) -> None:
+        self._likely = likely
+        self._before: dict[int, Pool] = {}
 
     def install(self) -> None:
         """Read the statistics before every reset, until this process ends."""
         reset = torch._C._cuda_resetPeakMemoryStats
 
         def keep_and_reset(device: int) -> None:
-            self._before = self.highest()
+            self._before[device] = self._of(device)
             reset(device)
 
         torch._C._cuda_resetPeakMemoryStats = keep_and_reset
 
+    def reserved(self) -> dict[int, int]:
+        """The highest number of reserved bytes of each GPU that the process sees."""
+        torch.cuda.init()  # before which there are no statistics
+        return {device: self._of(device).reserved for device in range(torch.cuda.device_count())}
+
+    def device(self) -> int:
+        """The GPU that held most."""
+        found = self.reserved()
+        return max(found, key=lambda device: (found[device], device == self._likely))
+
     def highest(self) -> Pool:
-        """The highest of each, in bytes."""
-        now = pool(self._device, "peak")
-        return Pool(**{name: max(getattr(self._before, name), getattr(now, name)) for name in Pool.__struct_fields__})
+        """The highest of each, in bytes, of that GPU."""
+        return self._of(self.device())
+
+    def _of(self, device: int) -> Pool:
+        now, before = pool(device, "peak"), self._before.get(device, _NOTHING)
+        return Pool(**{name: max(getattr(before, name), getattr(now, name)) for name in Pool.__struct_fields__})
 
 
 def pool(device: int, which: str) -> Pool:

@@ -145,7 +145,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     module was given in training, summed over all steps; 0 where it was given none; ``batches`` are their different
     shapes, (sequences, tokens). ``sharing`` ranks
     were given the same (tensor, context and pipeline parallelism). ``parameters`` counts the model's elements,
-    unsharded. If it ran out of memory, ``allocations`` were served before. ``peak`` and ``now`` are the device's.
+    unsharded. If it ran out of memory, ``allocations`` were served before. ``peak`` and ``now`` are of the GPU that
+    held most; ``others`` are peaks of reserved bytes of other GPUs that the process used.
     ``retries`` counts how often the allocator gave its cache back to serve a request. ``managed_bytes`` are those of
     paged optimizer state, which no allocator of torch's sees.
 
@@ -171,6 +172,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     allocations: int = 0
     peak: Pool
     now: Pool
+    others: dict[int, int] = {}
     retries: int = 0
     host_peak_bytes: int = 0
     managed_bytes: int = 0

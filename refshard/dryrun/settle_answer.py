@@ -20,8 +20,11 @@ from refshard.errors import SpecError
 from refshard.specs.cluster import load_cluster
 
 
-def settle_answer(answer: Answer, recording: Recording, request: Request, ext: ModuleType) -> tuple[Answer, Recording]:
-    """The answer and the recording with memory held until the GPU is done with it; unchanged if none is held back.
+def settle_answer(
+    answer: Answer, recording: Recording, request: Request, ext: ModuleType, device: int
+) -> tuple[Answer, Recording]:
+    """The answer and the recording with memory of the GPU ``device`` held until that is done with it; unchanged if none
+    is held back.
 
     With or without a limit on the run, the result also has the answer within the GPU's memory.
     """
@@ -32,29 +35,31 @@ def settle_answer(answer: Answer, recording: Recording, request: Request, ext: M
         return msgspec.structs.replace(answer, held_until="host", doubt=doubt), recording
     memory_bytes = load_cluster(request.cluster).accelerator.memory_bytes
     try:
-        found = _settle(recording, request, ext, memory_bytes)
-        within = settled(answer, found, request)
+        found = _settle(recording, request, ext, device, memory_bytes)
+        within = settled(answer, found, device)
         if found.allocator.refused is not None:
-            found = _settle(recording, request, ext, UNLIMITED)
+            found = _settle(recording, request, ext, device, UNLIMITED)
     except (NotReproducedError, SpecError) as error:
         return msgspec.structs.replace(answer, held_until="host", doubt=str(error)), recording
-    return msgspec.structs.replace(settled(answer, found, request), limited=within), found.recording
+    return msgspec.structs.replace(settled(answer, found, device), limited=within), found.recording
 
 
-def other_segments(answer: Answer, recording: Recording, request: Request, ext: ModuleType) -> OtherSegments | None:
+def other_segments(
+    answer: Answer, recording: Recording, request: Request, ext: ModuleType, device: int
+) -> OtherSegments | None:
     """What ``recording``, of the script's own run, reserves with the other setting of ``expandable_segments``.
 
     None if the script did not take all its steps, or the run cannot be allocated again.
     """
     if answer.outcome not in ("stepped", "ended") or not len(recording):
         return None
-    expandable = not ext.expandable_segments(request.rank % request.local_ranks)
+    expandable = not ext.expandable_segments(device)
 
     def allocated(total_bytes: int) -> Reallocation:
         if holds_back(recording):
-            return _settle(recording, request, ext, total_bytes, expandable=expandable).allocator
+            return _settle(recording, request, ext, device, total_bytes, expandable=expandable).allocator
         return with_segments_of(
-            recording, ext, request.rank % request.local_ranks, as_run_bytes=_as_run_bytes(request),
+            recording, ext, device, as_run_bytes=_as_run_bytes(request),
             total_bytes=total_bytes, expandable=expandable,
         )  # fmt: skip
 
@@ -68,11 +73,17 @@ def other_segments(answer: Answer, recording: Recording, request: Request, ext: 
 
 
 def _settle(
-    recording: Recording, request: Request, ext: ModuleType, memory_bytes: int, *, expandable: bool | None = None
+    recording: Recording,
+    request: Request,
+    ext: ModuleType,
+    device: int,
+    memory_bytes: int,
+    *,
+    expandable: bool | None = None,
 ) -> Settled:
     cluster = load_cluster(request.cluster)
     (found,) = settle(
-        (recording,), cluster.of_world_size(request.world_size), ext, request.rank % request.local_ranks,
+        (recording,), cluster.of_world_size(request.world_size), ext, device,
         as_run_bytes=_as_run_bytes(request), total_bytes=memory_bytes, expandable=expandable,
     )  # fmt: skip
     return found
@@ -83,7 +94,7 @@ def _as_run_bytes(request: Request) -> int:
     return load_cluster(request.cluster).accelerator.memory_bytes if request.limited else UNLIMITED_BYTES
 
 
-def settled(answer: Answer, found: Settled, request: Request) -> Answer:
+def settled(answer: Answer, found: Settled, device: int) -> Answer:
     """The answer with what the allocator tells; out of memory where it refused an allocation."""
     allocator = found.allocator
     figures = {
@@ -91,7 +102,7 @@ def settled(answer: Answer, found: Settled, request: Request) -> Answer:
         "retries": allocator.retries,
     }  # fmt: skip
     if (refused := allocator.refused) is not None:
-        figures |= _refusal(refused, found.recording, request.rank % request.local_ranks)
+        figures |= _refusal(refused, found.recording, device)
     return msgspec.structs.replace(answer, **figures)
 
 

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
@@ -132,6 +133,18 @@ def short(path: str) -> str:
     return os.path.relpath(path) if path.startswith(str(Path.cwd())) else path
 
 
+def visible_devices(variable: str | None) -> int | None:
+    """How many GPUs ``CUDA_VISIBLE_DEVICES`` names, up to the first that is none; None where it is not set.
+
+    >>> [visible_devices(text) for text in (None, "3", "0,1", "GPU-1f", "0,-1,2", "")]
+    [None, 1, 2, 1, 1, 0]
+    """
+    if variable is None:
+        return None
+    named = [name.strip() for name in variable.split(",")]
+    return len([*takewhile(lambda name: name.isdecimal() or name.startswith(("GPU-", "MIG-")), named)])
+
+
 def _devices(ext: ModuleType) -> dict[str, Any]:
     import torch
 
@@ -139,13 +152,25 @@ def _devices(ext: ModuleType) -> dict[str, Any]:
     def properties(index: int) -> SimpleNamespace:
         return _properties(ext, index)
 
+    def device_count() -> int:
+        if not torch.cuda.is_initialized():
+            visible = visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"))
+            if visible == 0:
+                return 0
+            if visible is not None:
+                ext.show_devices(visible)
+        count: int = ext.device_count()
+        return count
+
     def init() -> None:
+        if not device_count():
+            raise RuntimeError("No CUDA GPUs are available")
         torch.cuda.default_generators = tuple(ext.default_generator(i) for i in range(ext.device_count()))
         torch.cuda._get_device_properties = properties  # type: ignore[attr-defined]
 
     return {
         "_cuda_init": init,
-        "_cuda_getDeviceCount": ext.device_count,
+        "_cuda_getDeviceCount": device_count,
         "_cuda_getDevice": ext.current_device,
         "_cuda_setDevice": ext.set_device,
         "_cuda_exchangeDevice": lambda index: ext.exchange_device(index) if index >= 0 else -1,

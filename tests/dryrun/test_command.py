@@ -331,6 +331,54 @@ def test_two_commands_are_compared_by_module(tmp_path: Path) -> None:
     assert "--against compares two scripts by one rank; leave out --model" in " ".join(refused.stderr.split())
 
 
+_ON_GPU = """
+import os
+import sys
+
+import torch
+
+os.environ.update(variable.split("=") for variable in sys.argv[2:])
+gpus = [f"cuda:{number}" for number in sys.argv[1].split(",")]
+print("sees", torch.cuda.device_count())
+models = [torch.nn.Linear(4096, 4096, bias=False, device=gpu) for gpu in gpus]
+optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+for _ in range(3):
+    for gpu, model in zip(gpus, models):
+        model(torch.ones(64, 4096, device=gpu)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("variable", "arguments", "sees"),
+    [(None, ["0"], 8), ("3", ["0"], 1), ("2,5", ["1"], 2), ("", ["0"], 8), (None, ["0", "CUDA_VISIBLE_DEVICES=6"], 1)],
+)
+def test_peaks_are_those_of_the_gpu_that_holds_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str | None, arguments: list[str], sees: int
+) -> None:
+    """Of rank 3, which sees one GPU only or several, by the variable as it is set before the start or by the script."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    (tmp_path / "train.py").write_text(_ON_GPU)
+    command = (str(tmp_path / "train.py"), *arguments)
+    found = dry_run(Request(command=command, cluster="dgx-h100", world_size=8, local_ranks=8, rank=3), quiet=True)
+    assert found.answer.outcome == "stepped"
+    assert f"sees {sees}\n" in found.output
+    # The weight and its gradient, cuBLAS's workspaces of two threads, input and output.
+    assert found.answer.peak.allocated // MIB == 2 * 64 + 2 * 32 + 2
+    assert found.answer.others == {}
+
+
+def test_memory_on_several_gpus_is_named(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_ON_GPU)
+    command = [sys.executable, "-m", "refshard", "dryrun", "--cluster", "dgx-h100", "--", "train.py", "1,3"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=1800)
+    said = "The process uses 2 GPUs. Peaks are those of the one that holds most; reserved on others: GPU 3 "
+    assert said in " ".join(done.stdout.split())
+
+
 @pytest.mark.full
 def test_compiling_can_be_switched_off(tmp_path: Path) -> None:
     done = run(tmp_path, scripts.COMPILED, "--compile", "off", "--json")

@@ -40,7 +40,7 @@ def host_memory() -> None:
 
 
 def wrong_gpu() -> None:
-    raise RuntimeError("CUDA error: invalid device ordinal 3; this node has 2 GPUs")
+    raise RuntimeError("CUDA error: invalid device ordinal 3; this process sees 2 GPUs")
 
 
 def sizes_in_compiled_code() -> None:
@@ -87,8 +87,8 @@ SAYS = [
     ),
     (
         wrong_gpu,
-        "RuntimeError: CUDA error: invalid device ordinal 3; this node has 2 GPUs; --cluster and --gpus set how many, "
-        "and LOCAL_RANK says which is this rank's",
+        "RuntimeError: CUDA error: invalid device ordinal 3; this process sees 2 GPUs; --cluster and --gpus set how "
+        "many, and LOCAL_RANK says which is this rank's",
     ),
     (fails_without_a_word, "AssertionError: raise AssertionError"),
     (refused, "it needs Triton; pip install triton"),

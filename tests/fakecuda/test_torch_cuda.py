@@ -43,7 +43,7 @@ def test_devices_are_set_and_left(seen: Seen) -> None:
     assert found["moved"] == [7, [0, 1, 2]]
     assert found["after all"] == 0
     for error in found["invalid"]:
-        assert error == "RuntimeError: CUDA error: invalid device ordinal 8; this node has 8 GPUs"
+        assert error == "RuntimeError: CUDA error: invalid device ordinal 8; this process sees 8 GPUs"
 
 
 def test_the_accelerator_is_cuda(seen: Seen) -> None:

@@ -104,6 +104,7 @@ void bind_device(py::module_& m) {
   m.def("is_dry", [] { return device().dry(); });
   m.def("capability", [] { return device().options.capability; });
   m.def("device_count", [] { return device().options.count; });
+  m.def("show_devices", [](int count) { device().options.count = std::min(count, device().options.count); });
   m.def("current_device", [] { return int(current_device()); });
   m.def("set_device", [](int index) { set_current_device(static_cast<c10::DeviceIndex>(index)); });
   m.def("exchange_device", [](int index) { return int(guard().exchangeDevice(cuda(index)).index()); });

@@ -145,7 +145,7 @@ c10::DeviceIndex current_device() { return this_device; }
 
 void set_current_device(c10::DeviceIndex index) {
   TORCH_CHECK(
-      index < device().options.count, "CUDA error: invalid device ordinal ", int(index), "; this node has ",
+      index < device().options.count, "CUDA error: invalid device ordinal ", int(index), "; this process sees ",
       device().options.count, " GPUs");
   if (index >= 0) this_device = index;
 }

@@ -73,7 +73,7 @@ class FakeDevice {
  public:
   explicit FakeDevice(DeviceOptions options) : options(std::move(options)) {}
 
-  const DeviceOptions options;
+  DeviceOptions options;
   std::recursive_mutex mutex;  // of streams and of memory
   Streams streams;
 

@@ -445,15 +445,24 @@ def _ranks_limit(ranks: str) -> str:
 def sentences(found: Analysis) -> list[str]:
     """Where memory peaks, how certain the figures are, and what to change about memory and the host."""
     return [
-        *_explained(found), *_loading(found), *_paged(found), *_batches(found), *_first_step_only(found),
-        *_compiled(found), *_routing(found), *_held_back(found), *_doubted(found), *_unknown_values(found),
-        *_advice(found),
+        *_explained(found), *_several_gpus(found), *_loading(found), *_paged(found), *_batches(found),
+        *_first_step_only(found), *_compiled(found), *_routing(found), *_held_back(found), *_doubted(found),
+        *_unknown_values(found), *_advice(found),
     ]  # fmt: skip
 
 
 def _explained(found: Analysis) -> Iterator[str]:
     if len(found.run.recording):
         yield f"Memory peaks {moment(found.run.recording, found.memory.peak_at)}."
+
+
+def _several_gpus(found: Analysis) -> Iterator[str]:
+    if others := found.run.answer.others:
+        each = ", ".join(f"GPU {gpu} {format_bytes(size)}" for gpu, size in others.items())
+        yield (
+            f"The process uses {len(others) + 1} GPUs. Peaks are those of the one that holds most; reserved on others: "
+            f"{each}. Memory by purpose and the step time are of all of them."
+        )
 
 
 def _loading(found: Analysis) -> Iterator[str]:

@@ -324,6 +324,8 @@ def _own_experts(side: Side, clip: Callable[[nn.Module], torch.Tensor]) -> None:
                 setattr(layer.experts, name, nn.Parameter(own))
         policies = {"layers.*.experts": refshard.Policy(mesh=mesh["edp"])}
         refshard.shard(model, mode=side.mode, policies=policies)  # type: ignore[attr-defined]
+    else:
+        model = side.shard(model)
     optimizer = sgd(model)
     for step in range(3):
         loss = mean_square(model(side.x(step)))
