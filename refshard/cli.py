@@ -445,6 +445,12 @@ def dryrun(
         str,
         typer.Option(help="Which experts tokens are assumed to choose: balanced, zipf:S or worst (all on this rank)."),
     ] = "balanced",
+    prices: Annotated[
+        Path | None,
+        typer.Option(
+            help="A Kineto trace of the same job, on any number of GPUs: its kernels' times replace the model's."
+        ),
+    ] = None,
     trace: Annotated[Path | None, typer.Option(help="Write the replayed steps as a Kineto trace.")] = None,
     html: _Html = None,
     races: Annotated[
@@ -516,7 +522,7 @@ def dryrun(
         words=words, training=training, against=made.words_of(shlex.split(against or "")), cluster=cluster, rank=rank,
         ranks=ranks,
         steps=None if steps == "auto" else int(steps), tokens_per_step=tokens_per_step, races=races, compile=compile_,
-        routing=routing, advise=advise, jobs=jobs or resources.available_cores(),
+        routing=routing, prices=prices, advise=advise, jobs=jobs or resources.available_cores(),
     )  # fmt: skip
     with _interruptible("nothing is written"):
         if sweep or largest or "," in cluster or not (gpus or "0").isdigit():
@@ -704,11 +710,15 @@ def history(
     return command.history(runs, metric=metric, suite=suite)
 
 
-@app.command()
+@app.command(context_settings={"ignore_unknown_options": True})
 @printed
 def validate(
     run: Annotated[
-        Path | None, typer.Argument(help="A run's folder (default: published results, in a checkout).")
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN]",
+            help="A run's folder (default: published results, in a checkout). With --from-trace: `--` and a command.",
+        ),
     ] = None,
     fidelity: Annotated[
         str, typer.Option(help="What predicts published results: plan (closed forms) or dryrun.")
@@ -717,12 +727,29 @@ def validate(
     published: Annotated[
         Path | None, typer.Option(help="A table of your own, in TOML (default: the checkout's).")
     ] = None,
+    from_trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="A Kineto trace of the command after `--`: compare dry runs with and without its prices with it."
+        ),
+    ] = None,
+    cluster: Annotated[str | None, typer.Option(help="With --from-trace: where the trace was recorded.")] = None,
 ) -> Answer:
     """Compare predictions with measurements, or with published results."""
     from refshard.commands import validate as command
 
     with _interruptible("nothing is written"):
-        return command.validate(run, fidelity=fidelity, only=only, published=published)
+        if (from_trace is None) != (cluster is None):
+            raise SpecError("validate: --from-trace and --cluster go together, got one of them; add the other")
+        if from_trace is not None and cluster is not None:
+            from refshard.commands import dryrun as made
+
+            options = made.Options(words=made.words_of(run or []), cluster=cluster, prices=from_trace)
+            return made.validate_prices(options)
+        if len(run or []) > 1:
+            raise SpecError(f"validate: one run may be given, got {len(run or [])}; a command needs --from-trace")
+        folder = Path(run[0]) if run else None
+        return command.validate(folder, fidelity=fidelity, only=only, published=published)
 
 
 @app.command()

@@ -15,20 +15,20 @@ SLACK = 100
 BUDGETS = {
     "refshard/analysis": 10_400,
     "refshard/commands": 3_350,
-    "refshard/dryrun": 6_510,
+    "refshard/dryrun": 6_880,
     "refshard/emit": 750,
     "refshard/emulate": 1_400,
     "refshard/engine": 9_400,
     "refshard/events": 2_100,
-    "refshard/fakecuda": 1_960,
+    "refshard/fakecuda": 1_985,
     "refshard/measure": 8_450,
     "refshard/models": 1_300,
     "refshard/plan": 2_550,
-    "refshard/report": 8_910,
+    "refshard/report": 9_020,
     "refshard/specs": 2_350,
     "refshard/strategies": 3_150,
-    "refshard/*.py": 2_150,
-    "tests": 75_900,
+    "refshard/*.py": 2_200,
+    "tests": 76_300,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

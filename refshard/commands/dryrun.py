@@ -10,32 +10,36 @@ from msgspec.structs import replace
 from refshard.commands.dryrun_model import Training, training_command
 from refshard.commands.printing import write_page
 from refshard.dryrun.advice import Advice, Choices, advise
-from refshard.dryrun.analyse import Analysis, analyse
+from refshard.dryrun.analyse import Analysis
 from refshard.dryrun.command_line import TrainingCommand, read_command
+from refshard.dryrun.measured_prices import read_measured
 from refshard.dryrun.ranks import RanksRun, read_ranks, run_ranks
 from refshard.dryrun.request import request_on
-from refshard.dryrun.run import dry_run
+from refshard.dryrun.run import DryRun, dry_run
 from refshard.dryrun.template import find_batch
 from refshard.dryrun.trials import Laboratory, Trial
-from refshard.errors import SpecError
+from refshard.errors import RefshardError, SpecError, TraceError
 from refshard.events.writer import as_kineto
 from refshard.folders import replace_file
 from refshard.report.blocks import Answer
 from refshard.report.dryrun.against import Against
 from refshard.report.dryrun.answer import dryrun_answer
+from refshard.report.dryrun.prices import prices_answer
 from refshard.report.dryrun.ranks import ranks_answer
-from refshard.specs.cluster import ClusterSpec, load_cluster
+from refshard.specs.cluster import load_cluster
 
 MOST_STEPS = 50
 """After which it stops even if its peak still rises."""
+LEAST_MEASURED = 0.1
+"""A trace that shows a smaller part of compute time is of another job."""
 _EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """The options of the command line: the ``words`` of a command, or a ``training`` in its place; with ``against``,
     those of another command to compare with. ``steps`` is None for auto, ``tokens_per_step`` are those of all ranks.
-    One of ``rank`` and ``ranks`` may be given; rank 0 is the default. ``advise`` says whether to try remedies, None: if
-    it does not fit. Several runs go on ``jobs`` at a time.
+    One of ``rank`` and ``ranks`` may be given; rank 0 is the default. ``prices`` is a trace that prices kernels.
+    ``advise`` says whether to try remedies, None: if it does not fit. Several runs go on ``jobs`` at a time.
     """
 
     words: tuple[str, ...] = ()
@@ -50,6 +54,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     races: bool = False
     compile: str = "on"
     routing: str = "balanced"
+    prices: Path | None = None
     advise: bool | None = None
     jobs: int = 1
 
@@ -64,6 +69,7 @@ def dryrun(options: Options, *, trace: Path | None = None, html: Path | None = N
 
     Raises:
         SpecError: the command, the cluster or another value is wrong, or the trace or the page cannot be written.
+        TraceError: the trace with prices is damaged, shows no kernels of a GPU, or is of another job.
         RefshardError: the fake device cannot be made.
     """
     for option, path in (("trace", trace), ("html", html)):
@@ -78,38 +84,78 @@ def dryrun(options: Options, *, trace: Path | None = None, html: Path | None = N
         )
     trial = trial_of(options)
     request = trial.request
+    trial.measured  # noqa: B018  (what is wrong with the trace is said before anything runs)
     try:
         ranks = None if options.ranks is None else read_ranks(options.ranks, request.world_size)
     except ValueError as error:
         raise SpecError(f"dryrun: {error}") from None
     ran = None if ranks is None else run_ranks(request, ranks, options.jobs)
     run = dry_run(request) if ran is None else ran.runs[ran.largest]
-    found = analyse(run, trial.cluster, global_tokens=trial.global_tokens, races=options.races)
+    found, alone = _analysed(trial, run, races=options.races)
     if trace is not None:
         replace_file(trace, [as_kineto(found.trace)])
     against = None
     if options.compile == "both" and found.run.answer.compiled is not None:
-        eager = replace(request, environment=_EAGER)
-        other = analyse(dry_run(eager), trial.cluster, global_tokens=trial.global_tokens)
+        other = trial.analyse(dry_run(replace(request, environment=_EAGER)))
         against = Against(varied="torch.compile", names=("compiled", "eager"), other=other)
     elif options.against:
         theirs = trial_of(replace(options, words=options.against))
-        other = analyse(dry_run(theirs.request), theirs.cluster, global_tokens=theirs.global_tokens)
+        other = theirs.analyse(dry_run(theirs.request))
         against = Against(varied="command", names=(shlex.join(options.words), shlex.join(options.against)), other=other)
     more = f"page: {html}" if html is not None else ""
     if ran is None:
-        answer = dryrun_answer(found, more, against, _advice(options, found))
+        answer = dryrun_answer(found, more, against, _advice(options, found), alone=alone)
     else:
-        answer = ranks_answer(ran, found, _step_times(ran, found, trial.cluster), more)
+        answer = ranks_answer(ran, found, _step_times(ran, found, trial), more)
     if html is not None:
         write_page(answer, html, "dryrun")
     return answer
 
 
-def _step_times(ran: RanksRun, found: Analysis, cluster: ClusterSpec) -> dict[int, float | None]:
+def validate_prices(options: Options) -> Answer:
+    """A dry run on as many GPUs as its trace of prices is of, against that trace.
+
+    Raises:
+        SpecError, TraceError, RefshardError: as :func:`dryrun`, or the trace shows no step or the script took none.
+    """
+    assert options.prices is not None
+    measured = read_measured(options.prices)
+    if measured.step_s is None:
+        raise TraceError(
+            f"from-trace: the trace must show a step, got none in {options.prices}; record a whole optimizer step"
+        )
+    trial = trial_of(replace(options, gpus=measured.world_size))
+    trial.measured  # noqa: B018
+    run = dry_run(trial.request)
+    found, alone = _analysed(trial, run, races=False)
+    if alone is None:
+        why = run.answer.error or "no optimizer step ran"
+        raise RefshardError(f"from-trace: the command must take an optimizer step, got: {why}; see `refshard dryrun`")
+    return prices_answer(found, alone)
+
+
+def _analysed(trial: Trial, run: DryRun, *, races: bool) -> tuple[Analysis, Analysis | None]:
+    """The analysis; also one without the trace of prices, if that shows a step of as many ranks.
+
+    Raises:
+        TraceError: the trace is of another job.
+    """
+    found = trial.analyse(run, races=races)
+    if found.measured is None or found.coverage is None:
+        return found, None
+    if found.coverage.share < LEAST_MEASURED:
+        raise TraceError(
+            f"prices: the trace must be of the same job, got one with {100 * found.coverage.share:.0f} % of its "
+            f"compute time: {trial.prices}; record the same model, batch and sequence length, with record_shapes=True"
+        )
+    comparable = found.measured.world_size == trial.request.world_size and found.measured.step_s is not None
+    return found, replace(trial, prices=None).analyse(run) if comparable else None
+
+
+def _step_times(ran: RanksRun, found: Analysis, trial: Trial) -> dict[int, float | None]:
     """Seconds of a step by rank."""
     one = found.run.request.rank
-    return {rank: found.step_s if rank == one else analyse(run, cluster).step_s for rank, run in ran.runs.items()}
+    return {rank: found.step_s if rank == one else trial.analyse(run).step_s for rank, run in ran.runs.items()}
 
 
 def _advice(options: Options, found: Analysis) -> Advice | None:
@@ -163,7 +209,7 @@ def trial_of(options: Options) -> Trial:
         until_stable=options.steps is None, environment=_EAGER if options.compile == "off" else {},
         rank_variables=gpus != 1 or not command.python,
     )  # fmt: skip
-    return Trial(request=request, global_tokens=tokens)
+    return Trial(request=request, global_tokens=tokens, prices=options.prices)
 
 
 def _gpus(options: Options, command: TrainingCommand) -> int:

@@ -66,6 +66,8 @@ def sweep(options: Options, varied: Sweep, *, html: Path | None = None) -> Answe
     # All at once, so that what is wrong is said before anything runs.
     number = search.words(search.step) if search else ()
     first = [(place, one, at(place, (*one.words, *number))) for place, one in product(places, chosen)]
+    for *_, trial in first:
+        trial.measured  # noqa: B018
     folder = _folder(varied.resume)
     with Laboratory(options.jobs, folder / TRIALS, _progress(None if search else len(first))) as laboratory:
         try:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from refshard.analysis import analyse as tracing
 from refshard.dryrun.as_trace import as_trace
 from refshard.dryrun.device import Rates
+from refshard.dryrun.measured_prices import Coverage, MeasuredTrace, coverage, seconds_of
 from refshard.dryrun.memory import MemoryAccount, account_memory
 from refshard.dryrun.overheads import Overhead, overheads
 from refshard.dryrun.price import Prices, price
@@ -49,7 +50,8 @@ class Analysis:
     half.
     ``tokens`` are this rank's, of a step: of tokens that ranks share, its part; None where unknown. ``unknown_reads``
     are the lines of the script that read values which were not computed, in the whole run, with the number of reads.
-    ``races`` is None unless they were looked for.
+    ``races`` is None unless they were looked for. ``measured`` is the trace that prices kernels, None without one or
+    without a step; ``coverage`` says how many of them.
     """
 
     run: DryRun
@@ -67,6 +69,8 @@ class Analysis:
     synchronisations: tuple[Synchronisation, ...]
     unknown_reads: Counter[str]
     races: tuple[Race, ...] | None = None
+    measured: MeasuredTrace | None = None
+    coverage: Coverage | None = None
 
     @property
     def hardware(self) -> HardwareSpec:
@@ -137,15 +141,19 @@ class Analysis:
         return self.model_flops / self.step_s / rate.peak if self.step_s else None
 
 
-def analyse(run: DryRun, cluster: ClusterSpec, *, global_tokens: int | None = None, races: bool = False) -> Analysis:
+def analyse(
+    run: DryRun, cluster: ClusterSpec, *, global_tokens: int | None = None, races: bool = False,
+    measured: MeasuredTrace | None = None,
+) -> Analysis:  # fmt: skip
     """Price and replay a dry run on ``cluster``, and look for ``races``.
 
-    ``global_tokens`` are those of a step over all ranks, where given.
+    ``global_tokens`` are those of a step over all ranks, where given. Kernels of ``measured`` are not modelled.
     """
     recording = run.recording
-    prices = price(recording, cluster)
-    replayed = replay(recording, prices, Rates.of(cluster))
     steps = steps_of(recording, "step") if run.answer.steps_taken else ()
+    known = None if measured is None or not steps else seconds_of(recording, steps[-1], measured)
+    prices = price(recording, cluster, known)
+    replayed = replay(recording, prices, Rates.of(cluster))
     device = cluster.accelerator.device_name or cluster.accelerator.about
     name = " ".join(run.request.command)
     trace = as_trace(recording, replayed, device=device, steps=settled(recording, steps) or None, name=name)
@@ -157,7 +165,8 @@ def analyse(run: DryRun, cluster: ClusterSpec, *, global_tokens: int | None = No
         usable_bytes=cluster.accelerator.memory_bytes - run.request.unusable_bytes,
         model_flops=_model_flops(recording, prices, step), tokens=_tokens(run, global_tokens),
         synchronisations=_synchronisations(recording, step), unknown_reads=_unknown_reads(recording),
-        races=find_races(recording) if races else None,
+        races=find_races(recording) if races else None, measured=None if known is None else measured,
+        coverage=None if known is None else coverage(recording, steps[-1], prices.seconds, known),
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ message's bytes: over the link within the node, or over one rank's share of what
 
 from collections import Counter
 from dataclasses import dataclass
+from math import isnan, nan
 from typing import NamedTuple
 
 import numpy as np
@@ -216,8 +217,8 @@ class Prices:
     doubts: tuple[Doubt, ...] = ()
 
 
-def price(recording: Recording, cluster: ClusterSpec) -> Prices:
-    """Price all events of one rank.
+def price(recording: Recording, cluster: ClusterSpec, measured: npt.NDArray[np.float64] | None = None) -> Prices:
+    """Price all events of one rank; ``measured`` has the seconds of launches, NaN where they are to be modelled.
 
     Raises:
         SpecError: the profile lacks what an event needs, or the collective is not known.
@@ -226,7 +227,8 @@ def price(recording: Recording, cluster: ClusterSpec) -> Prices:
     seconds, latencies, flops = (np.zeros(len(recording)) for _ in range(3))
     links = np.full(len(recording), NO_LINK, np.int8)
     for row in np.flatnonzero(recording.kinds == Kind.LAUNCH).tolist():
-        seconds[row], flops[row] = pricing.launch(row)
+        known = nan if measured is None else float(measured[row])
+        seconds[row], flops[row] = pricing.launch(row, known)
     for row in np.flatnonzero(recording.kinds == Kind.COLLECTIVE).tolist():
         links[row], seconds[row], latencies[row] = pricing.collective(row)
     return Prices(
@@ -255,12 +257,14 @@ class _Pricing:
         self._collectives: dict[tuple[int, ...], tuple[int, float, float]] = {}
         self._doubted: Counter[tuple[int, ...]] = Counter()
 
-    def launch(self, row: int) -> tuple[float, float]:
-        """Seconds and FLOPs."""
+    def launch(self, row: int, known: float) -> tuple[float, float]:
+        """Seconds, unless they are ``known``, and FLOPs."""
         key = self._columns[row]
         if key not in self._launches:
             self._launches[key] = self._launch(*key)
         seconds, flops, doubt = self._launches[key]
+        if not isnan(known):
+            return known, flops
         if doubt:
             self._doubted[key] += 1
         return seconds, flops

@@ -15,18 +15,20 @@ from pathlib import Path
 import msgspec
 
 from refshard.dryrun.analyse import Analysis, analyse
+from refshard.dryrun.measured_prices import MeasuredTrace, check_device, read_measured
 from refshard.dryrun.request import Request
-from refshard.dryrun.run import dry_run
+from refshard.dryrun.run import DryRun, dry_run
 from refshard.errors import RefshardError
 from refshard.quantities import format_bytes
 from refshard.specs.cluster import ClusterSpec, load_cluster
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """A request, and the tokens of a step over all ranks where they are given."""
+    """A request, the tokens of a step over all ranks where they are given, and a trace that prices kernels, if any."""
 
     request: Request
     global_tokens: int | None = None
+    prices: Path | None = None
 
     @property
     def cluster(self) -> ClusterSpec:
@@ -34,9 +36,29 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
         return load_cluster(self.request.cluster).of_world_size(self.request.world_size)
 
     @property
+    def measured(self) -> MeasuredTrace | None:
+        """The trace that prices kernels.
+
+        Raises:
+            TraceError: the file is damaged, no trace, or shows no kernels of a GPU.
+            SpecError: it is of another GPU.
+        """
+        if self.prices is None:
+            return None
+        found = read_measured(self.prices)
+        check_device(found, self.cluster.accelerator)
+        return found
+
+    def analyse(self, run: DryRun, *, races: bool = False) -> Analysis:
+        """Price and replay what ran."""
+        return analyse(run, self.cluster, global_tokens=self.global_tokens, races=races, measured=self.measured)
+
+    @property
     def key(self) -> str:
         """Of all that the result depends on, as far as it is known: the request, its cluster, and the script's file."""
-        return _digest(msgspec.json.encode((self, load_cluster(self.request.cluster))), self._script())
+        changed = "" if self.prices is None else str(self.prices.stat().st_mtime_ns)
+        known = (str(self.prices), self.request, self.global_tokens, changed)
+        return _digest(msgspec.json.encode((known, load_cluster(self.request.cluster))), self._script())
 
     @property
     def recording_key(self) -> str:
@@ -52,7 +74,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """What a trial found. ``fits`` is None if nothing tells; ``why`` says why it does not, or failed. Bytes of the
     allocator at its peak, without a limit if it does not fit; seconds of a step; tokens/s of one GPU; how often the
-    allocator emptied its cache to serve an allocation.
+    allocator emptied its cache to serve an allocation. ``measured`` is the part of compute time that a trace priced.
     """
 
     fits: bool | None
@@ -66,6 +88,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     retries: int = 0
     exposed_s: float | None = None
     wall_s: float = 0.0
+    measured: float | None = None
 
 
 def summary(found: Analysis) -> Prediction:
@@ -80,6 +103,7 @@ def summary(found: Analysis) -> Prediction:
         fits=found.fits, why=why, reserved_bytes=answer.peak.reserved, allocated_bytes=answer.peak.allocated,
         usable_bytes=found.usable_bytes, step_s=found.step_s, tokens_per_s=found.tokens_per_s, mfu=found.mfu,
         retries=answer.retries, exposed_s=found.exposed_s, wall_s=answer.wall_s,
+        measured=None if found.coverage is None else found.coverage.share,
     )  # fmt: skip
 
 
@@ -164,7 +188,7 @@ def _try_alike(trials: Sequence[Trial]) -> list[Prediction]:
     except RefshardError as error:
         failed = Prediction(fits=None, why=str(error), reserved_bytes=0, allocated_bytes=0, usable_bytes=0)
         return [failed for _ in trials]
-    return [summary(analyse(run, trial.cluster, global_tokens=trial.global_tokens)) for trial in trials]
+    return [summary(trial.analyse(run)) for trial in trials]
 
 
 def _digest(*parts: bytes) -> str:

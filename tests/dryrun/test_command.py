@@ -7,15 +7,19 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 
+from refshard.dryrun.analyse import analyse
+from refshard.dryrun.measured_prices import read_measured
 from refshard.dryrun.request import Request
 from refshard.dryrun.run import dry_run
+from refshard.specs.cluster import load_cluster
 from tests.dryrun import scripts
 from tests.fakecuda.needs import needs_device
-from tests.gpu.quick.cases import SCRIPT, read_cases
+from tests.gpu.quick.cases import SCRIPT, of_fake_backend, read_cases
 from tests.measure.commandline import status_of
 
 pytestmark = [needs_device, pytest.mark.processes]
@@ -268,6 +272,39 @@ def test_a_trace_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path
     assert "ran" not in done.stderr
 
 
+def test_its_own_trace_prices_every_kernel(trained: tuple[dict[str, Any], str, Path]) -> None:
+    alone, _, folder = trained
+    trace, script = str(folder / "trace.json"), str(folder / "train.py")
+    command = ["validate", "--from-trace", trace, "--cluster", "dgx-h100", "--json", "--", script]
+    done = subprocess.run([sys.executable, "-m", "refshard", *command], capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["share"] == 1.0
+    assert found["matched"] == found["kernels"] > 20
+    assert found["trace_step_s"] == pytest.approx(alone["step_s"])
+    assert found["model_step_s"] == pytest.approx(alone["step_s"], rel=0.01)
+    assert found["step_s"] == pytest.approx(alone["step_s"], rel=0.02)  # kernels beside others took longer there
+    products, *_, every = found["kernel_times"]
+    assert (products["class"], every["class"]) == ("GEMM", "all")
+    assert products["with_prices"] == pytest.approx(products["trace"], rel=0.05)
+
+
+def test_a_trace_of_one_size_prices_others(trained: tuple[dict[str, Any], str, Path], tmp_path: Path) -> None:
+    *_, folder = trained
+    done = run(tmp_path, scripts.TRAIN, "--prices", str(folder / "trace.json"), "--gpus", "4,16", "--json")
+    assert done.returncode == 0, done.stderr
+    for row in json.loads(done.stdout)["rows"]:
+        assert 0.4 < row["measured"] < 1.0  # products are the same, shards are not
+
+
+def test_a_trace_of_another_job_is_refused(trained: tuple[dict[str, Any], str, Path], tmp_path: Path) -> None:
+    *_, folder = trained
+    larger = scripts.TRAIN.replace("1024", "2048")
+    done = run(tmp_path, larger, "--prices", str(folder / "trace.json"), "--gpus", "16")
+    assert done.returncode == 2
+    assert re.search(r"prices: the trace must be of the same job, got one with \d % of its compute time", done.stderr)
+
+
 @pytest.mark.full
 def test_errors_show_the_scripts_own_lines(tmp_path: Path) -> None:
     done = run(tmp_path, "def load():\n    raise ValueError('no data')\n\n\nload()\n")
@@ -400,3 +437,21 @@ def test_compiled_blocks_need_what_they_needed_on_a_gpu() -> None:
     assert answer.outcome == "stepped", answer.error
     assert answer.peak.allocated == measured["peak"]["allocated"]
     assert answer.peak.reserved == pytest.approx(measured["peak"]["reserved"], rel=1e-3)
+
+
+@pytest.mark.full
+def test_a_trace_of_8_ranks_prices_64_as_one_h200_measured_them() -> None:
+    """The trace shows backward of three of 32 blocks; 64 ranks ran over torch's fake process group, as the 8 did."""
+    (case,) = (case for case in read_cases() if case.name == "8b-w64-full")
+    rows = [json.loads(line) for n in (1, 2, 3) for line in (RECORDS / f"cases-{n}.jsonl").read_text().splitlines()]
+    step_s = median(row["step_s"] for row in rows if row["name"] == case.name and "step_s" in row)
+    request = Request(
+        command=(str(SCRIPT), "--out", os.devnull, *case.arguments), cluster="hgx-h200x8", world_size=64, local_ranks=8,
+        environment={"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    cluster = of_fake_backend(load_cluster("hgx-h200x8"))
+    trace = read_measured(Path("tests/analysis/h200/fake_rank0of8.json.gz"))
+    found = analyse(dry_run(request, quiet=True), cluster, measured=trace)
+    assert found.coverage is not None
+    assert 0.8 < found.coverage.share < 0.95
+    assert found.step_s == pytest.approx(step_s, rel=0.05)

@@ -36,6 +36,8 @@ from refshard.report.blocks import (
 from refshard.report.draw.embed import MOST_EMBEDDED
 from refshard.report.dryrun.advice import advice_as_object, advice_blocks
 from refshard.report.dryrun.against import Against, against_section
+from refshard.report.dryrun.prices import as_object as prices_as_object
+from refshard.report.dryrun.prices import compared, measured_sentences
 from refshard.report.trace.answer import as_objects, job_blocks, rank_blocks
 from refshard.report.trace.findings import Finding, findings
 
@@ -71,17 +73,21 @@ _LIMITS = (
 
 
 def dryrun_answer(
-    found: Analysis, more: str = "", against: Against | None = None, advice: Advice | None = None, *, ranks: str = ""
-) -> Answer:
+    found: Analysis, more: str = "", against: Against | None = None, advice: Advice | None = None, *, ranks: str = "",
+    alone: Analysis | None = None,
+) -> Answer:  # fmt: skip
     """The whole report; the status is 0 if the script fits, 1 if it does not, failed or has races, 3 if nothing tells
     since it took no optimizer step on the GPU. ``more`` is a line for the terminal, ``against`` another run to
-    compare with, ``ranks`` names the ranks that ran if they were several.
+    compare with, ``ranks`` names the ranks that ran if they were several, ``alone`` is the same without a trace's
+    prices.
     """
     data = as_object(found)
     if advice is not None:
         data["advice"] = advice_as_object(advice)
     if against is not None:
         data["against"] = {"name": against.names[1], **as_object(against.other)}
+    if (prices := prices_as_object(found, alone)) is not None:
+        data["prices"] = prices
     return Answer(
         data=data,
         rows=[{key: value for key, value in data.items() if not isinstance(value, (dict, list))}],
@@ -92,11 +98,12 @@ def dryrun_answer(
             Notes(sentences=sentences(found)),
             *([] if against is None else [against_section(found, against)]),
             *_time(found),
+            *compared(found, alone),
             *_races(found),
             *_limits(found, ranks),
             *([Text(text=more, where="terminal")] if more else []),
             *([] if advice is None else advice_blocks(advice, fits=found.fits is not False)),
-            _verdict(found, advice),
+            _verdict(found, advice, list(measured_sentences(found, alone))),
         ],
         status=_status(found),
         cover=Cover(
@@ -177,7 +184,7 @@ def _what_ran(request: Request) -> str:
     return " ".join(request.command if not request.module else ("-m", *request.command))
 
 
-def _verdict(found: Analysis, advice: Advice | None = None) -> Verdict:
+def _verdict(found: Analysis, advice: Advice | None, prices: list[str]) -> Verdict:
     answer = found.run.answer
     if answer.outcome == "failed":
         where = [f"at {answer.where}"] if answer.where else []
@@ -192,7 +199,7 @@ def _verdict(found: Analysis, advice: Advice | None = None) -> Verdict:
             f"({format_bytes(found.headroom_bytes)} headroom); peak allocated {format_bytes(peak.allocated)}"
         )
         lead = [] if found.traced is None else [finding_of(found.traced.figures).lead]
-        return Verdict(sentences=[fits, *routing, *_pace(found), *lead], style="good")
+        return Verdict(sentences=[fits, *routing, *_pace(found), *prices, *lead], style="good")
     needed = f"needs more than {usable}"
     if found.run.refused is not None:
         needed = (
@@ -205,7 +212,7 @@ def _verdict(found: Analysis, advice: Advice | None = None) -> Verdict:
     pace = [f"Without the memory limit: {words}" for words in _pace(found)]
     enough = [] if advice is None else [one.change for one in advice.remedies if one.tried.fits]
     remedy = [f"Fits with {', or with '.join(enough)} (dry-run)"] if enough else []
-    return Verdict(sentences=[f"DOES NOT FIT: {needed}", refusal, *routing, *pace, *remedy], style="bad")
+    return Verdict(sentences=[f"DOES NOT FIT: {needed}", refusal, *routing, *pace, *prices, *remedy], style="bad")
 
 
 def _blamed(found: Analysis) -> Iterator[str]:

@@ -116,6 +116,7 @@ def _cells(row: Row, best: bool) -> dict[str, Any]:
         "tokens/s/GPU": None if tried.tokens_per_s is None else round(tried.tokens_per_s),
         "MFU": None if tried.mfu is None else Quantity(tried.mfu, "share"),
         "exposed comm.": None if tried.exposed_s is None else Quantity(tried.exposed_s, "s"),
+        **({} if tried.measured is None else {"compute measured": Quantity(tried.measured, "share")}),
     }  # fmt: skip
 
 

@@ -128,7 +128,7 @@ def predict(out: Path, cluster: str, only: Sequence[str] = ()) -> None:
     """
     out.mkdir(parents=True, exist_ok=True)
     profile = out / f"{cluster}.toml"
-    profile.write_text(to_toml(_of_fake_backend(load_cluster(cluster))))
+    profile.write_text(to_toml(of_fake_backend(load_cluster(cluster))))
     for case in read_cases():
         if only and case.name not in only:
             continue
@@ -152,7 +152,8 @@ def predict(out: Path, cluster: str, only: Sequence[str] = ()) -> None:
         print(f"{case.name}: {row['outcome']} {row['error']} {row['peak']['reserved'] / 2**30:.3f} GiB", flush=True)
 
 
-def _of_fake_backend(cluster: ClusterSpec) -> ClusterSpec:
+def of_fake_backend(cluster: ClusterSpec) -> ClusterSpec:
+    """The cluster with links as fast as a copy within the device."""
     hardware = cluster.accelerator
     link = LinkSpec(bytes_per_s=hardware.memory_bytes_per_s / 2, latency_s=0.0)  # read and written
     source = "torch's fake backend: a copy within the device"
