@@ -452,6 +452,10 @@ def dryrun(
     compile_: Annotated[
         str, typer.Option("--compile", help="What torch.compile does: on, off (run eagerly), or both, to compare.")
     ] = "on",
+    explain_oom: Annotated[
+        Path | None,
+        typer.Option(help="Explain why the real run ran out of memory, by the CUDA memory snapshot that it wrote."),
+    ] = None,
     sweep: Annotated[
         str | None,
         typer.Option(
@@ -510,14 +514,15 @@ def dryrun(
     options = made.Options(
         words=words, training=training, cluster=cluster, rank=rank, ranks=ranks,
         steps=None if steps == "auto" else int(steps), tokens_per_step=tokens_per_step, races=races, compile=compile_,
-        routing=routing, advise=advise, jobs=jobs or resources.available_cores(),
+        routing=routing, advise=advise, jobs=jobs or resources.available_cores(), explain_oom=explain_oom,
     )  # fmt: skip
     with _interruptible("nothing is written"):
         if sweep or largest or "," in cluster or not (gpus or "0").isdigit():
             from refshard.commands import sweep as several
 
-            if trace is not None:
-                raise SpecError("dryrun: --trace is for a single dry run; leave it or the others out")
+            if trace is not None or explain_oom is not None:
+                option = "--explain-oom" if trace is None else "--trace"
+                raise SpecError(f"dryrun: {option} is for a single dry run; leave it or the others out")
             varied = several.Sweep(sweep=sweep, largest=largest, clusters=cluster, gpus=gpus, resume=resume)
             return several.sweep(options, varied, html=html)
         if resume is not None:

@@ -13,9 +13,9 @@ ROOT = Path(__file__).parent.parent
 SLACK = 100
 """Most lines that a budget may exceed its package by."""
 BUDGETS = {
-    "refshard/analysis": 10_400,
+    "refshard/analysis": 10_450,
     "refshard/commands": 3_350,
-    "refshard/dryrun": 6_500,
+    "refshard/dryrun": 6_800,
     "refshard/emit": 750,
     "refshard/emulate": 1_400,
     "refshard/engine": 9_400,
@@ -24,11 +24,11 @@ BUDGETS = {
     "refshard/measure": 8_450,
     "refshard/models": 1_300,
     "refshard/plan": 2_550,
-    "refshard/report": 8_850,
+    "refshard/report": 9_010,
     "refshard/specs": 2_350,
     "refshard/strategies": 3_150,
     "refshard/*.py": 2_150,
-    "tests": 75_800,
+    "tests": 76_200,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

@@ -11,6 +11,7 @@ from refshard.commands.printing import write_page
 from refshard.dryrun.advice import Advice, Choices, advise
 from refshard.dryrun.analyse import Analysis, analyse
 from refshard.dryrun.command_line import TrainingCommand, read_command
+from refshard.dryrun.explain import explain, read_real_run
 from refshard.dryrun.ranks import RanksRun, read_ranks, run_ranks
 from refshard.dryrun.request import request_on
 from refshard.dryrun.run import dry_run
@@ -21,6 +22,7 @@ from refshard.events.writer import as_kineto
 from refshard.folders import replace_file
 from refshard.report.blocks import Answer
 from refshard.report.dryrun.answer import dryrun_answer
+from refshard.report.dryrun.explain import explained_answer
 from refshard.report.dryrun.ranks import ranks_answer
 from refshard.specs.cluster import ClusterSpec, load_cluster
 
@@ -33,6 +35,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """The options of the command line: the ``words`` of a command, or a ``training`` in its place. ``steps`` is None
     for auto, ``tokens_per_step`` are those of all ranks. One of ``rank`` and ``ranks`` may be given; rank 0 is the
     default. ``advise`` says whether to try remedies, None: if it does not fit. Several runs go on ``jobs`` at a time.
+    ``explain_oom`` is a memory snapshot of the real run, to explain by the dry run.
     """
 
     words: tuple[str, ...] = ()
@@ -48,6 +51,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     routing: str = "balanced"
     advise: bool | None = None
     jobs: int = 1
+    explain_oom: Path | None = None
 
 
 def dryrun(options: Options, *, trace: Path | None = None, html: Path | None = None) -> Answer:
@@ -60,6 +64,7 @@ def dryrun(options: Options, *, trace: Path | None = None, html: Path | None = N
 
     Raises:
         SpecError: the command, the cluster or another value is wrong, or the trace or the page cannot be written.
+        TraceError: the snapshot to explain is none, damaged, or has no stacks.
         RefshardError: the fake device cannot be made.
     """
     for option, path in (("trace", trace), ("html", html)):
@@ -68,8 +73,11 @@ def dryrun(options: Options, *, trace: Path | None = None, html: Path | None = N
     if options.ranks is not None and (options.rank is not None or options.compile == "both"):
         other = "--rank" if options.rank is not None else "--compile both"
         raise SpecError(f"dryrun: --ranks and {other} exclude each other, got both; leave one out")
+    if options.explain_oom is not None and (options.ranks is not None or options.compile == "both"):
+        raise SpecError("dryrun: --explain-oom explains one run; leave out --ranks and --compile both")
+    real = None if options.explain_oom is None else read_real_run(options.explain_oom)
     trial = trial_of(options)
-    request = trial.request
+    request = replace(trial.request, sites=real is not None)
     try:
         ranks = None if options.ranks is None else read_ranks(options.ranks, request.world_size)
     except ValueError as error:
@@ -84,7 +92,12 @@ def dryrun(options: Options, *, trace: Path | None = None, html: Path | None = N
         request = replace(request, environment=_EAGER)
         eager = analyse(dry_run(request), trial.cluster, global_tokens=trial.global_tokens)
     more = f"page: {html}" if html is not None else ""
-    if ran is None:
+    if real is not None:
+        explanation = explain(real, found)
+        if found.fits and (explanation.scale or 0) > 1:  # what batch would fit is then the question
+            options = replace(options, advise=options.advise is not False)
+        answer = explained_answer(real, found, explanation, _advice(options, found), more)
+    elif ran is None:
         answer = dryrun_answer(found, more, eager, _advice(options, found))
     else:
         answer = ranks_answer(ran, found, _step_times(ran, found, trial.cluster), more)
