@@ -463,6 +463,10 @@ def dryrun(
         str | None,
         typer.Option(metavar="COMMAND", help="Also run another command, and report which modules differ."),
     ] = None,
+    explain_oom: Annotated[
+        Path | None,
+        typer.Option(help="Explain why the real run ran out of memory, by the CUDA memory snapshot that it wrote."),
+    ] = None,
     sweep: Annotated[
         str | None,
         typer.Option(
@@ -522,14 +526,15 @@ def dryrun(
         words=words, training=training, against=made.words_of(shlex.split(against or "")), cluster=cluster, rank=rank,
         ranks=ranks,
         steps=None if steps == "auto" else int(steps), tokens_per_step=tokens_per_step, races=races, compile=compile_,
-        routing=routing, prices=prices, advise=advise, jobs=jobs or resources.available_cores(),
+        routing=routing, prices=prices, explain_oom=explain_oom, advise=advise,
+        jobs=jobs or resources.available_cores(),
     )  # fmt: skip
     with _interruptible("nothing is written"):
         if sweep or largest or "," in cluster or not (gpus or "0").isdigit():
             from refshard.commands import sweep as several
 
-            if trace is not None or against is not None:
-                raise SpecError("dryrun: --trace and --against are for single dry runs; leave them or the others out")
+            if trace is not None or against is not None or explain_oom is not None:
+                raise SpecError("dryrun: --trace, --against and --explain-oom are for a single dry run; leave them out")
             varied = several.Sweep(sweep=sweep, largest=largest, clusters=cluster, gpus=gpus, resume=resume)
             return several.sweep(options, varied, html=html)
         if resume is not None:

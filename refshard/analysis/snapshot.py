@@ -38,7 +38,11 @@ ACTIONS = (
 """What an allocator records, by its code in :attr:`AllocatorHistory.actions`; anything else is left out."""
 NO_SITE = -1
 _PICKLE, _GZIP, _NEWEST_PROTOCOL = 0x80, b"\x1f\x8b", 5
-_OF_TORCH = re.compile(r"(?:^|/)(?:site|dist)-packages/(?:torch|triton|functorch)/|(?:^|/)py?torch/torch/|^torch/")
+_OF_TORCH = re.compile(
+    r"(?:^|/)(?:site|dist)-packages/(?:torch|triton|functorch)/|(?:^|/)py?torch/torch/|^torch/|/torchinductor_"
+    r"|/lib/python3[.\d]*t?/(?!(?:site|dist)-packages/)"
+)
+"""Python's own files as well, which torch calls user code through."""
 _NO_PYTHON = re.compile(r"^\?\?$|^$|\.(?:c|cc|cpp|cu|h|hpp|cuh|so)(?:\.\d+)*$|^<frozen ")
 
 _Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
@@ -51,6 +55,11 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
     file: str
     line: int
     function: str
+
+    @property
+    def is_of_torch(self) -> bool:
+        """Whether it is of torch's own code or Python's, as where autograd's thread allocates."""
+        return _OF_TORCH.search(self.file) is not None
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -232,7 +241,7 @@ def _site(frames: Sequence[Any]) -> Site | None:
         if not isinstance(file, str) or not isinstance(line, int) or _NO_PYTHON.search(file):
             continue
         site = Site(file=file, line=line, function=str(function))
-        if not _OF_TORCH.search(file):
+        if not site.is_of_torch:
             return site
         inside = inside or site
     return inside
@@ -351,9 +360,24 @@ class HistoryFigures(msgspec.Struct, frozen=True, kw_only=True):
     gone_bytes: int = 0
 
 
+class FailureFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What was held when the last allocation failed, in ``lines`` and ``sizes``, ``early_bytes`` of it since before the
+    history began, and ``free_bytes`` of what was reserved. ``changed`` if the allocator did anything between then and
+    the snapshot: segments and their free blocks are then of a later moment, and ``free_bytes`` include what was lost to
+    rounding.
+    """
+
+    free_bytes: int
+    early_bytes: int
+    changed: bool
+    lines: tuple[LineFigures, ...]
+    sizes: tuple[SizeFigures, ...]
+
+
 class DeviceFigures(msgspec.Struct, frozen=True, kw_only=True):
     """One device of a snapshot. ``lines`` and ``sizes`` are of the history's peak, of now without a history; the
-    largest first. Both add up to what is requested, unless there are more than a hundred.
+    largest first. Both add up to what is requested, unless there are more than a hundred. ``free_blocks`` are those of
+    now, the largest first. ``failure`` is None where no allocation failed.
     """
 
     device: int
@@ -362,19 +386,22 @@ class DeviceFigures(msgspec.Struct, frozen=True, kw_only=True):
     history: HistoryFigures | None
     lines: tuple[LineFigures, ...]
     sizes: tuple[SizeFigures, ...]
+    free_blocks: tuple[SizeFigures, ...] = ()
+    failure: FailureFigures | None = None
 
 
 def snapshot_figures(snapshot: MemorySnapshot) -> tuple[DeviceFigures, ...]:
     """The figures of each device that has segments or a history, by its number."""
     found = []
     for device in sorted({segment.device for segment in snapshot.segments} | snapshot.histories.keys()):
-        places = [place for place, one in enumerate(snapshot.segments) if one.device == device]
-        mine = [(snapshot.segments[place], snapshot.block_sites[place]) for place in places]
+        mine = _of_device(snapshot, device)
         segments, now, recorded = [one for one, _ in mine], _Now(mine), snapshot.histories.get(device)
         fragmentation = _fragmentation(segments)
-        history, held = None, list(zip(now.sizes.tolist(), now.sites.tolist()))
+        history, failure, held = None, None, now.held()
         if recorded is not None:
-            history, held = _follow(recorded, now, fragmentation, snapshot.sites)
+            past = _Past(recorded, now, fragmentation.reserved_bytes)
+            history, held = _history_figures(past, snapshot.sites), past.held(past.peak)
+            failure = _failure(past, fragmentation, snapshot.sites)
         groups = defaultdict[tuple[str, bool, bool, int], list[Segment]](list)
         for one in segments:
             groups[one.segment_type, one.is_expandable, any(one.segment_pool_id), one.stream].append(one)
@@ -385,68 +412,133 @@ def snapshot_figures(snapshot: MemorySnapshot) -> tuple[DeviceFigures, ...]:
             )
             for (kind, expandable, private, stream), members in groups.items()
         ]  # fmt: skip
-        of_line, blocks = Counter[int](), Counter(site for _, site in held)
-        for size, site in held:
-            of_line[site] += size
-        sizes = sorted(Counter(size for size, _ in held).items(), key=lambda item: -item[0] * item[1])
+        free = Counter(block.size for one in segments for block in one.blocks if block.state == INACTIVE)
         found.append(
             DeviceFigures(
-                device=device, fragmentation=fragmentation, history=history,
+                device=device, fragmentation=fragmentation, history=history, failure=failure,
                 pools=tuple(sorted(pools, key=lambda pool: -pool.fragmentation.reserved_bytes)),
-                lines=tuple(
-                    LineFigures(site=_site_at(snapshot.sites, site), bytes=size, blocks=blocks[site])
-                    for site, size in of_line.most_common(_MOST)
-                ),
-                sizes=tuple(SizeFigures(size=size, blocks=count) for size, count in sizes[:_MOST]),
+                lines=_by_line(held, snapshot.sites), sizes=_by_size(held),
+                free_blocks=tuple(SizeFigures(size=n, blocks=free[n]) for n in sorted(free, reverse=True)[:_MOST]),
             )
         )  # fmt: skip
     return tuple(found)
+
+
+def held_at_failure(snapshot: MemorySnapshot, device: int) -> Counter[tuple[Site | None, int]]:
+    """How many blocks of which requested size each line held when the last allocation failed; in the end if none
+    did.
+    """
+    mine, recorded = _of_device(snapshot, device), snapshot.histories.get(device)
+    now = _Now(mine)
+    held = now.held()
+    if recorded is not None:
+        past = _Past(recorded, now, 0)
+        held = past.held(past.failures[-1]) if past.failures else held
+    return Counter((_site_at(snapshot.sites, site), size) for size, site in held)
+
+
+def _of_device(snapshot: MemorySnapshot, device: int) -> list[tuple[Segment, tuple[int, ...]]]:
+    return [(one, snapshot.block_sites[n]) for n, one in enumerate(snapshot.segments) if one.device == device]
+
+
+_Held = list[tuple[int, int]]
+"""Size and line of each block."""
+
+
+def _by_line(held: _Held, sites: Sequence[Site]) -> tuple[LineFigures, ...]:
+    of_line, blocks = Counter[int](), Counter(site for _, site in held)
+    for size, site in held:
+        of_line[site] += size
+    return tuple(
+        LineFigures(site=_site_at(sites, site), bytes=size, blocks=blocks[site])
+        for site, size in of_line.most_common(_MOST)
+    )
+
+
+def _by_size(held: _Held) -> tuple[SizeFigures, ...]:
+    sizes = sorted(Counter(size for size, _ in held).items(), key=lambda item: -item[0] * item[1])
+    return tuple(SizeFigures(size=size, blocks=count) for size, count in sizes[:_MOST])
 
 
 def _site_at(sites: Sequence[Site], place: int) -> Site | None:
     return None if place == NO_SITE else sites[place]
 
 
-def _follow(
-    history: AllocatorHistory, now: "_Now", fragmentation: Fragmentation, sites: Sequence[Site]
-) -> tuple[HistoryFigures, list[tuple[int, int]]]:
-    """What the history tells, and size and line of each block that is held at its peak."""
-    end, is_call = len(history.actions), history.of("alloc")
-    blocks = blocks_of(is_call.astype(np.int64) - history.of("free_requested"), history.addresses)
-    made, left = blocks.made, blocks.made[blocks.freed >= end]
-    # Blocks that the history leaves in use and that are not there now.
-    gone = int(history.sizes[left[~np.isin(history.addresses[left], now.addresses)]].sum())
-    used = _course(history, ("alloc",), ("free_requested",), int(now.sizes.sum()) + gone)
-    at = int(np.argmax(used))
-    alive = made[(made < at) & (blocks.freed >= at)]
-    held = list(zip(history.sizes[alive].tolist(), history.sites[alive].tolist()))
-    # A block from before that is freed later: only where it was freed is known. Of one still there, where it was made.
-    early = [(size, NO_SITE) for size in history.sizes[blocks.early[blocks.early >= at]].tolist()]
-    kept = ~np.isin(now.addresses, history.addresses[made])
-    early += list(zip(now.sizes[kept].tolist(), now.sites[kept].tolist()))
-    reserved = _course(history, _TAKEN, _GIVEN_BACK, fragmentation.reserved_bytes)
-    pending = _course(history, ("free_requested",), ("free_completed",), now.pending_bytes)
-    calls, times = np.flatnonzero(is_call), [None if time < 0 else time for time in history.times.tolist()]
-    late = np.arange(end) >= (calls[len(calls) // 2] if len(calls) else 0)
+class _Past:
+    """A history, and bytes before its first call and after each: ``used`` by tensors, ``reserved`` and ``pending``.
+
+    ``peak`` is how many calls came before the peak, ``failures`` how many before each allocation that failed.
+    """
+
+    def __init__(self, history: AllocatorHistory, now: "_Now", reserved_bytes: int) -> None:
+        self.history, self._now = history, now
+        blocks = blocks_of(history.of("alloc").astype(np.int64) - history.of("free_requested"), history.addresses)
+        self._made, self._freed, self._early = blocks.made, blocks.freed, blocks.early
+        left = blocks.made[blocks.freed >= len(history.actions)]
+        # Blocks that the history leaves in use and that are not there now.
+        self.gone = int(history.sizes[left[~np.isin(history.addresses[left], now.addresses)]].sum())
+        self.used = _course(history, ("alloc",), ("free_requested",), int(now.sizes.sum()) + self.gone)
+        self.reserved = _course(history, _TAKEN, _GIVEN_BACK, reserved_bytes)
+        self.pending = _course(history, ("free_requested",), ("free_completed",), now.pending_bytes)
+        self.peak = int(np.argmax(self.used))
+        self.failures = np.flatnonzero(history.of("oom")).tolist()
+
+    def early_bytes(self, at: int) -> int:
+        """What was there before the history began, of what was held after ``at`` calls."""
+        return int(self.used[at]) - int(self.history.sizes[self._alive(at)].sum())
+
+    def held(self, at: int) -> _Held:
+        """What was held after ``at`` calls."""
+        history, now, alive = self.history, self._now, self._alive(at)
+        held = list(zip(history.sizes[alive].tolist(), history.sites[alive].tolist()))
+        # A block from before that is freed later: only where it was freed is known. Of one still there, where it was
+        # made.
+        early = [(size, NO_SITE) for size in history.sizes[self._early[self._early >= at]].tolist()]
+        kept = ~np.isin(now.addresses, history.addresses[self._made])
+        early += list(zip(now.sizes[kept].tolist(), now.sites[kept].tolist()))
+        unknown = self.early_bytes(at) - sum(size for size, _ in early)
+        return [*held, *early, *([(unknown, NO_SITE)] if unknown > 0 else [])]
+
+    def _alive(self, at: int) -> Rows:
+        return self._made[(self._made < at) & (self._freed >= at)]
+
+
+def _history_figures(past: _Past, sites: Sequence[Site]) -> HistoryFigures:
+    history, at, used, reserved = past.history, past.peak, past.used, past.reserved
+    calls, times = np.flatnonzero(history.of("alloc")), [None if t < 0 else t for t in history.times.tolist()]
+    late = np.arange(len(history.actions)) >= (calls[len(calls) // 2] if len(calls) else 0)
     taken, given_back = history.of(*_TAKEN), history.of(*_GIVEN_BACK)
-    early_bytes = int(used[at]) - sum(size for size, _ in held)
     ooms = [
         OomFigures(
             asked_bytes=int(history.sizes[row]), device_free_bytes=int(history.addresses[row]),
             requested_bytes=int(used[row]), reserved_bytes=int(reserved[row]), time_us=times[row],
             site=_site_at(sites, int(history.sites[row])),
         )
-        for row in np.flatnonzero(history.of("oom")).tolist()
+        for row in past.failures
     ]  # fmt: skip
-    figures = HistoryFigures(
-        entries=end, allocations=len(calls), peak_time_us=times[at - 1] if at else None, peak_after_entries=at,
-        requested_bytes=int(used[at]), pending_bytes=int(pending[at]), reserved_bytes=int(reserved[at]),
-        most_reserved_bytes=int(reserved.max()), early_bytes=early_bytes, segments_taken=int(taken.sum()),
-        segments_given_back=int(given_back.sum()), late_segments_taken=int((taken & late).sum()),
-        late_segments_given_back=int((given_back & late).sum()), ooms=tuple(ooms), gone_bytes=gone,
+    return HistoryFigures(
+        entries=len(history.actions), allocations=len(calls), peak_time_us=times[at - 1] if at else None,
+        peak_after_entries=at, requested_bytes=int(used[at]), pending_bytes=int(past.pending[at]),
+        reserved_bytes=int(reserved[at]), most_reserved_bytes=int(reserved.max()), early_bytes=past.early_bytes(at),
+        segments_taken=int(taken.sum()), segments_given_back=int(given_back.sum()),
+        late_segments_taken=int((taken & late).sum()), late_segments_given_back=int((given_back & late).sum()),
+        ooms=tuple(ooms), gone_bytes=past.gone,
     )  # fmt: skip
-    unknown = early_bytes - sum(size for size, _ in early)
-    return figures, [*held, *early, *([(unknown, NO_SITE)] if unknown > 0 else [])]
+
+
+def _failure(past: _Past, now: Fragmentation, sites: Sequence[Site]) -> FailureFigures | None:
+    if not past.failures:
+        return None
+    at = past.failures[-1]
+    held, changed = past.held(at), at < len(past.history.actions) - 1
+    free = int(past.reserved[at] - past.used[at] - past.pending[at]) if changed else now.split_bytes + now.unused_bytes
+    return FailureFigures(
+        free_bytes=free,
+        early_bytes=past.early_bytes(at),
+        changed=changed,
+        lines=_by_line(held, sites),
+        sizes=_by_size(held),
+    )
 
 
 def _fragmentation(segments: Iterable[Segment]) -> Fragmentation:
@@ -486,6 +578,10 @@ class _Now:
                     self.pending_bytes += _asked(block)
                 address += block.size
         self.addresses, self.sizes, self.sites = np.array(rows, np.int64).reshape(-1, 3).T
+
+    def held(self) -> _Held:
+        """Size and line of each."""
+        return list(zip(self.sizes.tolist(), self.sites.tolist()))
 
 
 def _asked(block: Block) -> int:

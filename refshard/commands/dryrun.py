@@ -12,6 +12,7 @@ from refshard.commands.printing import write_page
 from refshard.dryrun.advice import Advice, Choices, advise
 from refshard.dryrun.analyse import Analysis
 from refshard.dryrun.command_line import TrainingCommand, read_command
+from refshard.dryrun.explain import explain, read_real_run
 from refshard.dryrun.measured_prices import read_measured
 from refshard.dryrun.ranks import RanksRun, read_ranks, run_ranks
 from refshard.dryrun.request import request_on
@@ -24,6 +25,7 @@ from refshard.folders import replace_file
 from refshard.report.blocks import Answer
 from refshard.report.dryrun.against import Against
 from refshard.report.dryrun.answer import dryrun_answer
+from refshard.report.dryrun.explain import explained_answer
 from refshard.report.dryrun.prices import prices_answer
 from refshard.report.dryrun.ranks import ranks_answer
 from refshard.specs.cluster import load_cluster
@@ -38,8 +40,9 @@ _EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """The options of the command line: the ``words`` of a command, or a ``training`` in its place; with ``against``,
     those of another command to compare with. ``steps`` is None for auto, ``tokens_per_step`` are those of all ranks.
-    One of ``rank`` and ``ranks`` may be given; rank 0 is the default. ``prices`` is a trace that prices kernels.
-    ``advise`` says whether to try remedies, None: if it does not fit. Several runs go on ``jobs`` at a time.
+    One of ``rank`` and ``ranks`` may be given; rank 0 is the default. ``prices`` is a trace that prices kernels, and
+    ``explain_oom`` a memory snapshot of the real run, to explain by the dry run. ``advise`` says whether to try
+    remedies, None: if it does not fit. Several runs go on ``jobs`` at a time.
     """
 
     words: tuple[str, ...] = ()
@@ -57,6 +60,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     prices: Path | None = None
     advise: bool | None = None
     jobs: int = 1
+    explain_oom: Path | None = None
 
 
 def dryrun(options: Options, *, trace: Path | None = None, html: Path | None = None) -> Answer:
@@ -69,7 +73,8 @@ def dryrun(options: Options, *, trace: Path | None = None, html: Path | None = N
 
     Raises:
         SpecError: the command, the cluster or another value is wrong, or the trace or the page cannot be written.
-        TraceError: the trace with prices is damaged, shows no kernels of a GPU, or is of another job.
+        TraceError: the trace with prices is damaged, shows no kernels of a GPU, or is of another job; or the snapshot
+            to explain is none, damaged, or has no stacks.
         RefshardError: the fake device cannot be made.
     """
     for option, path in (("trace", trace), ("html", html)):
@@ -82,8 +87,11 @@ def dryrun(options: Options, *, trace: Path | None = None, html: Path | None = N
         raise SpecError(
             "dryrun: --against compares two scripts by one rank; leave out --model, --ranks, --compile both"
         )
+    if options.explain_oom is not None and (options.ranks is not None or options.compile == "both" or options.against):
+        raise SpecError("dryrun: --explain-oom explains one run; leave out --ranks, --compile both, --against")
+    real = None if options.explain_oom is None else read_real_run(options.explain_oom)
     trial = trial_of(options)
-    request = trial.request
+    request = replace(trial.request, sites=real is not None)
     trial.measured  # noqa: B018  (what is wrong with the trace is said before anything runs)
     try:
         ranks = None if options.ranks is None else read_ranks(options.ranks, request.world_size)
@@ -103,7 +111,12 @@ def dryrun(options: Options, *, trace: Path | None = None, html: Path | None = N
         other = theirs.analyse(dry_run(theirs.request))
         against = Against(varied="command", names=(shlex.join(options.words), shlex.join(options.against)), other=other)
     more = f"page: {html}" if html is not None else ""
-    if ran is None:
+    if real is not None:
+        explanation = explain(real, found)
+        if found.fits and (explanation.scale or 0) > 1:  # what batch would fit is then the question
+            options = replace(options, advise=options.advise is not False)
+        answer = explained_answer(real, found, explanation, _advice(options, found), more)
+    elif ran is None:
         answer = dryrun_answer(found, more, against, _advice(options, found), alone=alone)
     else:
         answer = ranks_answer(ran, found, _step_times(ran, found, trial), more)

@@ -55,6 +55,8 @@ def main(folder: Path) -> int:
     began = time.monotonic()
     ext.set_routing(*read_routing(request.routing), *request.expert_rank)
     ext.record(True)
+    if request.sites:
+        ext.record_sites_of_allocations()
 
     import torch.fx.experimental._config as symbolic
 

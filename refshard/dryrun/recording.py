@@ -131,7 +131,8 @@ class Recording:
     - ``categories`` (uint8): a :class:`Category` of each ``ALLOCATE``, else 0.
     - ``threads`` (int32): the host's thread, 0 being the first to issue anything.
     - ``sites`` (int32, into ``site_table``): the line of the user's script, as ``train.py:31 in train``, where the
-      host waits. Of a collective, if the request wants places, such lines from the innermost call on, one a line.
+      host waits; of each ``ALLOCATE``, if the request wants ``sites``. Of a collective, if it wants places, such lines
+      from the innermost call on, one a line.
     - ``host_operators``, ``host_dispatched``, ``host_nodes``, ``host_calls`` (int32): what the host did since the event
       before: calls of torch's dispatcher (views and composite operators included), those of them made under a Python
       dispatch mode, autograd nodes run by backward, and calls of Python functions.

@@ -376,6 +376,7 @@ def _memory(ext: ModuleType) -> dict[str, Any]:
         "_cuda_getMemoryFraction": ext.memory_fraction,
         "_cuda_record_memory_history": lambda *_, **__: None,
         "_cuda_record_memory_history_legacy": lambda *_, **__: None,
+        "_cuda_attach_out_of_memory_observer": lambda observer: None,  # noqa: ARG005
         "_cuda_hostMemoryStats": dict,
         "_cuda_resetPeakHostMemoryStats": lambda: None,
         "_cuda_resetAccumulatedHostMemoryStats": lambda: None,

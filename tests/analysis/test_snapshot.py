@@ -118,6 +118,21 @@ def test_out_of_memory_tells_what_was_asked_for_and_what_was_there(tmp_path: Pat
     assert oom.site == Site(file="/home/me/project/train.py", line=7, function="step")
 
 
+def test_what_is_held_when_an_allocation_fails_is_told_apart_from_the_peak(tmp_path: Path) -> None:
+    allocator = worked()
+    allocator.fail(1 << 20, 5000, 7)
+    found = figures(tmp_path / "s.pickle", allocator.snapshot())
+    assert found.failure is not None
+    assert [(one.site and one.site.line, one.bytes) for one in found.failure.lines] == [(1, 3 * KIB), (2, 1000)]
+    assert [(one.size, one.blocks) for one in found.free_blocks] == [(16 * KIB, 1), (4 * KIB, 1)]
+    assert (found.failure.free_bytes, found.failure.changed) == (20 * KIB, False)
+    allocator.empty_cache()
+    later = figures(tmp_path / "later.pickle", allocator.snapshot()).failure
+    assert later is not None
+    assert (later.lines, later.changed) == (found.failure.lines, True)
+    assert later.free_bytes == 20 * KIB + 24, "rounding is not known of the past"
+
+
 def test_calls_to_the_device_after_warm_up_are_counted_apart(tmp_path: Path) -> None:
     allocator = Allocator()
     for _ in range(4):

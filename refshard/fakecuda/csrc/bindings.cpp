@@ -122,6 +122,7 @@ void bind_device(py::module_& m) {
       return (*callback)().cast<std::string>();
     });
   });
+  m.def("record_sites_of_allocations", &record_sites_of_allocations);
   m.attr("PLACEHOLDER") = kPlaceholder;
   m.def("set_unknown_value_callback", [](py::function callback) {
     set_unknown_value_callback([callback = new py::function(std::move(callback))](std::optional<double> value) {

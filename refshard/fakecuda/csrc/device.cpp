@@ -16,6 +16,7 @@ constexpr size_t kSpan = size_t{1} << 43;
 
 FakeDevice* the_device = nullptr;
 std::function<std::string()> site_callback;
+bool allocations_have_sites = false;
 std::function<void(std::optional<double>)> unknown_value_callback;
 thread_local c10::DeviceIndex this_device = 0;
 thread_local std::array<StreamId, kMostDevices> this_stream{};
@@ -177,6 +178,13 @@ void synchronise(const char* why, StreamId stream, int64_t event, int32_t flags)
 }
 
 void set_site_callback(std::function<std::string()> callback) { site_callback = std::move(callback); }
+
+void record_sites_of_allocations() { allocations_have_sites = true; }
+
+int32_t site_of_allocation() {
+  if (!allocations_have_sites || !recorder().on || !site_callback) return 0;
+  return recorder().sites.code(site_callback());
+}
 
 void set_unknown_value_callback(std::function<void(std::optional<double>)> callback) {
   unknown_value_callback = std::move(callback);

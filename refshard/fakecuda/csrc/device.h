@@ -121,6 +121,9 @@ void synchronise(const char* why, StreamId stream = kNoStream, int64_t event = 0
 
 // Called for the line of the user's code that the host is at; set by Python.
 void set_site_callback(std::function<std::string()> callback);
+// From now on each allocation is recorded with that line, which takes the host some time.
+void record_sites_of_allocations();
+int32_t site_of_allocation();
 // Called where the host reads what nobody has computed, with the number that it gets; nothing where that is no float, or
 // are several. Set by Python.
 void set_unknown_value_callback(std::function<void(std::optional<double>)> callback);

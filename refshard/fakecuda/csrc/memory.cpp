@@ -55,12 +55,12 @@ void note_freed(const Block& block) {
   marks.erase(found);
 }
 
-void note_allocated(const Block& block) {
+void note_allocated(const Block& block, int32_t site) {
   const bool is_private = block.segment->owner != kOwnPool;
   const int32_t flags = (is_private ? kPrivatePool : 0) | (capturing(block.stream) ? kCaptured : 0);
   recorder().allocated(block.id, static_cast<int64_t>(block.address), static_cast<int64_t>(block.size),
                        static_cast<int64_t>(block.requested_size), block.stream, allocating_name, allocating_category,
-                       flags);
+                       flags, site);
   // NCCL uses its own on another stream.
   const bool used_here = allocating_category == Category::Workspace && !allocating_name.starts_with("nccl::");
   if (used_here) capture_workspace(block.stream, block);
@@ -80,11 +80,12 @@ void free_block(void* address) {
 }
 
 void* allocate_block(size_t size, c10::DeviceIndex index, StreamId stream) {
+  const auto site = site_of_allocation();  // before the lock, since it waits for Python's
   std::lock_guard guard(device().mutex);
   try {
     auto& memory = device().memory(index);
     const auto made = memory.allocate(size, stream);
-    note_allocated(*memory.find(made.address));
+    note_allocated(*memory.find(made.address), site);
     auto* address = reinterpret_cast<void*>(made.address);
     // What was there before must not look like a value; in host compute it shows as NaN.
     if (!device().dry()) std::memset(address, 0xff, made.size);

@@ -19,7 +19,7 @@ bool is_pinned(const void* address);
 void* allocate_block(size_t size, c10::DeviceIndex device, StreamId stream);
 void free_block(void* address);
 // Puts into the recording what the allocator did.
-void note_allocated(const Block& block);
+void note_allocated(const Block& block, int32_t site = 0);
 void note_freed(const Block& block);
 
 // Says for whom this thread allocates, as long as it lives.

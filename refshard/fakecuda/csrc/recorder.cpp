@@ -69,12 +69,13 @@ void Recorder::add(Event event, const std::vector<Access>& accesses) {
 }
 
 void Recorder::allocated(int64_t block, int64_t address, int64_t size, int64_t requested, int64_t stream,
-                         std::string_view by, Category category, int32_t flags) {
+                         std::string_view by, Category category, int32_t flags, int32_t site) {
   const auto where = place();
   const auto name = names.code(by);
   Event event{.kind = Kind::Allocate, .name = name, .stream = stream, .subject = block, .size = size};
   event.category = category;
   event.flags = flags;
+  event.site = site;
   event.reads = address;
   event.writes = requested;
   add(event);

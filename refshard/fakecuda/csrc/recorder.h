@@ -77,7 +77,7 @@ class Recorder {
   void add(Event event, const std::vector<Access>& accesses = {});
   // Their rows have the address in the column of reads. `requested` bytes, as asked, are in that of writes.
   void allocated(int64_t block, int64_t address, int64_t size, int64_t requested, int64_t stream, std::string_view by,
-                 Category category, int32_t flags = 0);
+                 Category category, int32_t flags = 0, int32_t site = 0);
   void freed(int64_t block, int64_t address, int64_t size, int64_t stream);
   void segment(int64_t delta);
   // record_stream(): once freed, the block is held back until the stream has passed what it was asked by then.

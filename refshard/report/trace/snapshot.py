@@ -8,18 +8,20 @@ import msgspec
 
 from refshard.analysis.snapshot import (
     DeviceFigures,
+    FailureFigures,
     HistoryFigures,
     LineFigures,
     MemoryTimelineFigures,
     OomFigures,
     Site,
+    SizeFigures,
 )
 from refshard.plain import plain
-from refshard.quantities import format_bytes, format_ns, format_part, format_percent, format_times
+from refshard.quantities import MIB, format_bytes, format_ns, format_part, format_percent, format_times
 from refshard.report.blocks import Answer, Block, Notes, Quantity, Row, Text, Verdict, table
 from refshard.report.trace.text import share
 
-_LINES, _SIZES, _OOMS = 12, 10, 5
+_LINES, _SIZES, _OOMS, _FREE = 12, 10, 5, 5
 _LARGE = 0.1
 """Below this share of reserved memory, lost memory is not worth a remedy."""
 _EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
@@ -84,15 +86,26 @@ def snapshot_answer(
 def _blocks(file: str, conf: str, one: DeviceFigures) -> list[Block]:
     now, history, when = one.fragmentation, one.history, "now" if one.history is None else "at the peak"
     recorded = "no recorded history" if history is None else f"{history.entries:,} recorded calls"
-    at_peak = {} if history is None else {
-        "asked for": history.requested_bytes, "waiting for a stream": history.pending_bytes,
-        "reserved": history.reserved_bytes,
-    }  # fmt: skip
+    moments: dict[str, dict[str, int]] = {}
+    if history is not None:
+        moments["at the peak"] = {
+            "asked for": history.requested_bytes, "waiting for a stream": history.pending_bytes,
+            "reserved": history.reserved_bytes,
+        }  # fmt: skip
+    free, later = list[Row](), ""
+    if history is not None and one.failure is not None:
+        last, when = history.ooms[-1], "at the failing allocation"
+        later = "in the snapshot, which was taken later" if one.failure.changed else when
+        moments["at the failure"] = {"asked for": last.requested_bytes, "reserved": last.reserved_bytes}
+        free = [
+            {"free block": format_bytes(b.size), "blocks": b.blocks, "together": Quantity(b.size * b.blocks, "B")}
+            for b in one.free_blocks[:_FREE]
+        ]
     sums: list[Row] = [
         {
             "memory": name, "now": Quantity(getattr(now, key), "B"),
             "share": share(getattr(now, key) / now.reserved_bytes if now.reserved_bytes else None),
-            **({} if history is None else {"at the peak": Quantity(at_peak.get(name), "B")}),
+            **{moment: Quantity(held.get(name), "B") for moment, held in moments.items()},
         }
         for name, key in _SUMS.items()
     ]  # fmt: skip
@@ -108,7 +121,8 @@ def _blocks(file: str, conf: str, one: DeviceFigures) -> list[Block]:
         }
         for pool in one.pools
     ]  # fmt: skip
-    total, shown = sum(line.bytes for line in one.lines), one.lines[:_LINES]
+    held_lines, held_sizes = (one.failure or one).lines, (one.failure or one).sizes
+    total, shown = sum(line.bytes for line in held_lines), held_lines[:_LINES]
     lines: list[Row] = [
         {
             "line": plain(_place(line)), "function": plain("-" if line.site is None else line.site.function),
@@ -119,9 +133,9 @@ def _blocks(file: str, conf: str, one: DeviceFigures) -> list[Block]:
     ]  # fmt: skip
     sizes: list[Row] = [
         {"block size": f"{size.size:,} B", "blocks": size.blocks, "together": Quantity(size.size * size.blocks, "B")}
-        for size in one.sizes[:_SIZES]
+        for size in held_sizes[:_SIZES]
     ]
-    part = f": the first {len(shown)} of {len(one.lines)} lines" if len(shown) < len(one.lines) else ""
+    part = f": the first {len(shown)} of {len(held_lines)} lines" if len(shown) < len(held_lines) else ""
     head = f"{PurePath(file).name}: device {one.device}, {recorded}{f', {conf}' if conf else ''}"
     return [
         Text(text=plain(head)),
@@ -129,8 +143,9 @@ def _blocks(file: str, conf: str, one: DeviceFigures) -> list[Block]:
         table(pools, title="Pools, now"),
         table(lines, left=2, title=f"Held {when}, by line of Python{part}"),
         table(sizes, title=f"Held {when}, by size of block", where="detail"),
+        table(free, title=f"Largest free blocks {later}"),
         Notes(sentences=[] if history is None else list(_calls(history))),
-        Notes(sentences=[] if history is None else _failures(history.ooms), title="Out of memory"),
+        Notes(sentences=_failures(history.ooms) if history and len(history.ooms) > 1 else [], title="Out of memory"),
     ]
 
 
@@ -184,19 +199,43 @@ def _verdict(one: DeviceFigures, conf: str) -> Iterator[str]:
     elif one.lines:
         text += "; no stacks were recorded: call torch.cuda.memory._record_memory_history() first"
     yield f"{text}."
-    if now.split_bytes > _LARGE * now.reserved_bytes:
+    if one.failure is None and now.split_bytes > _LARGE * now.reserved_bytes:
         part = f"{format_bytes(now.split_bytes)} ({format_percent(now.split_bytes / now.reserved_bytes, 0)})"
         attempt = "" if "expandable_segments:True" in conf else f" Try {_EXPANDABLE}."
         yield f"Fragmentation: {part} are free, in segments that are in use.{attempt}"
-    if history is not None and history.ooms:
-        last, count = history.ooms[-1], len(history.ooms)
-        unused = last.reserved_bytes - last.requested_bytes
-        times = ":" if count == 1 else f" {count:,} times; the last time"
-        text = f"Out of memory{times} {format_bytes(last.asked_bytes)} were asked for"
-        if unused > last.asked_bytes:
-            yield f"{text} while {format_bytes(unused)} were reserved and not in use: fragmentation. Try {_EXPANDABLE}."
-        else:
-            yield f"{text}, and {format_bytes(unused)} were reserved and not in use: hold less."
+    if history is not None and one.failure is not None:
+        yield from failure_sentences(history.ooms, one.failure, one.free_blocks, conf)
+
+
+def failure_sentences(
+    ooms: Sequence[OomFigures], failure: FailureFigures, free_blocks: Sequence[SizeFigures], conf: str
+) -> Iterator[str]:
+    """What was asked for and what was free, and whether the allocator could have served it."""
+    oom = ooms[-1]
+    asked, free, on_device = oom.asked_bytes, failure.free_bytes, oom.device_free_bytes
+    where = "" if oom.site is None else f" at {_where(oom.site)}"
+    times = "" if len(ooms) == 1 else f" {len(ooms):,} times, the last time{where and ','}"
+    block = f", at most {format_bytes(free_blocks[0].size)} in one block" if free_blocks and not failure.changed else ""
+    yield (
+        f"Out of memory{times}{where}: {format_bytes(asked)} were asked for; {format_bytes(on_device)} were free on "
+        f"the device, and {format_bytes(free)} in the allocator's segments{block}."
+    )
+    if _segment_bytes(asked) <= on_device:
+        yield "The device had enough: a limit of the process refused it (torch.cuda.set_per_process_memory_fraction)."
+    elif asked > free + on_device:
+        short = format_bytes(asked - free - on_device)
+        yield f"All of it together is {short} short, so no setting of the allocator makes room: hold less."
+    elif "expandable_segments:True" in conf:
+        yield "Together that is enough: fragmentation that expandable segments, already on, do not join."
+    else:
+        yield f"Together that is enough, but not in one piece: fragmentation. Try {_EXPANDABLE}."
+
+
+def _segment_bytes(asked: int) -> int:
+    """What torch takes from the device to serve a request."""
+    if asked < 10 * MIB:
+        return 2 * MIB if asked <= MIB else 20 * MIB
+    return -(-asked // (2 * MIB)) * 2 * MIB
 
 
 def _place(line: LineFigures) -> str:
