@@ -1,10 +1,11 @@
-"""The figures in performance.md and peers-measured.md (in docs/explanation) are those of the records."""
+"""The figures in performance.md, peers-measured.md and dryrun-validation.md (in docs/explanation) are the records'."""
 
 import json
 import re
 from pathlib import Path
 from statistics import median
 
+from refshard.dryrun.overheads import overheads
 from refshard.measure.store import read_run
 from refshard.quantities import GIB, MIB
 from tests.printed import as_json
@@ -102,3 +103,15 @@ def test_figures_of_reading_traces_are_those_of_their_record() -> None:
     assert alone["stats"]["median"] <= 10
     assert alone["extra_info"]["peak_rss_bytes"] <= 1.5e9
     assert ("the aim of 10 is missed" in PAGE) == (ratio["median"] < 10)
+
+def test_public_messages_of_memory_outside_the_allocator() -> None:
+    """The table in dryrun-validation.md has the data's medians and ranges, and today's estimate."""
+    page = (ROOT / "docs" / "explanation" / "dryrun-validation.md").read_text()
+    rows = json.loads((ROOT / "validation" / "outside_memory.json").read_text())
+    for kind, ranks in {"one GPU": 1, "data parallel": 8, "several groups": 8}.items():
+        found = sorted(
+            row["in_use_gib"] - row["allocated_gib"] - row["unallocated_gib"] for row in rows if row["kind"] == kind
+        )
+        estimate = sum(one.bytes for one in overheads(ranks)) / GIB
+        figures = f"{len(found)} | {median(found):.2f} GiB | {found[0]:.2f} to {found[-1]:.2f} | {estimate:.2f} GiB |"
+        assert figures in page, figures
