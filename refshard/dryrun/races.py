@@ -9,9 +9,13 @@ Memory that the allocator hands on is covered, since addresses are compared, not
 at once after it was freed; another stream that still uses it then races with the block's next owner. Such a pair is
 marked :attr:`Conflict.REUSE`.
 
+Copies to and from page-locked memory touch it too, so two streams can race there. That memory is never handed on early:
+torch's allocator keeps it until all copies have ended.
+
 What it cannot see: the host's own accesses (pinned memory that the host changes while a copy that does not block reads
-it), other ranks, and what kernels do within an operator. The host counts as one timeline, whichever of its threads
-waited. A tensor touches all bytes from its first element to its last, so interleaved strided views seem to overlap.
+it), other ranks and processes, and what kernels do within an operator. The host counts as one timeline, whichever of
+its threads waited. A tensor touches all bytes from its first element to its last, so interleaved strided views seem to
+overlap.
 """
 
 from collections import Counter

@@ -137,7 +137,8 @@ class Recording:
       before: calls of torch's dispatcher (views and composite operators included), those of them made under a Python
       dispatch mode, autograd nodes run by backward, and calls of Python functions.
     - ``access_ends`` (int64): event ``i`` has the accesses ``access_ends[i - 1] : access_ends[i]`` of
-      ``access_addresses``, ``access_sizes`` (int64, bytes) and ``access_writes`` (bool): device memory that it touches.
+      ``access_addresses``, ``access_sizes`` (int64, bytes) and ``access_writes`` (bool): device memory that it touches,
+      and page-locked memory that a copy touches, at addresses of its own.
 
     ``groups`` are process groups by id. ``rank`` and ``world_size`` are the script's own.
     """

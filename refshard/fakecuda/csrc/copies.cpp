@@ -23,6 +23,16 @@ const char* direction(const at::Tensor& to, const at::Tensor& from) {
   return to.is_cpu() ? "copy to host" : from.is_cpu() ? "copy from host" : "copy";
 }
 
+// Page-locked memory that a copy touches. Copies to and from other memory are staged, or the host waits for them.
+void add_page_locked(std::vector<Access>& accesses, const at::Tensor& tensor, bool write) {
+  const void* start = tensor.storage().data();
+  const auto recorded = tensor.is_cpu() ? page_locked_at(start) : 0;
+  if (!recorded) return;
+  auto access = access_of(tensor, write);
+  access.address += recorded - reinterpret_cast<int64_t>(start);
+  accesses.push_back(access);
+}
+
 void put_copy(const at::Tensor& to, const at::Tensor& from, StreamId stream) {
   {
     std::lock_guard guard(device().mutex);
@@ -37,12 +47,15 @@ void put_copy(const at::Tensor& to, const at::Tensor& from, StreamId stream) {
   event.reads = touched_bytes(from);
   event.writes = touched_bytes(to);
   event.flags = to.is_cpu() ? kDeviceToHost : from.is_cpu() ? kHostToDevice : lie_alike({to, from}) ? 0 : kStrided;
-  std::vector<Access> accesses;
-  if (from.is_cuda()) accesses.push_back(access_of(from, false));
-  if (to.is_cuda()) accesses.push_back(access_of(to, true));
+  std::vector<Access> on_device;
+  if (from.is_cuda()) on_device.push_back(access_of(from, false));
+  if (to.is_cuda()) on_device.push_back(access_of(to, true));
+  auto accesses = on_device;
+  add_page_locked(accesses, from, false);
+  add_page_locked(accesses, to, true);
   recorder().add(event, accesses);
   if (to.is_cuda()) recorder().written(block_at(to.device().index(), to.storage().data()), event.name);
-  spread_categories("aten::copy_", accesses);
+  spread_categories("aten::copy_", on_device);
 }
 
 // Whether `to` now holds what `from` holds.

@@ -8,7 +8,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <unordered_map>
-#include <unordered_set>
 
 #include "graphs.h"
 #include "large_integers.h"
@@ -27,7 +26,8 @@ thread_local std::string_view allocating_name;
 thread_local Category allocating_category = Category::Other;
 
 // Leaked, since tensors are freed as late as at exit.
-auto& pinned_addresses = *new std::unordered_set<const void*>;
+auto& pinned_addresses = *new std::unordered_map<const void*, int64_t>;  // where they lie in the recording
+int64_t next_pinned = int64_t{1} << 62;
 auto& pinned_mutex = *new std::mutex;
 auto& marks = *new std::unordered_map<const void*, uint8_t>;  // by address of the storage
 auto& marks_mutex = *new std::mutex;
@@ -179,10 +179,12 @@ struct PinnedMemory final : c10::Allocator {
     std::free(address);
   }
   c10::DataPtr allocate(size_t size) override {
-    void* address = std::aligned_alloc(64, (std::max<size_t>(size, 1) + 63) / 64 * 64);
+    const auto whole = (std::max<size_t>(size, 1) + 63) / 64 * 64;
+    void* address = std::aligned_alloc(64, whole);
     TORCH_CHECK_WITH(OutOfMemoryError, address, "the host has no ", size, " bytes of pinned memory left");
     std::lock_guard guard(pinned_mutex);
-    pinned_addresses.insert(address);
+    pinned_addresses.emplace(address, next_pinned);
+    next_pinned += static_cast<int64_t>(whole);
     return {address, address, &release, c10::Device(c10::DeviceType::CPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -204,6 +206,12 @@ c10::Allocator& pinned_allocator() {
 bool is_pinned(const void* address) {
   std::lock_guard guard(pinned_mutex);
   return pinned_addresses.contains(address);
+}
+
+int64_t page_locked_at(const void* address) {
+  std::lock_guard guard(pinned_mutex);
+  const auto found = pinned_addresses.find(address);
+  return found == pinned_addresses.end() ? 0 : found->second;
 }
 
 Allocating::Allocating(std::string_view operator_name, Category category)

@@ -15,6 +15,9 @@ c10::DeviceAllocator& device_allocator();
 // Page-locked host memory: plain host memory whose addresses are known.
 c10::Allocator& pinned_allocator();
 bool is_pinned(const void* address);
+// Where the page-locked block that begins here lies in the recording; 0 if none does. No other block ever has these
+// addresses, since torch hands page-locked memory on only after all copies to and from it have ended.
+int64_t page_locked_at(const void* address);
 // Blocks by their address; they are in the recording.
 void* allocate_block(size_t size, c10::DeviceIndex device, StreamId stream);
 void free_block(void* address);
