@@ -104,6 +104,7 @@ def test_figures_of_reading_traces_are_those_of_their_record() -> None:
     assert alone["extra_info"]["peak_rss_bytes"] <= 1.5e9
     assert ("the aim of 10 is missed" in PAGE) == (ratio["median"] < 10)
 
+
 def test_public_messages_of_memory_outside_the_allocator() -> None:
     """The table in dryrun-validation.md has the data's medians and ranges, and today's estimate."""
     page = (ROOT / "docs" / "explanation" / "dryrun-validation.md").read_text()
