@@ -114,7 +114,10 @@ REFUSED = [
     (("--sweep", "--batch {1,2}", "--", "train.py"), "must say once, with {}, where the options go"),
     (("--sweep", "--batch 2", "--", "train.py", "{}"), "--sweep must have choices in braces"),
     (("--largest", "--batch {1,2}", "--", "train.py", "{}"), "--largest must leave one number open"),
-    (("--sweep", "--batch {1,2}", "--trace", "t.json", "--", "train.py", "{}"), "--trace is for a single dry run"),
+    (
+        ("--sweep", "--batch {1,2}", "--trace", "t.json", "--", "train.py", "{}"),
+        "--trace, --against and --explain-oom are for a single dry run",
+    ),
     (("--sweep", "--batch {1,2}", "--ranks", "all", "--", "train.py", "{}"), "--ranks, --races, --advise and"),
     (("--jobs", "0", "--", "train.py"), "jobs must be >= 1, got 0"),
     (("--resume", "runs/x", "--", "train.py"), "--resume needs the --sweep or the --largest"),
