@@ -5,7 +5,6 @@ nothing fits, 2 for a mistake in the arguments, 130 if interrupted. ``refshard g
 """
 
 import re
-import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -523,11 +522,10 @@ def dryrun(
     elif extra := _given(context) & {"--strategy", "--seq-len", "--microbatch", "--precision", "--checkpointing"}:
         raise SpecError(f"dryrun: {', '.join(sorted(extra))} needs --model; a script has options of its own")
     options = made.Options(
-        words=words, training=training, against=made.words_of(shlex.split(against or "")), cluster=cluster, rank=rank,
-        ranks=ranks,
-        steps=None if steps == "auto" else int(steps), tokens_per_step=tokens_per_step, races=races, compile=compile_,
-        routing=routing, prices=prices, explain_oom=explain_oom, advise=advise,
-        jobs=jobs or resources.available_cores(),
+        words=words, training=training, against=() if against is None else made.words_of_text(against),
+        cluster=cluster, rank=rank, ranks=ranks, steps=None if steps == "auto" else int(steps),
+        tokens_per_step=tokens_per_step, races=races, compile=compile_, routing=routing, prices=prices,
+        explain_oom=explain_oom, advise=advise, jobs=jobs or resources.available_cores(),
     )  # fmt: skip
     with _interruptible("nothing is written"):
         if sweep or largest or "," in cluster or not (gpus or "0").isdigit():

@@ -14,7 +14,7 @@ SLACK = 100
 """Most lines that a budget may exceed its package by."""
 BUDGETS = {
     "refshard/analysis": 10_450,
-    "refshard/commands": 3_360,
+    "refshard/commands": 3_380,
     "refshard/dryrun": 7_190,
     "refshard/emit": 750,
     "refshard/emulate": 1_400,

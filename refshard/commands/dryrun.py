@@ -237,6 +237,21 @@ def _gpus(options: Options, command: TrainingCommand) -> int:
     return (command.nodes or 1) * (command.ranks_per_node or cluster.ranks_per_node)
 
 
+def words_of_text(text: str) -> tuple[str, ...]:
+    """The words of a command that is one option's value.
+
+    Raises:
+        SpecError: it has none, or a quote is not closed.
+    """
+    try:
+        words = words_of(shlex.split(text))
+    except ValueError as error:
+        raise SpecError(f"dryrun: against must be a command, got '{text}' ({error})") from None
+    if not words:
+        raise SpecError("dryrun: against must be a command, got none; give the words of the other script's run")
+    return words
+
+
 def words_of(arguments: Sequence[str]) -> tuple[str, ...]:
     """What follows the two dashes, which the command line may have kept."""
     return tuple(arguments[1:] if arguments[:1] == ["--"] else arguments)

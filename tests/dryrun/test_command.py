@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from refshard.commands.dryrun import words_of_text
 from refshard.dryrun.analyse import analyse
 from refshard.dryrun.measured_prices import read_measured
 from refshard.dryrun.request import Request
 from refshard.dryrun.run import dry_run
+from refshard.errors import SpecError
 from refshard.specs.cluster import load_cluster
 from tests.dryrun import scripts
 from tests.fakecuda.needs import needs_device
@@ -366,6 +368,12 @@ def test_two_commands_are_compared_by_module(tmp_path: Path) -> None:
     )
     assert refused.returncode == 2
     assert "--against compares two scripts by one rank; leave out --model" in " ".join(refused.stderr.split())
+
+
+@pytest.mark.parametrize(("command", "why"), [("", "got none"), ("train.py '", "No closing quotation")])
+def test_a_command_to_compare_with_must_be_one(command: str, why: str) -> None:
+    with pytest.raises(SpecError, match=f"against must be a command, .*{why}"):
+        words_of_text(command)
 
 
 _ON_GPU = """
