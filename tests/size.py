@@ -15,7 +15,7 @@ SLACK = 100
 BUDGETS = {
     "refshard/analysis": 10_450,
     "refshard/commands": 3_380,
-    "refshard/dryrun": 7_190,
+    "refshard/dryrun": 7_255,
     "refshard/emit": 750,
     "refshard/emulate": 1_400,
     "refshard/engine": 9_400,
@@ -28,7 +28,7 @@ BUDGETS = {
     "refshard/specs": 2_350,
     "refshard/strategies": 3_150,
     "refshard/*.py": 2_200,
-    "tests": 76_850,
+    "tests": 76_970,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

@@ -5,9 +5,10 @@ import re
 from pathlib import Path
 from statistics import median
 
-from refshard.dryrun.overheads import overheads
+from refshard.dryrun.overheads import COMMUNICATOR_BYTES, context
 from refshard.measure.store import read_run
 from refshard.quantities import GIB, MIB
+from refshard.specs.hardware import load_hardware
 from tests.printed import as_json
 
 ROOT = Path(__file__).parents[1]
@@ -106,13 +107,23 @@ def test_figures_of_reading_traces_are_those_of_their_record() -> None:
 
 
 def test_public_messages_of_memory_outside_the_allocator() -> None:
-    """The table in dryrun-validation.md has the data's medians and ranges, and today's estimate."""
+    """The table in dryrun-validation.md has the medians and ranges, and the estimates for 1 and 4 communicators."""
     page = (ROOT / "docs" / "explanation" / "dryrun-validation.md").read_text()
     rows = json.loads((ROOT / "validation" / "outside_memory.json").read_text())
-    for kind, ranks in {"one GPU": 1, "data parallel": 8, "several groups": 8}.items():
+    first, further = (size / GIB for size in COMMUNICATOR_BYTES)
+    for title, kind, gpus, known in (
+        ("one GPU", "one GPU", "", ""),
+        ("data parallel, A100", "data parallel", "A100", "a100-sxm-80gb"),
+        ("data parallel, H100", "data parallel", "H100", "h100-sxm-80gb"),
+        ("data parallel, other", "data parallel", "RTX|L20|V100", "l40s"),
+        ("several kinds of groups, Hopper", "several groups", "", "h100-sxm-80gb"),
+    ):
         found = sorted(
-            row["in_use_gib"] - row["allocated_gib"] - row["unallocated_gib"] for row in rows if row["kind"] == kind
-        )
-        estimate = sum(one.bytes for one in overheads(ranks)) / GIB
-        figures = f"{len(found)} | {median(found):.2f} GiB | {found[0]:.2f} to {found[-1]:.2f} | {estimate:.2f} GiB |"
+            row["in_use_gib"] - row["allocated_gib"] - row["unallocated_gib"]
+            for row in rows if row["kind"] == kind and re.search(gpus, row["gpu"])
+        )  # fmt: skip
+        figures = f"| {title} | {len(found)} | {median(found):.2f} GiB | {found[0]:.2f} to {found[-1]:.2f} | "
+        if known:
+            base = context(load_hardware(known)).bytes / GIB + first
+            figures += f"{base:.2f} to {base + 3 * further:.2f} GiB |"
         assert figures in page, figures

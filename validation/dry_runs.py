@@ -21,7 +21,6 @@ import numpy as np
 from refshard import resources
 from refshard.commands.printing import tell
 from refshard.dryrun.analyse import analyse
-from refshard.dryrun.overheads import overheads
 from refshard.dryrun.recording import Kind
 from refshard.dryrun.request import Request
 from refshard.dryrun.run import DryRun, dry_run
@@ -67,14 +66,20 @@ _CHECKPOINTED_IN_PARTS = ("99fee810b7e253273ed8d1e10eb6c5f60ba69eff",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """One figure of one run. Memory is in GiB. ``other_mode`` is the figure in the allocator's other mode, if the
-    source does not tell the mode.
+    """One figure of one run. Memory is in GiB. ``expandable`` is the allocator's mode; ``other_mode`` is the figure in
+    the other one, if the source does not state the mode.
     """
 
     figure: Figure
     published: float
     predicted: float
+    expandable: bool = False
     other_mode: float | None = None
+
+    @property
+    def counts(self) -> bool:
+        """Whether the prediction can be right or wrong: reserved memory is not known where the mode is not stated."""
+        return self.other_mode is None or not self.figure.startswith("reserved")
 
     @property
     def error(self) -> float:
@@ -171,7 +176,6 @@ def request_of(one: Scripted, *, expandable: bool | None = None) -> Request:
     return Request(
         command=(script, *_options(one)), cluster=one.cluster, world_size=one.run.gpus,
         local_ranks=cluster.ranks_per_node, environment={"PYTORCH_ALLOC_CONF": f"expandable_segments:{mode}"},
-        unusable_bytes=sum(overhead.bytes for overhead in overheads(one.run.gpus)),
     )  # fmt: skip
 
 
@@ -273,7 +277,7 @@ def _model_options(one: Scripted) -> dict[str, object]:
 
 
 def predict(one: Scripted, *, launch: Callable[[Request], DryRun] = BALANCED) -> Prediction:
-    """Dry-run the published run, and once more in the allocator's other mode if the source does not tell the mode.
+    """Dry-run the published run, and once more in the allocator's other mode if the source does not state the mode.
 
     Raises:
         RefshardError: the fake device cannot be made, or the script's process ended without a word.
@@ -297,10 +301,13 @@ def predict(one: Scripted, *, launch: Callable[[Request], DryRun] = BALANCED) ->
         "allocated": run.allocated_gib, "tokens/s/GPU": run.tokens_per_s_gpu,
     }  # fmt: skip
     compared = tuple(
-        Compared(figure=figure, published=value, predicted=predicted[figure], other_mode=other.get(figure))
+        Compared(
+            figure=figure, published=value, predicted=predicted[figure], other_mode=other.get(figure),
+            expandable=bool(one.script.expandable_segments),
+        )
         for figure, value in published.items()
         if value is not None
-    )
+    )  # fmt: skip
     return Prediction(published=one, request=request, compared=compared, doubt=found.answer.doubt)
 
 

@@ -295,7 +295,7 @@ def dry_run_answer(found: Sequence[Prediction], recorded: Sequence[RecordedCase]
         f"{label}, {half}": [
             figure.error
             for one in found if one.published.half == half
-            for figure in one.compared if figure.is_memory is memory
+            for figure in one.compared if figure.is_memory is memory and figure.counts
         ]
         for label, memory in (("memory", True), ("tokens/s/GPU", False))
         for half in HALVES
@@ -304,7 +304,7 @@ def dry_run_answer(found: Sequence[Prediction], recorded: Sequence[RecordedCase]
         errors[label] = [
             figure.error
             for one in found if one.published.run.states_all is all_stated
-            for figure in one.compared if figure.is_memory
+            for figure in one.compared if figure.is_memory and figure.counts
         ]  # fmt: skip
     for machine in dict.fromkeys(one.machine for one in recorded):
         cases = [one for one in recorded if one.machine == machine]
@@ -316,7 +316,9 @@ def dry_run_answer(found: Sequence[Prediction], recorded: Sequence[RecordedCase]
     stated = sum(one.published.run.states_all for one in found)
     verdict = [f"{stated} of {len(found)} published runs state all settings that decide memory"] if found else []
     verdict += [f"{label}: {summary(some)}" for label, some in errors.items() if some]
-    heads = ("run", "figure", "published", "dry run", "error", "other allocator mode")
+    if unknown := [figure for one in found for figure in one.compared if not figure.counts]:
+        verdict.append(_not_counted(unknown))
+    heads = ("run", "figure", "published", "dry run", "error", "allocator mode")
     recorded_heads = ("measured on a GPU", "figure", "measured", "dry run", "error")
     return Answer(
         data={
@@ -324,7 +326,7 @@ def dry_run_answer(found: Sequence[Prediction], recorded: Sequence[RecordedCase]
             "recorded": [{**asdict(one), "error": one.error} for one in recorded],
         },
         rows=[{"name": one["name"], "half": one["half"], **figure} for one in objects for figure in one["compared"]],
-        columns=("name", "half", "figure", "published", "predicted", "error", "other_mode"),
+        columns=("name", "half", "figure", "published", "predicted", "error", "mode", "other_mode"),
         blocks=[
             _table(heads, [_row(one, figure) for one in found for figure in one.compared]),
             Notes(sentences=notes),
@@ -348,12 +350,33 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
 def _row(one: Prediction, figure: Compared) -> list[str]:
     form = "{:,.2f} GiB" if figure.is_memory else "{:,.0f}"
-    mode = figure.other_mode
-    return [
-        f"{one.published.run.name} ({one.published.half})", figure.figure, form.format(figure.published),
-        form.format(figure.predicted), f"{figure.error:+.2%}",
-        "" if mode is None else f"{mode:,.2f} GiB ({mode / figure.published - 1:+.1%})",
-    ]  # fmt: skip
+    cells = [f"{one.published.run.name} ({one.published.half})", figure.figure, form.format(figure.published)]
+    if figure.counts:
+        return [*cells, form.format(figure.predicted), f"{figure.error:+.2%}", _mode(figure)]
+    both = sorted((figure.predicted, figure.other_mode or 0.0))
+    errors = (f"{one / figure.published - 1:+.2%}" for one in both)
+    return [*cells, f"{both[0]:,.2f} or {both[1]:,.2f} GiB", " or ".join(errors), _mode(figure)]
+
+
+def _mode(figure: Compared) -> str:
+    if not figure.is_memory:
+        return ""
+    return "not stated" if figure.other_mode is not None else "expandable" if figure.expandable else "default"
+
+
+_AGREES = 0.002
+"""The relative error up to which a figure counts as that of an allocator mode."""
+
+
+def _not_counted(unknown: Sequence[Compared]) -> str:
+    agree = sum(
+        any(abs(one / figure.published - 1) <= _AGREES for one in (figure.predicted, figure.other_mode or 0.0))
+        for figure in unknown
+    )
+    return (
+        f"reserved memory, allocator mode not stated: {len(unknown)} figures, not counted; {agree} are within "
+        f"{format_percent(_AGREES, digits=1)} of one of the two modes"
+    )
 
 
 def _recorded_row(one: RecordedCase) -> list[str]:
@@ -375,7 +398,7 @@ def _prediction_object(one: Prediction) -> dict[str, Any]:
         "compared": [
             {
                 "figure": figure.figure, "published": figure.published, "predicted": figure.predicted,
-                "error": figure.error, "other_mode": figure.other_mode,
+                "error": figure.error, "mode": _mode(figure), "other_mode": figure.other_mode,
             }
             for figure in one.compared
         ],

@@ -13,7 +13,7 @@ from refshard.dryrun.advice import Advice, Choices, advise
 from refshard.dryrun.analyse import Analysis
 from refshard.dryrun.command_line import TrainingCommand, read_command
 from refshard.dryrun.explain import explain, read_real_run
-from refshard.dryrun.measured_prices import read_measured
+from refshard.dryrun.measured_prices import check_share, read_measured
 from refshard.dryrun.ranks import RanksRun, read_ranks, run_ranks
 from refshard.dryrun.request import request_on
 from refshard.dryrun.run import DryRun, dry_run
@@ -32,8 +32,6 @@ from refshard.specs.cluster import load_cluster
 
 MOST_STEPS = 50
 """After which it stops even if its peak still rises."""
-LEAST_MEASURED = 0.1
-"""A trace that shows a smaller part of compute time is of another job."""
 _EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 
 
@@ -92,7 +90,7 @@ def dryrun(options: Options, *, trace: Path | None = None, html: Path | None = N
     real = None if options.explain_oom is None else read_real_run(options.explain_oom)
     trial = trial_of(options)
     request = replace(trial.request, sites=real is not None)
-    trial.measured  # noqa: B018  (what is wrong with the trace is said before anything runs)
+    trial.check_prices()
     try:
         ranks = None if options.ranks is None else read_ranks(options.ranks, request.world_size)
     except ValueError as error:
@@ -138,7 +136,7 @@ def validate_prices(options: Options) -> Answer:
             f"from-trace: the trace must show a step, got none in {options.prices}; record a whole optimizer step"
         )
     trial = trial_of(replace(options, gpus=measured.world_size))
-    trial.measured  # noqa: B018
+    trial.check_prices()
     run = dry_run(trial.request)
     found, alone = _analysed(trial, run, races=False)
     if alone is None:
@@ -156,11 +154,8 @@ def _analysed(trial: Trial, run: DryRun, *, races: bool) -> tuple[Analysis, Anal
     found = trial.analyse(run, races=races)
     if found.measured is None or found.coverage is None:
         return found, None
-    if found.coverage.share < LEAST_MEASURED:
-        raise TraceError(
-            f"prices: the trace must be of the same job, got one with {100 * found.coverage.share:.0f} % of its "
-            f"compute time: {trial.prices}; record the same model, batch and sequence length, with record_shapes=True"
-        )
+    assert trial.prices is not None
+    check_share(found.coverage.share, trial.prices)
     comparable = found.measured.world_size == trial.request.world_size and found.measured.step_s is not None
     return found, replace(trial, prices=None).analyse(run) if comparable else None
 

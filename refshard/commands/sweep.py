@@ -11,6 +11,7 @@ from refshard.commands.dryrun import Options, trial_of
 from refshard.commands.dryrun_model import changed
 from refshard.commands.printing import tell, write_page
 from refshard.commands.sizes import sized
+from refshard.dryrun.measured_prices import check_share
 from refshard.dryrun.sweep import Row, largest
 from refshard.dryrun.template import PLACE, Combination, Search, combinations, inserted, read_search
 from refshard.dryrun.trials import Laboratory, Prediction, Trial
@@ -41,6 +42,7 @@ def sweep(options: Options, varied: Sweep, *, html: Path | None = None) -> Answe
 
     Raises:
         SpecError: a template, the command, a cluster or another value is wrong.
+        TraceError: the trace with prices is damaged, shows no kernels of a GPU, or is of another job.
     """
     if options.ranks or options.races or options.advise or options.compile == "both":
         raise SpecError(
@@ -67,9 +69,10 @@ def sweep(options: Options, varied: Sweep, *, html: Path | None = None) -> Answe
     number = search.words(search.step) if search else ()
     first = [(place, one, at(place, (*one.words, *number))) for place, one in product(places, chosen)]
     for *_, trial in first:
-        trial.measured  # noqa: B018
+        trial.check_prices()
     folder = _folder(varied.resume)
-    with Laboratory(options.jobs, folder / TRIALS, _progress(None if search else len(first))) as laboratory:
+    progress = _progress([trial for *_, trial in first], None if search else len(first))
+    with Laboratory(options.jobs, folder / TRIALS, progress) as laboratory:
         try:
             if search is None:
                 found = laboratory.try_all([trial for *_, trial in first])
@@ -87,6 +90,9 @@ def sweep(options: Options, varied: Sweep, *, html: Path | None = None) -> Answe
             raise KeyboardInterrupt(
                 f"what was tried is saved; go on with the same command and --resume {folder}"
             ) from None
+    shares = [row.tried.measured for row in rows if row.tried.measured is not None]
+    if options.prices is not None and shares:
+        check_share(max(shares), options.prices)
     title = " ".join((*options.words, *filter(None, (varied.sweep, varied.largest))))
     answer = sweep_answer(rows, title, folder=folder, searched=search.name if search else "")
     if html is not None:
@@ -122,8 +128,9 @@ def _folder(resume: Path | None) -> Path:
     return resume
 
 
-def _progress(total: int | None) -> Callable[[Trial, Prediction], None]:
-    count = 0
+def _progress(trials: Sequence[Trial], total: int | None) -> Callable[[Trial, Prediction], None]:
+    """Prints a line for each trial: the words of its command that not all ``trials`` share, and what was found."""
+    count, shared = 0, set.intersection(*(set(trial.request.command) for trial in trials))
 
     def report(trial: Trial, tried: Prediction) -> None:
         nonlocal count
@@ -133,6 +140,7 @@ def _progress(total: int | None) -> Callable[[Trial, Prediction], None]:
         found = f"does not fit, {tried.why}" if tried.fits is False else found
         speed = f", {format_seconds(tried.step_s)} a step" if tried.fits and tried.step_s else ""
         request = trial.request
-        tell(f"[{place}] {' '.join(request.command)} on {request.world_size:,} of {request.cluster}: {found}{speed}")
+        words = [word for word in request.command if word not in shared] or request.command[:1]
+        tell(f"[{place}] {' '.join(words)} on {request.world_size:,} of {request.cluster}: {found}{speed}")
 
     return report

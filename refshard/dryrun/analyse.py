@@ -45,7 +45,7 @@ class Analysis:
 
     ``trace`` holds the events of the steps after the first, which sets up what later steps reuse; of a single step,
     that one; without a whole step, all events. ``traced`` is its analysis, None without a whole step. ``step`` is the
-    last whole one. ``usable_bytes`` is what the allocator can reserve: the device's memory less ``overheads``.
+    last whole one. ``overheads`` are device memory that the allocator cannot reserve.
     ``model_flops`` are those of the step's matrix products and attention, without recomputation, causal attention by
     half.
     ``tokens`` are this rank's, of a step: of tokens that ranks share, its part; None where unknown. ``unknown_reads``
@@ -63,7 +63,6 @@ class Analysis:
     traced: tracing.Analysis | None
     step: Step | None
     overheads: tuple[Overhead, ...]
-    usable_bytes: int
     model_flops: float
     tokens: float | None
     synchronisations: tuple[Synchronisation, ...]
@@ -97,7 +96,17 @@ class Analysis:
         answer = self.run.answer
         if not answer.peak.reserved or self.fits is False or answer.outcome == "failed":
             return None
-        return answer.peak.reserved + self.run.request.unusable_bytes
+        return answer.peak.reserved + self.outside_bytes
+
+    @property
+    def outside_bytes(self) -> int:
+        """Estimated device memory of the process outside of the allocator."""
+        return sum(one.bytes for one in self.overheads)
+
+    @property
+    def usable_bytes(self) -> int:
+        """What the allocator can reserve."""
+        return self.hardware.memory_bytes - self.outside_bytes
 
     @property
     def headroom_bytes(self) -> int:
@@ -158,11 +167,10 @@ def analyse(
     name = " ".join(run.request.command)
     trace = as_trace(recording, replayed, device=device, steps=settled(recording, steps) or None, name=name)
     step = steps[-1] if steps else None
-    held_back = overheads(run.request.world_size)
     return Analysis(
         run=run, cluster=cluster, memory=account_memory(recording), prices=prices, replayed=replayed, trace=trace,
-        traced=tracing.analyse(trace) if steps and len(trace.device.starts) else None, step=step, overheads=held_back,
-        usable_bytes=cluster.accelerator.memory_bytes - run.request.unusable_bytes,
+        traced=tracing.analyse(trace) if steps and len(trace.device.starts) else None, step=step,
+        overheads=overheads(cluster.accelerator, recording),
         model_flops=_model_flops(recording, prices, step), tokens=_tokens(run, global_tokens),
         synchronisations=_synchronisations(recording, step), unknown_reads=_unknown_reads(recording),
         races=find_races(recording) if races else None, measured=None if known is None else measured,

@@ -19,6 +19,7 @@ import msgspec
 from refshard.dryrun.exchange import Exchange, read_values, write_values
 from refshard.dryrun.failures import before_capture_failed, is_missing_module, message, of_script, place
 from refshard.dryrun.launchers import Launchers, is_program, run_python
+from refshard.dryrun.overheads import COMMUNICATOR_BYTES, context
 from refshard.dryrun.request import UNLIMITED_BYTES, Answer, Choice, Outcome, Request, read_routing
 from refshard.errors import RefshardError, first_line
 from refshard.fakecuda import activate
@@ -48,7 +49,10 @@ def main(folder: Path) -> int:
     if not request.limited:
         hardware = msgspec.structs.replace(hardware, memory_bytes=UNLIMITED_BYTES)
     try:
-        ext = activate(hardware, devices=request.local_ranks, unusable_bytes=request.unusable_bytes)
+        ext = activate(
+            hardware, devices=request.local_ranks, context_bytes=context(hardware).bytes,
+            communicator_bytes=COMMUNICATOR_BYTES,
+        )  # fmt: skip
     except RefshardError as refusal:
         print(f"refshard: {refusal}", file=sys.stderr)
         return 2

@@ -222,6 +222,8 @@ class _Walk:
             self._allocator.free(self._address(subject, forget=True))
         elif kind == Kind.HOLD:
             self._allocator.record_stream(self._address(subject), stream)
+        elif kind == Kind.COMMUNICATOR:
+            self._allocator.take_outside(int(recording.sizes[row]))
         elif kind == Kind.SYNCHRONISE and recording.name_table[recording.names[row]] == EMPTY_CACHE:
             self._allocator.empty_cache()
 

@@ -40,6 +40,7 @@ from refshard.specs.hardware import HardwareSpec
 
 ENOUGH = 3
 """So many undisturbed instances stand for all."""
+_LEAST_SHARE = 0.1
 _NO_KERNEL = Flag.HOST_ONLY | Flag.HOST_TO_DEVICE | Flag.DEVICE_TO_HOST
 _MOST_RESULTS = 3
 Tensors = tuple[str, ...]
@@ -104,6 +105,19 @@ def check_device(measured: MeasuredTrace, hardware: HardwareSpec) -> None:
         raise SpecError(
             f"prices: the trace must be of the cluster's GPU, {hardware.device_name}, got one of {named}: "
             f"{measured.trace.path}; choose a cluster of that GPU"
+        )
+
+
+def check_share(share: float, path: Path) -> None:
+    """Refuse the trace ``path`` if it shows too small a ``share`` of a step's compute time.
+
+    Raises:
+        TraceError: it is of another job.
+    """
+    if share < _LEAST_SHARE:
+        raise TraceError(
+            f"prices: the trace must be of the same job, got one with {100 * share:.0f} % of its compute time: {path}; "
+            "record the same model, batch and sequence length, with record_shapes=True"
         )
 
 

@@ -1,8 +1,33 @@
-"""GPU memory outside torch's allocator: estimates, with their sources."""
+"""GPU memory outside torch's allocator: estimates, with their sources.
+
+The fake device takes a communicator's memory when a group first communicates, so that the allocator has what is left.
+"""
 
 from dataclasses import dataclass
 
+from refshard.dryrun.recording import GROUP, Kind, Recording
 from refshard.quantities import MIB
+from refshard.specs.hardware import HardwareSpec
+
+COMMUNICATOR_BYTES = (558 * MIB, 390 * MIB)
+"""What NCCL takes for a process's first communicator, and for each further one: measured on an H200 with groups of one
+rank (profiles/recorded/h200/outside.json).
+"""
+_MEASURED = (
+    "measured on an H200 with CUDA 13: 527 MiB for the context, 92 for the first kernels, 131 for cuBLAS, 18 for "
+    "attention (profiles/recorded/h200/outside.json)"
+)
+_HOPPER, _A100, _ADA, _CONSUMER_BLACKWELL = (9, 0), (8, 0), (8, 9), (12, 0)
+_CONSUMER = (
+    280 * MIB,
+    "median of every other public out-of-memory message of one GPU (validation/outside_memory.json)",
+)
+_CONTEXTS = {
+    _HOPPER: (767 * MIB, _MEASURED),
+    _A100: (514 * MIB, "an out-of-memory message of an A800 (modelscope/ms-swift issue 6675)"),
+    _ADA: _CONSUMER,
+    _CONSUMER_BLACKWELL: _CONSUMER,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,20 +39,23 @@ class Overhead:
     source: str
 
 
-CONTEXT = Overhead(
-    name="CUDA context, loaded kernels, cuBLAS and cuDNN",
-    bytes=767 * MIB,
-    source="measured on an H200 with CUDA 13: 527 MiB for the context, 92 for the first kernels, 131 for cuBLAS, 18 "
-    "for attention (profiles/recorded/h200/outside.json)",
-)
-_NCCL = Overhead(
-    name="NCCL buffers",
-    bytes=558 * MIB,
-    source="measured on an H200 for a first communicator, of one rank; each further one took 390 MiB, which is not "
-    "counted (profiles/recorded/h200/outside.json)",
-)
+def context(hardware: HardwareSpec) -> Overhead:
+    """What CUDA's context takes of this GPU, with the kernels and libraries that a training step loads."""
+    size, source = _CONTEXTS.get(hardware.capability, (767 * MIB, f"not known for this GPU; {_MEASURED}"))
+    return Overhead(name="CUDA context, loaded kernels, cuBLAS and cuDNN", bytes=size, source=source)
 
 
-def overheads(world_size: int) -> tuple[Overhead, ...]:
-    """What each of ``world_size`` ranks needs outside the allocator; a single rank needs no NCCL."""
-    return (CONTEXT,) if world_size == 1 else (CONTEXT, _NCCL)
+def overheads(hardware: HardwareSpec, recording: Recording) -> tuple[Overhead, ...]:
+    """What a rank needs outside the allocator in the run that was recorded."""
+    rows = recording.kinds == Kind.COMMUNICATOR
+    count = int(rows.sum())
+    if not count:
+        return (context(hardware),)
+    groups = len({subject & GROUP for subject in recording.subjects[rows].tolist()})
+    nccl = Overhead(
+        name="1 NCCL communicator" if count == 1 else f"{count} NCCL communicators",
+        bytes=int(recording.sizes[rows].sum()),
+        source=f"of {'1 process group' if groups == 1 else f'{groups} process groups'}; measured on an H200: 558 MiB "
+        "for the first, 390 for each further one (profiles/recorded/h200/outside.json)",
+    )
+    return context(hardware), nccl

@@ -34,7 +34,7 @@ class Kind(IntEnum):
     and ``FREE`` are blocks of the caching allocator, ``SEGMENT`` is memory that the allocator takes from the device
     (negative: gives back). ``MARK`` is a boundary that the driver set, such as the end of a step. ``HOLD`` is
     ``record_stream()``: once freed, the block ``subject`` is held back until ``stream``, which is not its own, has
-    passed what it was given by then.
+    passed what it was given by then. ``COMMUNICATOR`` is device memory that NCCL takes for the group ``subject``.
     """
 
     LAUNCH = 0
@@ -47,6 +47,7 @@ class Kind(IntEnum):
     SEGMENT = 7
     MARK = 8
     HOLD = 9
+    COMMUNICATOR = 10
 
 
 class Phase(IntEnum):
@@ -117,11 +118,12 @@ class Recording:
       script has in Triton (``inductor::triton_poi_fused_add_0``, ``triton::rms_norm``), the collective
       (``all_gather``), why the host waits (``item``), or what a mark says.
     - ``streams`` (int64): the stream's id, 0 being the default stream, :data:`NO_STREAM` if not on a stream.
-    - ``subjects`` (int64): an event's id (``RECORD``, ``WAIT``, ``SYNCHRONISE``), a group's id (``COLLECTIVE``), a
-      block's id (``ALLOCATE``, ``FREE``, ``HOLD``; never used again). Of a collective, the upper 32 bits are a rank in
-      the group: the peer of ``send`` and ``recv``, the root of ``broadcast``, ``reduce``, ``gather`` and ``scatter``.
-    - ``sizes`` (int64): bytes of the block (as rounded by the allocator) or of the segment; of a collective, of the
-      unsharded tensor. Of a generated kernel, its FLOPs if it multiplies matrices.
+    - ``subjects`` (int64): an event's id (``RECORD``, ``WAIT``, ``SYNCHRONISE``), a group's id (``COLLECTIVE``,
+      ``COMMUNICATOR``), a block's id (``ALLOCATE``, ``FREE``, ``HOLD``; never used again). Of a collective, the upper
+      32 bits are a rank in the group: the peer of ``send`` and ``recv``, the root of ``broadcast``, ``reduce``,
+      ``gather`` and ``scatter``.
+    - ``sizes`` (int64): bytes of the block (as rounded by the allocator), the segment or the communicator; of a
+      collective, of the unsharded tensor. Of a generated kernel, its FLOPs if it multiplies matrices.
     - ``reads``, ``writes`` (int64): bytes that the operator reads and writes; of ``ALLOCATE`` and ``FREE``, ``reads``
       is the block's address, and of ``ALLOCATE``, ``writes`` are the bytes as requested.
     - ``signatures`` (int32, into ``signature_table``): tensors in the order of the operator's arguments, then results,

@@ -5,7 +5,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from refshard.dryrun.overheads import overheads
 from refshard.errors import SpecError
 from refshard.specs.cluster import load_cluster
 from refshard.specs.reading import within
@@ -45,12 +44,12 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One rank of a script, on a cluster.
 
     ``command`` is the script's command line: ``[script.py, *arguments]``, or with ``module`` ``[package.module,
-    *arguments]``. ``local_ranks`` GPUs are on each node. ``unusable_bytes`` of a GPU's memory are not the allocator's.
-    With ``until_stable`` it stops earlier than after ``steps``, once its peak is stable. Unless ``limited``, a GPU's
-    memory has no end. ``environment`` is added to the script's environment variables before the device is made, and
-    with ``rank_variables`` what torchrun sets for a rank. ``routing`` is how choices from values that are not computed
-    are assumed to fall. At worst, they fall on the first experts of the rank ``expert_rank[0]``, of ``expert_rank[1]``
-    that experts are spread over. With ``sites`` the recording has the line of each allocation.
+    *arguments]``. ``local_ranks`` GPUs are on each node. With ``until_stable`` it stops earlier than after ``steps``,
+    once its peak is stable. Unless ``limited``, a GPU's memory has no end. ``environment`` is added to the script's
+    environment variables before the device is made, and with ``rank_variables`` what torchrun sets for a rank.
+    ``routing`` is how choices from values that are not computed are assumed to fall. At worst, they fall on the first
+    experts of the rank ``expert_rank[0]``, of ``expert_rank[1]`` that experts are spread over. With ``sites`` the
+    recording has the line of each allocation.
     """
 
     command: tuple[str, ...]
@@ -61,7 +60,6 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0
     steps: int = 3
     until_stable: bool = False
-    unusable_bytes: int = 0
     limited: bool = True
     environment: dict[str, str] = {}
     rank_variables: bool = True
@@ -87,7 +85,7 @@ def request_on(cluster: str, gpus: int | None, **given: Any) -> Request:
     try:
         return Request(
             cluster=cluster, world_size=part.world_size, local_ranks=part.ranks_per_node,
-            unusable_bytes=sum(one.bytes for one in overheads(part.world_size)), **given,
+            **given,
         )  # fmt: skip
     except ValueError as error:
         raise SpecError(f"dryrun: {error}") from None

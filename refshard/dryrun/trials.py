@@ -49,6 +49,10 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
         check_device(found, self.cluster.accelerator)
         return found
 
+    def check_prices(self) -> None:
+        """Find out what is wrong with the trace before anything runs; raises what ``measured`` raises."""
+        _ = self.measured
+
     def analyse(self, run: DryRun, *, races: bool = False) -> Analysis:
         """Price and replay what ran."""
         return analyse(run, self.cluster, global_tokens=self.global_tokens, races=races, measured=self.measured)

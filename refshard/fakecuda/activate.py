@@ -21,12 +21,14 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def activate(
-    hardware: HardwareSpec, *, mode: DeviceMode = "dry", devices: int = 8, unusable_bytes: int = 0
-) -> ModuleType:
+    hardware: HardwareSpec, *, mode: DeviceMode = "dry", devices: int = 8, context_bytes: int = 0,
+    communicator_bytes: tuple[int, int] = (0, 0),
+) -> ModuleType:  # fmt: skip
     """Give this process a node of ``devices`` fake GPUs of this ``hardware``, and return the extension.
 
-    In mode ``dry`` nothing is computed; in mode ``host`` the CPU computes, in host memory. The allocator cannot use
-    ``unusable_bytes`` of each GPU (CUDA's context, NCCL's buffers). ``PYTORCH_ALLOC_CONF`` configures it, as on a GPU.
+    In mode ``dry`` nothing is computed; in mode ``host`` the CPU computes, in host memory. CUDA's context takes
+    ``context_bytes`` of each GPU's memory; NCCL's first and each further communicator take ``communicator_bytes`` once
+    their groups communicate. ``PYTORCH_ALLOC_CONF`` configures the allocator, as on a GPU.
 
     Raises:
         RefshardError: torch is imported already, the device cannot be built, or it exists already.
@@ -45,7 +47,9 @@ def activate(
     capability.multiprocessors = hardware.multiprocessors
     configuration = next((os.environ[name] for name in _ALLOCATOR_VARIABLES if os.environ.get(name)), "")
     try:
-        loaded.create(mode == "dry", devices, hardware.memory_bytes, unusable_bytes, capability, configuration)
+        loaded.create(
+            mode == "dry", devices, hardware.memory_bytes, context_bytes, communicator_bytes, capability, configuration
+        )
     except ValueError as error:
         raise RefshardError(f"PYTORCH_ALLOC_CONF: {error}") from None
     loaded.hardware = hardware  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture(scope="module")
 def seen() -> Seen:
-    return see("tests.analysis.gpu_memory_checks", mode="host", memory_bytes=200 * MIB, unusable_bytes=30 * MIB)
+    return see("tests.analysis.gpu_memory_checks", mode="host", memory_bytes=200 * MIB, context_bytes=30 * MIB)
 
 
 def test_peaks_are_over_what_was_held_before_the_model_but_all_that_is_reserved_counts(seen: Seen) -> None:

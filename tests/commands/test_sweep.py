@@ -91,7 +91,7 @@ def test_more_gpus_are_tried_where_the_script_has_ranks(
     assert dryrun("--", script, gpus="2") == 1
     said = " ".join(capfd.readouterr().out.split())
     assert "Fits with --gpus 8 (dry-run)" in said
-    assert "--gpus 8: fits, 72.1 GiB of 77.9 GiB" in said
+    assert "--gpus 8: fits, 72.1 GiB of 78.4 GiB" in said
 
 
 def test_what_can_be_varied_of_a_script_and_of_a_model(script: str) -> None:

@@ -70,6 +70,10 @@ class Made:
             accesses=accesses, sites=site, flags=flags,
         )  # fmt: skip
 
+    def communicator(self, group: int, nbytes: int) -> int:
+        """NCCL's communicator for the group."""
+        return self._add(Kind.COMMUNICATOR, "", subjects=group, sizes=nbytes)
+
     def record(self, stream: int, event: int = 0) -> int:
         """The id of the event, a new one unless given."""
         event = event or self._new_id()

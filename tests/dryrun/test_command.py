@@ -299,10 +299,13 @@ def test_a_trace_of_one_size_prices_others(trained: tuple[dict[str, Any], str, P
         assert 0.4 < row["measured"] < 1.0  # products are the same, shards are not
 
 
-def test_a_trace_of_another_job_is_refused(trained: tuple[dict[str, Any], str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("gpus", ["16", "4,16"])
+def test_a_trace_of_another_job_is_refused(
+    trained: tuple[dict[str, Any], str, Path], tmp_path: Path, gpus: str
+) -> None:
     *_, folder = trained
     larger = scripts.TRAIN.replace("1024", "2048")
-    done = run(tmp_path, larger, "--prices", str(folder / "trace.json"), "--gpus", "16")
+    done = run(tmp_path, larger, "--prices", str(folder / "trace.json"), "--gpus", gpus)
     assert done.returncode == 2
     assert re.search(r"prices: the trace must be of the same job, got one with \d % of its compute time", done.stderr)
 

@@ -107,7 +107,7 @@ def test_another_process_holds_what_is_neither_free_nor_reserved(tmp_path: Path,
     real = read_real_run(tmp_path / "oom.pickle")
     assert real.failed is not None
     assert explanation.outside_bytes == found.hardware.memory_bytes - real.failed.reserved_bytes
-    over = explanation.outside_bytes - found.run.request.unusable_bytes
+    over = explanation.outside_bytes - found.outside_bytes
     assert over > 40 * GIB
     assert any(f"{over / GIB:.1f} GiB more than the estimate for CUDA's context" in text for text in departs(answer))
 

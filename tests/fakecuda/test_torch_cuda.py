@@ -21,7 +21,7 @@ def seen() -> Seen:
 @pytest.fixture(scope="module")
 def of_1_gib() -> Seen:
     """In a dry run, with 100 MiB of the GPU taken by what no allocator sees."""
-    return see("tests.fakecuda.out_of_memory_checks", mode="dry", memory_bytes=GIB, unusable_bytes=100 * MIB)
+    return see("tests.fakecuda.out_of_memory_checks", mode="dry", memory_bytes=GIB, context_bytes=100 * MIB)
 
 
 def test_devices_are_those_of_the_profile(seen: Seen) -> None:

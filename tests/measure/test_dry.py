@@ -10,7 +10,7 @@ import pytest
 
 from refshard.analysis.kineto import read_timeline
 from refshard.analysis.overlap import collectives_per_step
-from refshard.dryrun.overheads import overheads
+from refshard.dryrun.overheads import COMMUNICATOR_BYTES, context
 from refshard.dryrun.request import Pool
 from refshard.errors import SpecError
 from refshard.measure.dry.rank import DryCase, DryResult, StepResult, rank_folder, ranks_of, result_file
@@ -248,7 +248,7 @@ def step_s_of(record: LaunchRecord) -> float:
 
 def small_cluster(usable_bytes: int) -> str:
     cluster = load_cluster("dgx-h100")
-    beside = sum(one.bytes for one in overheads(8))
+    beside = context(cluster.accelerator).bytes + COMMUNICATOR_BYTES[0]
     hardware = msgspec.structs.replace(cluster.accelerator, memory_bytes=usable_bytes + beside)
     return to_toml(msgspec.structs.replace(cluster, hardware=hardware))
 

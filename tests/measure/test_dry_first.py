@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from refshard.dryrun.overheads import overheads
+from refshard.dryrun.overheads import COMMUNICATOR_BYTES, context
 from refshard.errors import SpecError
 from refshard.measure.dry.first import cases_to_skip, folder_of_dry_runs
 from refshard.measure.run import resume_run, run_suite
@@ -63,14 +63,15 @@ def test_what_was_skipped_is_launched_once_a_resumed_run_no_longer_skips_it(tmp_
 
 @pytest.mark.full
 def test_dry_runs_say_what_will_not_fit_and_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On GPUs on which tensors may fill 300 MiB: DDP's 30M parameters take 480, and an eighth of that fits.
+    """On GPUs on which the engine may fill 300 MiB (it has two communicators): DDP's 30M parameters take 480, and an
+    eighth of that fits.
 
     This process may be one that torchrun started: the dry runs have no peers all the same.
     """
     for name, value in {"TORCHELASTIC_RUN_ID": "id", "RANK": "0", "WORLD_SIZE": "8"}.items():
         monkeypatch.setenv(name, value)
     node = load_cluster("dgx-h100")
-    memory = sum(one.bytes for one in overheads(8)) + 300 * MIB
+    memory = context(node.accelerator).bytes + sum(COMMUNICATOR_BYTES) + 300 * MIB
     hardware = msgspec.structs.replace(node.accelerator, memory_bytes=memory)
     small = tmp_path / "small.toml"
     small.write_text(to_toml(msgspec.structs.replace(node, hardware=hardware)))

@@ -11,7 +11,7 @@ from refshard.dryrun.run import DryRun
 from refshard.specs.cluster import load_cluster
 from tests.dryrun.made import Made, sharded_step
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 SITE = "train.py:31 in train"
 
 
@@ -20,6 +20,7 @@ def trained(module: str = "layers.0.mlp", operator: str = "aten::mm") -> Made:
     made = Made()
     group = made.group(range(8))
     made.segment(20 * GIB)
+    made.communicator(group, 558 * MIB)
     made.allocate(4 * GIB, Category.PARAMETERS)
     optimizer = 0
     for step in range(2):
@@ -46,7 +47,7 @@ def analysed(
         "outcome": "stepped", "steps_taken": 2, "tokens": 16384, "parameters": 10**9, "world_size": 8, "peak": peak,
         "now": peak, "wall_s": 1.5,
     }  # fmt: skip
-    request = Request(command=command, cluster="dgx-h100", world_size=8, local_ranks=8, steps=2, unusable_bytes=GIB)
+    request = Request(command=command, cluster="dgx-h100", world_size=8, local_ranks=8, steps=2)
     run = DryRun(request=request, answer=Answer(**{**answer, **told}), recording=recording)
     return analyse(run, load_cluster("dgx-h100"))
 

@@ -100,7 +100,6 @@ def test_the_request_names_the_machine_and_the_allocators_mode() -> None:
     request = request_of(RUNS["llama3-8b-h100x128-2024-12"])
     assert (request.cluster, request.world_size, request.local_ranks) == ("torchtitan-h100", 128, 8)
     assert request.environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
-    assert request.unusable_bytes > 0
     assert request_of(PLAIN).environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert request_of(PLAIN, expandable=False).environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
 
@@ -145,6 +144,23 @@ def test_what_is_published_is_compared_and_the_other_mode_where_the_source_is_si
     doubted = predict(changed(published, assumed=("expandable_segments",)), launch=dry).compared
     assert [c.other_mode for c in doubted] == [4.0, 6.0, 2.0]
     assert [c.predicted for c in doubted] == [c.predicted for c in sure]
+
+
+def test_reserved_memory_does_not_count_where_the_allocator_mode_is_not_stated() -> None:
+    figures = {"reserved_gib": 5.0, "reserved_first_step_gib": None, "active_gib": 2.5, "tokens_per_s_gpu": None}
+    published = changed(PLAIN, name="mine", **figures)
+    one = predict(changed(published, assumed=("expandable_segments",)), launch=dry)
+    found = dry_run_answer([one])
+    reserved, active = rows(tables(found)[0])
+    assert (reserved["dry run"], reserved["error"]) == ("5.00 or 6.00 GiB", "+0.00% or +20.00%")
+    assert (active["dry run"], active["error"]) == ("2.00 GiB", "-20.00%")
+    assert reserved["allocator mode"] == active["allocator mode"] == "not stated"
+    assert verdict(found)[1:] == [
+        "memory, fit: 1 figures, median error 20.00%, worst 20.00%",
+        "memory, some assumed: 1 figures, median error 20.00%, worst 20.00%",
+        "reserved memory, allocator mode not stated: 1 figures, not counted; 1 are within 0.2 % of one of the two "
+        "modes",
+    ]
 
 
 def test_ranks_that_share_a_sequence_count_it_once() -> None:

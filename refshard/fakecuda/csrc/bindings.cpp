@@ -96,10 +96,10 @@ py::tuple as_tuple(const c10::Stream& stream) {
 }
 
 void bind_device(py::module_& m) {
-  m.def("create", [](bool dry, int count, size_t total, size_t unusable, const Capability& capability,
-                     const std::string& allocator) {
-    create_device({dry ? Mode::Dry : Mode::HostCompute, count, total, unusable, capability,
-                   parse_allocator_settings(allocator)});
+  m.def("create", [](bool dry, int count, size_t total, size_t context, std::pair<size_t, size_t> communicators,
+                     const Capability& capability, const std::string& allocator) {
+    create_device({dry ? Mode::Dry : Mode::HostCompute, count, total, context, communicators.first,
+                   communicators.second, capability, parse_allocator_settings(allocator)});
   });
   m.def("is_dry", [] { return device().dry(); });
   m.def("capability", [] { return device().options.capability; });

@@ -70,7 +70,7 @@ Allocation CachingAllocator::allocate(size_t bytes, StreamId stream) {
   if (!block) block = take_from_device(request);
   if (!block) {
     ++statistics_.num_ooms;
-    throw out_of_memory(request);
+    throw out_of_memory(request.segment_size);
   }
   block = &hand_out(*block, bytes, request.size, should_split(*block, request.size));
   return {block->address, block->size, block->id};
@@ -395,7 +395,8 @@ std::string OutOfMemory::message(int device_index) const {
            " per_process_memory_fraction limit. Requested size: " + format_bytes(requested);
   }
   std::ostringstream text;
-  text << "CUDA out of memory. Tried to allocate " << format_bytes(requested) << ". GPU " << device_index
+  text << "CUDA out of memory. Tried to allocate " << format_bytes(requested)
+       << (by_nccl ? " for an NCCL communicator" : "") << ". GPU " << device_index
        << " has a total capacity of " << format_bytes(total) << " of which " << format_bytes(free)
        << " is free. Including non-PyTorch memory, this process has " << format_bytes(total - free)
        << " memory in use. ";

@@ -54,6 +54,7 @@ class OutOfMemory : public std::exception {
   size_t reserved = 0;            // by segments
   size_t in_private_pools = 0;    // of it, free in private pools
   bool rejected = false;          // by throw_on_cudamalloc_oom, before anything was tried
+  bool by_nccl = false;           // asked for by NCCL, which fails on a GPU with an error of its own
 
   std::string message(int device_index) const;  // torch's text
   const char* what() const noexcept override { return "CUDA out of memory"; }
@@ -147,6 +148,9 @@ class CachingAllocator {
   // holds begins there.
   int64_t free(uintptr_t address);
   void record_stream(uintptr_t address, StreamId stream);
+  // Others take these bytes of the device, for good. Throws OutOfMemory.
+  void take_outside(size_t bytes);
+  size_t outside() const { return outside_; }
   // Of all pools that are in no use; of one private pool alone, if it is named and in no use.
   void empty_cache(PoolId only = kOwnPool);
 
@@ -245,10 +249,11 @@ class CachingAllocator {
   Block& new_segment(const Request& request, size_t size, bool expandable);
   Block* map(Block& block, size_t size);
   bool has_room(size_t size) const;
+  size_t unreserved() const;
   bool above_limit(size_t size) const;
   void count_reserved(const Segment& segment, int64_t delta);
   void reject_if_asked(const Request& request);
-  OutOfMemory out_of_memory(const Request& request) const;
+  OutOfMemory out_of_memory(size_t requested) const;
 
   // And back to it.
   bool collects_garbage() const;
@@ -265,6 +270,7 @@ class CachingAllocator {
   Progress& progress_;
   std::function<void(int64_t)> on_segment_;
   const size_t capacity_;
+  size_t outside_ = 0;  // of the capacity, what others took
   const size_t device_total_;
   std::optional<size_t> limit_;
 

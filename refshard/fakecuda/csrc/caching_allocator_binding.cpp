@@ -92,6 +92,7 @@ void bind_allocator(py::module_& m) {
       })
       .def("free", &CachingAllocator::free)
       .def("record_stream", &CachingAllocator::record_stream)
+      .def("take_outside", &CachingAllocator::take_outside)
       .def("empty_cache", &CachingAllocator::empty_cache, py::arg("only") = kOwnPool)
       .def("begin_allocate_to_pool", &CachingAllocator::begin_allocate_to_pool)
       .def("end_allocate_to_pool", &CachingAllocator::end_allocate_to_pool)

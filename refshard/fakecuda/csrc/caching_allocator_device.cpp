@@ -110,7 +110,21 @@ Block* CachingAllocator::map(Block& block, size_t size) {
 }
 
 bool CachingAllocator::has_room(size_t size) const {
-  return !capacity_ || static_cast<size_t>(statistics_.reserved_bytes[0].current) + size <= capacity_;
+  return !capacity_ || size <= unreserved();
+}
+
+// What the device has left.
+size_t CachingAllocator::unreserved() const {
+  return (capacity_ ? capacity_ : device_total_) - outside_ - static_cast<size_t>(statistics_.reserved_bytes[0].current);
+}
+
+void CachingAllocator::take_outside(size_t bytes) {
+  if (!has_room(bytes)) {
+    auto error = out_of_memory(bytes);
+    error.by_nccl = true;
+    throw error;
+  }
+  outside_ += bytes;
 }
 
 bool CachingAllocator::above_limit(size_t size) const {
@@ -131,19 +145,18 @@ void CachingAllocator::reject_if_asked(const Request& request) {
   const auto wanted = static_cast<size_t>(statistics_.reserved_bytes[0].current) + request.segment_size;
   if (!settings_.throw_on_cudamalloc_oom || !device_total_ || wanted <= static_cast<size_t>(most)) return;
   ++statistics_.num_oom_rejections;
-  auto error = out_of_memory(request);
-  error.requested = request.bytes;
+  auto error = out_of_memory(request.bytes);
   error.rejected = true;
   throw error;
 }
 
-OutOfMemory CachingAllocator::out_of_memory(const Request& request) const {
+OutOfMemory CachingAllocator::out_of_memory(size_t requested) const {
   OutOfMemory error;
-  error.requested = request.segment_size;
+  error.requested = requested;
   error.total = device_total_;
   error.reserved = static_cast<size_t>(statistics_.reserved_bytes[0].current);
   error.allocated = static_cast<size_t>(statistics_.allocated_bytes[0].current);
-  error.free = (capacity_ ? capacity_ : device_total_) - error.reserved;
+  error.free = unreserved();
   error.allowed = limit_;
   for (const auto& [id, pools] : pools_) {
     if (id == kOwnPool) continue;

@@ -43,12 +43,13 @@ struct FakeDevice::Memory {
   static size_t usable(const DeviceOptions& options) { return usable(options, options.total_memory); }
   static size_t usable(const DeviceOptions& options, size_t total) {
     if (!total) return 0;  // no limit
-    TORCH_CHECK(total > options.unusable_memory, "a device must have more memory than its context takes");
-    return total - options.unusable_memory;
+    TORCH_CHECK(total > options.context_memory, "a device must have more memory than its context takes");
+    return total - options.context_memory;
   }
 
   uintptr_t base;
   CachingAllocator allocator;
+  int communicators = 0;
 };
 
 void join(Clock& clock, const Clock& other) {
@@ -129,6 +130,21 @@ void FakeDevice::empty_caches(PoolId only) {
   for (const auto& memory : memories_) {
     if (memory) memory->allocator.empty_cache(only);
   }
+}
+
+void FakeDevice::add_communicator(c10::DeviceIndex index, int64_t group) {
+  std::lock_guard lock(mutex);
+  auto& allocator = memory(index);
+  auto& communicators = memories_[index]->communicators;
+  const auto size = communicators ? options.further_communicator : options.first_communicator;
+  if (!size) return;
+  try {
+    allocator.take_outside(size);
+  } catch (const OutOfMemory& error) {
+    TORCH_CHECK_WITH(OutOfMemoryError, false, error.message(index));
+  }
+  ++communicators;
+  recorder().add({.kind = Kind::Communicator, .subject = group, .size = static_cast<int64_t>(size)});
 }
 
 void create_device(DeviceOptions options) {

@@ -27,7 +27,9 @@ struct DeviceOptions {
   Mode mode = Mode::Dry;
   int count = 8;
   size_t total_memory = 0;     // bytes, as torch.cuda.get_device_properties() tells
-  size_t unusable_memory = 0;  // bytes that CUDA's context and NCCL hold, which no allocator sees
+  size_t context_memory = 0;   // bytes that CUDA's context holds, which no allocator sees
+  // What a process's first NCCL communicator takes of a device's memory, and each further one.
+  size_t first_communicator = 0, further_communicator = 0;
   Capability capability;
   AllocatorSettings allocator;
 };
@@ -87,6 +89,8 @@ class FakeDevice {
   // The device among whose addresses this one is; -1 if it is none of a device.
   c10::DeviceIndex owner_of(const void* address) const;
   void empty_caches(PoolId only);
+  // Takes what another communicator of NCCL needs of this device, and records it; throws as an allocation does.
+  void add_communicator(c10::DeviceIndex device, int64_t group);
 
  private:
   struct Memory;

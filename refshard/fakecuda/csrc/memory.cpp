@@ -164,8 +164,9 @@ struct DeviceMemory final : c10::DeviceAllocator {
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex index) override {
     std::lock_guard guard(device().mutex);
     const auto& options = device().options;
-    const auto reserved = static_cast<size_t>(device().memory(index).statistics().reserved_bytes[0].current);
-    const auto used = reserved + options.unusable_memory;
+    const auto& memory = device().memory(index);
+    const auto reserved = static_cast<size_t>(memory.statistics().reserved_bytes[0].current);
+    const auto used = reserved + memory.outside() + options.context_memory;
     return {options.total_memory > used ? options.total_memory - used : 0, options.total_memory};
   }
 };

@@ -60,14 +60,22 @@ FakeNccl::FakeNccl(int rank, int size, BackendPtr gloo, std::string name)
 
 StreamId FakeNccl::stream_of(const Call& call, c10::DeviceIndex index) {
   if (!call.async) return current_stream(index);
-  // NCCL has a communicator, and a stream, for each peer that is spoken to outside of a batch.
-  const auto key = (coalescing_ ? -1 : call.peer) * 256 + index;
+  const auto key = communicator_of(call, index);
   auto found = streams_.find(key);
   if (found == streams_.end()) {
     std::lock_guard lock(device().mutex);
     found = streams_.emplace(key, device().streams.from_pool(index)).first;
   }
   return found->second;
+}
+
+int64_t FakeNccl::communicator_of(const Call& call, c10::DeviceIndex index) const {
+  return (coalescing_ ? -1 : call.peer) * 256 + index;
+}
+
+void FakeNccl::ensure_communicator(const Call& call, c10::DeviceIndex index) {
+  if (name_ != "nccl" || !communicators_.insert(communicator_of(call, index)).second) return;
+  device().add_communicator(index, id_);
 }
 
 void FakeNccl::record(const Call& call, StreamId stream) {
@@ -191,10 +199,12 @@ WorkPtr FakeNccl::issue(const Call& call) {
   const auto on_device = std::find_if(held.begin(), held.end(), [](const auto& tensor) { return tensor.is_cuda(); });
   const bool host_waits = name_ == "nccl" && std::string_view(call.op) == "barrier";
   if (on_device == held.end()) {
+    if (host_waits) ensure_communicator(call, current_device());
     record(call, kNoStream);
     return c10::make_intrusive<FakeWork>(std::nullopt, 0, call.out, Shelf(), pending, host_waits);
   }
   const auto index = on_device->device().index();
+  ensure_communicator(call, index);
   const auto current = guard().getStream(on_device->device());
   const c10::Stream stream(c10::Stream::UNSAFE, on_device->device(), stream_of(call, index));
   if (stream.id() != current.id()) {

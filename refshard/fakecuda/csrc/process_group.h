@@ -14,6 +14,7 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "device.h"
@@ -106,6 +107,9 @@ class FakeNccl : public c10d::Backend {
   // Puts a collective on its stream, has its bytes moved and gives what waits for it.
   WorkPtr issue(const Call& call);
   StreamId stream_of(const Call& call, c10::DeviceIndex device);
+  // NCCL makes a communicator for the first call of a group, and for each peer that is spoken to outside of a batch.
+  int64_t communicator_of(const Call& call, c10::DeviceIndex device) const;
+  void ensure_communicator(const Call& call, c10::DeviceIndex device);
   void record(const Call& call, StreamId stream);
   void move(const Call& call);
   // Gives results the values that the group's other ranks had in their own runs; false where they are not known.
@@ -127,7 +131,8 @@ class FakeNccl : public c10d::Backend {
   bool coalesced_async_ = false;
   std::mutex shelves_mutex_;
   std::deque<Shelved> shelves_;
-  std::unordered_map<int64_t, StreamId> streams_;  // by peer (-1: the group's own) and device
+  std::unordered_map<int64_t, StreamId> streams_;  // by communicator
+  std::unordered_set<int64_t> communicators_;
 };
 
 // Gloo for tensors on the device. `gloo` moves the bytes; in a dry run it has no peers to talk to either.

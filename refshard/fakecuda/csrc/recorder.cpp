@@ -61,8 +61,10 @@ void Recorder::add(Event event, const std::vector<Access>& accesses) {
     return add(event);
   }
   std::lock_guard guard(mutex_);
-  // A segment's is that of the allocation which follows, and nodes of a graph have none.
-  if (event.kind != Kind::Segment && !(event.flags & kOfGraph)) event.host = take_host_work();
+  // A segment's is that of the allocation which follows, a communicator's that of its collective, and nodes of a graph
+  // have none.
+  const bool leads = event.kind == Kind::Segment || event.kind == Kind::Communicator;
+  if (!leads && !(event.flags & kOfGraph)) event.host = take_host_work();
   accesses_.insert(accesses_.end(), accesses.begin(), accesses.end());
   event.access_end = static_cast<int64_t>(accesses_.size());
   events_.push_back(event);

@@ -14,7 +14,9 @@
 
 namespace refshard {
 
-enum class Kind : uint8_t { Launch, Collective, Record, Wait, Synchronise, Allocate, Free, Segment, Mark, Hold };
+enum class Kind : uint8_t {
+  Launch, Collective, Record, Wait, Synchronise, Allocate, Free, Segment, Mark, Hold, Communicator
+};
 enum class Phase : uint8_t { Other, Forward, Backward, Recompute, Optimizer };
 enum Flag : int32_t {
   kCausal = 1, kHostToDevice = 2, kDeviceToHost = 4, kHostOnly = 8, kValueUnknown = 16, kStrided = 32,

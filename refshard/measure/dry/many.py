@@ -62,9 +62,9 @@ def dry_run_many(
 def main(folder: Path) -> int:
     """Run the requested cases, each in a process and a folder of its own."""
     requests = msgspec.json.decode((folder / _CASES).read_bytes(), type=list[DryCase])
-    device = prepare(requests)
+    ext = prepare(requests)
     places = list(range(len(requests)))
-    for _ in forked(places, lambda place: run_case(requests[place], device, folder / str(place))):
+    for _ in forked(places, lambda place: run_case(requests[place], ext, folder / str(place))):
         """Its results are in its folder."""
     return 0
 

@@ -6,7 +6,6 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
@@ -14,7 +13,7 @@ from typing import NoReturn, TypeVar
 
 import msgspec
 
-from refshard.dryrun.overheads import overheads
+from refshard.dryrun.overheads import COMMUNICATOR_BYTES, context
 from refshard.dryrun.request import UNLIMITED_BYTES, Pool
 from refshard.errors import RefshardError
 from refshard.fakecuda import activate
@@ -61,8 +60,9 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 
 class DryResult(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank reports. ``peak`` is that of the caching allocator over all steps, ``usable_bytes`` what it may
-    reserve. ``refused`` is the size of the allocation that failed, as torch writes it. The optimizer of this rank steps
-    ``stepped`` elements of those ``trained`` by all; the rank holds ``held``. The last rank has the ``steps`` of all.
+    reserve with the communicators that it has made. ``refused`` is the size of the allocation that failed, as torch
+    writes it. The optimizer of this rank steps ``stepped`` elements of those ``trained`` by all; the rank holds
+    ``held``. The last rank has the ``steps`` of all.
 
     If a rank held memory back by ``record_stream()``, the replay decides, and the last rank reports for all: whether
     the case ``fits`` into the GPU's memory; if not, ``limited`` is the result within it.
@@ -115,14 +115,6 @@ Run = Callable[[int], DryResult]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """The fake device of this process: the extension, and the bytes that its allocator may reserve."""
-
-    ext: ModuleType
-    usable_bytes: int
-
-
 def run_dry_ranks(folder: Path) -> NoReturn:
     """Run the ranks of the case requested in ``folder``, leave their results there, and end this process.
 
@@ -131,7 +123,7 @@ def run_dry_ranks(folder: Path) -> NoReturn:
     """
     request = msgspec.json.decode(request_file(folder, "dryrun").read_bytes(), type=DryCase)
     try:
-        device = prepare([request])
+        ext = prepare([request])
     except BaseException as refused:
         error = refused
 
@@ -141,27 +133,32 @@ def run_dry_ranks(folder: Path) -> NoReturn:
         rank_folder(folder, 0).mkdir(exist_ok=True)
         _leave(0, fail, folder)
         _end()
-    run_case(request, device, folder)
+    run_case(request, ext, folder)
 
 
-def prepare(requests: Sequence[DryCase]) -> Prepared:
-    """Make the device of these cases, which share a cluster, and import what their ranks need, before any fork."""
+def prepare(requests: Sequence[DryCase]) -> ModuleType:
+    """Make the device of these cases, which share a cluster, and import what their ranks need, before any fork. Returns
+    the extension.
+    """
     first = requests[0]
     cluster = load_cluster(first.case.job.cluster).of_world_size(first.case.job.gpus)
-    hardware, outside = cluster.accelerator, sum(one.bytes for one in overheads(first.case.job.gpus))
+    hardware = cluster.accelerator
     if not first.limited:
         hardware = msgspec.structs.replace(hardware, memory_bytes=UNLIMITED_BYTES)
-    ext = activate(hardware, devices=cluster.ranks_per_node, unusable_bytes=outside)
+    ext = activate(
+        hardware, devices=cluster.ranks_per_node, context_bytes=context(hardware).bytes,
+        communicator_bytes=COMMUNICATOR_BYTES,
+    )  # fmt: skip
     # Imported here because torch must not be imported before the device is there.
     from refshard.measure.dry.steps import preload
 
     for one in requests:
         if len(requests) > 1 or len(ranks_of(one.case)) > 1:
             preload(one.case)
-    return Prepared(ext=ext, usable_bytes=hardware.memory_bytes - outside)
+    return ext
 
 
-def run_case(request: DryCase, device: Prepared, folder: Path) -> NoReturn:
+def run_case(request: DryCase, ext: ModuleType, folder: Path) -> NoReturn:
     """Run the ranks of a case, in a process that has the device; leave their results, and end this process."""
     from refshard.measure.dry.steps import run_steps
 
@@ -172,8 +169,7 @@ def run_case(request: DryCase, device: Prepared, folder: Path) -> NoReturn:
         own = msgspec.structs.replace(request, rank=rank)
         with TemporaryDirectory(prefix="refshard-inductor-") as caches:
             keep_apart(Path(caches))
-            result = run_steps(own, cluster, device.ext, rank_folder(folder, rank))
-        return msgspec.structs.replace(result, usable_bytes=device.usable_bytes)
+            return run_steps(own, cluster, ext, rank_folder(folder, rank))
 
     ranks = ranks_of(request.case)
     for rank in ranks:

@@ -25,6 +25,7 @@ from refshard.dryrun.device import Rates
 from refshard.dryrun.held_back import UNLIMITED, NotReproducedError, Settled, holds_back, settle
 from refshard.dryrun.memory import account_memory
 from refshard.dryrun.observe import Observer, pool
+from refshard.dryrun.overheads import overheads
 from refshard.dryrun.price import price
 from refshard.dryrun.recording import Flag, Kind, Recording, collect, load, save
 from refshard.dryrun.replay import NS, Replayed, replay_together
@@ -215,17 +216,25 @@ def run_steps(asked: DryCase, cluster: ClusterSpec, ext: ModuleType, folder: Pat
             announced=strategy.announced(),
         )
     except BaseException as error:
-        return _ended_by(error, device.index)
+        usable = _usable_bytes(cluster, collect(ext, asked.rank, asked.case.job.gpus))
+        return msgspec.structs.replace(_ended_by(error, device.index), usable_bytes=usable)
     recording = collect(ext, asked.rank, asked.case.job.gpus)
     # The allocator's retries are known here only if all of its memory came free when the host knew.
     retries = 0 if holds_back(recording) else torch.cuda.memory_stats()["num_alloc_retries"]
-    result = msgspec.structs.replace(result, warnings=tuple(remarks(recording, retries)))
+    result = msgspec.structs.replace(
+        result, warnings=tuple(remarks(recording, retries)), usable_bytes=_usable_bytes(cluster, recording)
+    )
     if asked.rank != ranks_of(asked.case)[-1]:
         save(recording, folder / RECORDING_FILE)
         return result
     _tell(asked, folder, "replay")
     recordings = [load(rank_folder(folder.parent, rank) / RECORDING_FILE) for rank in ranks_of(asked.case)[:-1]]
     return read_ranks(asked, result, [*recordings, recording], cluster, ext, folder.parent)
+
+
+def _usable_bytes(cluster: ClusterSpec, recording: Recording) -> int:
+    hardware = cluster.accelerator
+    return hardware.memory_bytes - sum(one.bytes for one in overheads(hardware, recording))
 
 
 def preload(case: Case) -> None:

@@ -138,7 +138,7 @@ def _lines(count: int) -> str:
 
 def _outside(found: Analysis, explanation: Explanation) -> Iterator[str]:
     """Memory of the GPU that is not this process's allocator's."""
-    outside, modelled = explanation.outside_bytes, found.run.request.unusable_bytes
+    outside, modelled = explanation.outside_bytes, found.outside_bytes
     if outside is None:
         return
     total = format_bytes(found.hardware.memory_bytes)

@@ -18,7 +18,7 @@ from refshard.analysis.evidence import Evidence, Setting, machine, shared
 from refshard.analysis.history import series_of
 from refshard.analysis.rankings import ALIKE, Ranking, step_time
 from refshard.analysis.ratios import ratios
-from refshard.dryrun.overheads import overheads
+from refshard.dryrun.overheads import COMMUNICATOR_BYTES, context
 from refshard.errors import SpecError
 from refshard.plan.memory import usable
 from refshard.quantities import GIB, axis_unit, format_bytes, format_part, format_percent, format_seconds
@@ -144,7 +144,8 @@ def _limit(case: CaseResult) -> tuple[float, str] | None:
     if not hardware.asynchronous:
         return None
     if case.fidelity == "dryrun":
-        return hardware.memory_bytes - sum(one.bytes for one in overheads(case.spec.job.gpus)), "usable"
+        nccl = 0 if case.spec.job.gpus == 1 else COMMUNICATOR_BYTES[0]  # further communicators leave less
+        return hardware.memory_bytes - context(hardware).bytes - nccl, "usable"
     return usable(hardware), "usable"
 
 
