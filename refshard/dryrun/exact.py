@@ -1,6 +1,7 @@
 """What dry runs are compared by: figures that repeat to the bit on any machine, as a gate needs, and use by module."""
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -68,6 +69,36 @@ def by_module(found: Analysis) -> dict[str, Use]:
     for module, size in found.memory.by_module().items():
         held[without_numbers(module)] += size
     return {name: Use(operators[name], held[name], float(seconds[name])) for name in sorted({*operators, *held})}
+
+
+def by_operator(found: Analysis) -> dict[str, tuple[int, int]]:
+    """Launches of the last step, and bytes at the peak, by operator and module, as ``aten::mul in layers.*.mlp``."""
+    recording = found.run.recording
+    launches, held = Counter[str](), Counter[str]()
+
+    def add(to: Counter[str], operator: str, module: str, count: int) -> None:
+        to[f"{operator or 'no operator'} in {without_numbers(module) or 'no module'}"] += count
+
+    if found.step is not None:
+        rows = slice(found.step.first, found.step.end)
+        launched = (recording.kinds[rows] == Kind.LAUNCH) & (recording.flags[rows] & Flag.HOST_ONLY == 0)
+        codes = np.stack([recording.names[rows][launched], recording.modules[rows][launched]])
+        pairs, counts = np.unique(codes, axis=1, return_counts=True)
+        for (name, module), count in zip(pairs.T.tolist(), counts.tolist()):
+            add(launches, recording.name_table[name], recording.module_table[module], count)
+    for one in found.memory.held:
+        add(held, one.operator, one.module, one.bytes)
+    return {name: (launches[name], held[name]) for name in sorted({*launches, *held})}
+
+
+def by_host_wait(found: Analysis) -> dict[str, tuple[int]]:
+    """How often the host waits for the GPU in the last step, by reason and function: lines move from version to
+    version.
+    """
+    counts: Counter[str] = Counter()
+    for one in found.synchronisations:
+        counts[f"{one.why} at {re.sub(r':[0-9]+ in ', ' in ', one.site)}"] += one.count
+    return {place: (count,) for place, count in counts.items()}
 
 
 Figures = TypeVar("Figures", bound=tuple[float, ...])
