@@ -58,7 +58,7 @@ def _environment(text: str, pip: list[str]) -> Environment:
 
 def _side(environment: Environment, trial: Trial) -> Side:
     tell(f"dry run: {environment.name}")
-    request = msgspec.structs.replace(trial.request, python=environment.python)
+    request = msgspec.structs.replace(trial.request, python=environment.python, sites=True)
     if not request.module and is_program(request.command[0]):
         program = program_in(environment, request.command[0])
         request = msgspec.structs.replace(request, command=(program, *request.command[1:]))

@@ -71,10 +71,15 @@ def find_environment(text: str, pip: Sequence[str] = ()) -> Environment:
 def program_in(environment: Environment, program: str) -> str:
     """Where an environment has a ``program`` of this Python, such as ``accelerate``. One that was made for what differs
     gets a copy of this Python's.
+
+    Raises:
+        SpecError: one that exists has no such program.
     """
     own = Path(environment.python).parent / Path(program).name
-    if not own.exists():
+    if not own.exists() and own.is_relative_to(_cache()):
         own.write_bytes(Path(program).read_bytes())
+    if not own.exists():
+        raise SpecError(f"{environment.name}: there is no {own}; install it there, or give the script that it starts")
     return str(own)
 
 

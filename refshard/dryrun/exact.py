@@ -10,7 +10,7 @@ import numpy as np
 
 from refshard.analysis.exact import Value
 from refshard.dryrun.analyse import Analysis
-from refshard.dryrun.memory import without_numbers
+from refshard.dryrun.memory import live_rows, without_numbers
 from refshard.dryrun.recording import Flag, Kind
 
 
@@ -77,7 +77,7 @@ def by_operator(found: Analysis) -> dict[str, tuple[int, int]]:
     launches, held = Counter[str](), Counter[str]()
 
     def add(to: Counter[str], operator: str, module: str, count: int) -> None:
-        to[f"{operator or 'no operator'} in {without_numbers(module) or 'no module'}"] += count
+        to[f"{operator} in {without_numbers(module) or 'no module'}"] += count
 
     if found.step is not None:
         rows = slice(found.step.first, found.step.end)
@@ -87,18 +87,25 @@ def by_operator(found: Analysis) -> dict[str, tuple[int, int]]:
         for (name, module), count in zip(pairs.T.tolist(), counts.tolist()):
             add(launches, recording.name_table[name], recording.module_table[module], count)
     for one in found.memory.held:
-        add(held, one.operator, one.module, one.bytes)
+        add(held, one.operator or f"empty ({one.category.name.lower()})", one.module, one.bytes)
     return {name: (launches[name], held[name]) for name in sorted({*launches, *held})}
 
 
-def by_host_wait(found: Analysis) -> dict[str, tuple[int]]:
-    """How often the host waits for the GPU in the last step, by reason and function: lines move from version to
-    version.
+def by_function(found: Analysis) -> dict[str, tuple[int, int]]:
+    """Bytes at the peak that a function of the script or of its libraries allocated, where the request has ``sites``,
+    and how often the host waits for the GPU there in the last step. Lines move from version to version.
     """
-    counts: Counter[str] = Counter()
+    recording, held, waits = found.run.recording, Counter[str](), Counter[str]()
+    for row in live_rows(recording, found.memory.peak_at).tolist():
+        held[_function(recording.site_table[recording.sites[row]])] += int(recording.sizes[row])
     for one in found.synchronisations:
-        counts[f"{one.why} at {re.sub(r':[0-9]+ in ', ' in ', one.site)}"] += one.count
-    return {place: (count,) for place, count in counts.items()}
+        waits[_function(one.site)] += one.count
+    return {name: (held[name], waits[name]) for name in sorted({*held, *waits})}
+
+
+def _function(site: str) -> str:
+    """``a.py:7 in f`` as ``a.py in f``."""
+    return re.sub(r":[0-9]+ in ", " in ", site) or "torch, in backward"
 
 
 Figures = TypeVar("Figures", bound=tuple[float, ...])

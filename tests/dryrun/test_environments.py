@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from refshard.dryrun import environments
-from refshard.dryrun.environments import CURRENT, find_environment
+from refshard.dryrun.environments import CURRENT, Environment, find_environment, program_in
 from refshard.errors import RefshardError, SpecError
 
 pytestmark = pytest.mark.processes
@@ -71,3 +71,19 @@ def test_environments_that_cannot_run_dry_runs_are_refused(tmp_path: Path, does:
 def test_wrong_environments_are_refused_by_name(text: str, said: str) -> None:
     with pytest.raises(SpecError, match=said):
         find_environment(text)
+
+
+def test_only_an_environment_that_was_made_gets_a_copy_of_a_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user's own environments stay as they are."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "accelerate").write_text("#!/usr/bin/python\n")
+    own = fake_python(tmp_path / "venv", says("{}"))
+    made = fake_python(tmp_path / "cache" / "refshard" / "environments" / "x" / "venv", says("{}"))
+    mine, theirs = (
+        Environment(name=folder.name, python=str(folder / "bin" / "python"), packages={}) for folder in (own, made)
+    )
+    with pytest.raises(SpecError, match=r"there is no .*accelerate; install it there"):
+        program_in(mine, str(tmp_path / "accelerate"))
+    assert Path(program_in(theirs, str(tmp_path / "accelerate"))).read_text() == "#!/usr/bin/python\n"

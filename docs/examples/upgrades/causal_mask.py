@@ -1,4 +1,7 @@
-"""Pretrain GPT-NeoX of transformers without a cache, by torch's scaled dot-product attention."""
+"""Pretrain GPT-NeoX of transformers without a cache, by torch's scaled dot-product attention.
+
+Made after https://github.com/huggingface/transformers/issues/41856.
+"""
 
 import torch
 from transformers import AutoModelForCausalLM, GPTNeoXConfig

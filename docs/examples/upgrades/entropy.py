@@ -1,4 +1,7 @@
-"""Fine-tune a Llama with random weights by TRL's SFTTrainer, on sequences of 8,192 tokens."""
+"""Fine-tune a Llama with random weights by TRL's SFTTrainer, on sequences of 8,192 tokens.
+
+Made after https://github.com/huggingface/trl/pull/4013.
+"""
 
 import tempfile
 

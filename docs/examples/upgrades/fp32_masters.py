@@ -1,4 +1,7 @@
-"""FSDP2 by accelerate with mixed precision: a model that is loaded in bf16, to be trained with fp32 masters."""
+"""FSDP2 by accelerate with mixed precision: a model that is loaded in bf16, to be trained with fp32 masters.
+
+Made after https://github.com/huggingface/accelerate/issues/3979.
+"""
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin

@@ -9,7 +9,7 @@ import msgspec
 from refshard.analysis.exact import ORDER, Change, Value, changes
 from refshard.dryrun.analyse import Analysis
 from refshard.dryrun.environments import Environment
-from refshard.dryrun.exact import by_host_wait, by_operator, differing, exact_figures
+from refshard.dryrun.exact import by_function, by_operator, differing, exact_figures
 from refshard.report.blocks import Answer, Block, Cell, Cover, Notes, Quantity, Row, Section, Text, Verdict, table
 from refshard.report.dryrun.against import Against, against_section, signed_bytes, signed_seconds
 from refshard.report.dryrun.answer import NO_VERDICT, as_object, unanswered
@@ -83,7 +83,7 @@ def _packages(before: Environment, after: Environment) -> dict[str, tuple[str | 
 def _tables(
     before: Side, after: Side, packages: Mapping[str, tuple[str | None, str | None]], changed: Sequence[Change]
 ) -> Iterator[Block]:
-    """What differs: packages, figures, and by operator and host wait what accounts for them."""
+    """What differs: packages, figures, and what accounts for these by function and by operator."""
     was_in, is_in = f"before: {before.environment.name}", f"after: {after.environment.name}"
     if packages:
         yield table([{"package": name, was_in: was, is_in: is_} for name, (was, is_) in packages.items()], left=3)
@@ -96,24 +96,28 @@ def _tables(
          "difference": _difference(c), "verdict": c.verdict}
         for c in changed
     ])  # fmt: skip
+    functions: list[Row] = [
+        {"function": name, "at the peak": Quantity(was[0], "B"), "after": Quantity(is_[0], "B"),
+         "host waits": was[1], "waits after": is_[1]}
+        for name, was, is_ in differing(
+            by_function(before.found), by_function(after.found), (0, 0),
+            lambda was, is_: (abs(is_[0] - was[0]), abs(is_[1] - was[1])),
+        )
+    ]  # fmt: skip
     operators: list[Row] = [
-        {"operator": name, "at the peak, before": Quantity(was[1], "B"), "after": Quantity(is_[1], "B"),
-         "launches in a step, before": was[0], "launches, after": is_[0]}
+        {"operator": name, "at the peak": Quantity(was[1], "B"), "after": Quantity(is_[1], "B"),
+         "launches": was[0], "launches after": is_[0]}
         for name, was, is_ in differing(
             by_operator(before.found), by_operator(after.found), (0, 0),
             lambda was, is_: (abs(is_[1] - was[1]), abs(is_[0] - was[0])),
         )
     ]  # fmt: skip
-    if operators:
-        yield table(operators[:_SHOWN], caption="Operators that differ most")
-    waits: list[Row] = [
-        {"the host waits for the GPU": name, "in a step, before": was[0], "after": is_[0]}
-        for name, was, is_ in differing(
-            by_host_wait(before.found), by_host_wait(after.found), (0,), lambda was, is_: abs(is_[0] - was[0])
-        )
-    ]
-    if waits:
-        yield table(waits[:_SHOWN])
+    for rows, caption in (
+        (functions, "Functions that allocated what is in memory at the peak, and in which the host waits for the GPU"),
+        (operators, "Operators: bytes at the peak that they made, and launches in a step"),
+    ):
+        if rows:
+            yield table(rows[:_SHOWN], caption=caption)
 
 
 def _modules(before: Side, after: Side) -> Section:
@@ -163,8 +167,8 @@ def _in_bytes(figure: str) -> bool:
 
 
 def _as_object(side: Side) -> dict[str, Any]:
-    """Everything of one side; operators and waits are those of the last step."""
+    """Everything of one side, with what accounts for it."""
     return {
         "environment": msgspec.to_builtins(side.environment), "trouble": side.trouble, **as_object(side.found),
-        "operators": by_operator(side.found),
+        "operators": by_operator(side.found), "functions": by_function(side.found),
     }  # fmt: skip
