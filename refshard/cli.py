@@ -551,9 +551,7 @@ def upgrade_check(
         ),
     ],
     after: Annotated[str, typer.Argument(metavar="B", help="Another, to compare with A.")],
-    command: Annotated[
-        list[str], typer.Argument(help="After `--`: SCRIPT ARGS, -m MODULE ARGS, or a launcher's line.")
-    ],
+    command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="After `--`: as for `refshard dryrun`.")],
     cluster: _Cluster = "dgx-h100",
     gpus: Annotated[int | None, typer.Option(help="Number of GPUs (default: as `refshard dryrun`).")] = None,
     pip: Annotated[

@@ -15,7 +15,7 @@ SLACK = 100
 BUDGETS = {
     "refshard/analysis": 10_450,
     "refshard/commands": 3_440,
-    "refshard/dryrun": 7_415,
+    "refshard/dryrun": 7_416,
     "refshard/emit": 750,
     "refshard/emulate": 1_400,
     "refshard/engine": 9_400,

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from refshard.errors import RefshardError, SpecError, first_line
+from refshard.errors import RefshardError, SpecError
 
 CURRENT = "current"
 """Names the environment that refshard runs in."""
@@ -57,7 +57,7 @@ def find_environment(text: str, pip: Sequence[str] = ()) -> Environment:
         command = [str(python), "-m", "refshard.dryrun.environments"]
         done = subprocess.run(command, env=variables, capture_output=True, text=True)
     if done.returncode:
-        why = first_line(RuntimeError((done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]))
+        why = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
         raise RefshardError(f"{text}: {python} cannot run refshard ({why}); install msgspec, numpy and torch there")
     found = msgspec.json.decode(done.stdout, type=_Found)
     torch = found.packages.get("torch", "")
@@ -142,11 +142,13 @@ def _install(python: Path, requirements: list[str], pip: Sequence[str], log: Pat
         constraints.write_text(f"torch=={torch}\n")
         words = ["-c", str(constraints), *words]
     with log.open("w") as output:
-        command = [python, "-m", "pip", "install", "--no-input", "--disable-pip-version-check", *words]
+        command = [str(python), "-m", "pip", "install", "--no-input", "--disable-pip-version-check", *words]
         done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT)
     if done.returncode:
-        errors = [line for line in log.read_text().splitlines() if line.startswith("ERROR: ")]
-        why = errors[0].removeprefix("ERROR: ") if errors else f"exit status {done.returncode}"
+        lines = log.read_text().splitlines()
+        errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+        causes = [line.strip() for line in lines if " depends on " in line or "The user requested" in line]
+        why = " ".join([*errors[:1], "; ".join(causes[:3])]).strip() or f"exit status {done.returncode}"
         raise SpecError(f"pip cannot install '{shlex.join(requirements)}': {why} (full log: {log})")
 
 
@@ -159,7 +161,8 @@ def _installed() -> dict[str, str]:
     """The versions of distributions by name; of one that is there twice, the one that is imported."""
     found: dict[str, str] = {}
     for one in importlib.metadata.distributions():
-        found.setdefault(re.sub(r"[-_.]+", "-", one.name).lower(), one.version)
+        if one.name:  # a damaged one has none
+            found.setdefault(re.sub(r"[-_.]+", "-", one.name).lower(), one.version)
     return found
 
 
