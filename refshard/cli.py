@@ -540,6 +540,41 @@ def dryrun(
         return made.dryrun(replace(options, gpus=int(gpus) if gpus else None), trace=trace, html=html)
 
 
+@app.command(context_settings={"ignore_unknown_options": True})
+@printed
+def upgrade_check(
+    before: Annotated[
+        str,
+        typer.Argument(
+            metavar="A",
+            help="An environment: a folder with bin/python, `current`, or requirements ('transformers==4.57.1').",
+        ),
+    ],
+    after: Annotated[str, typer.Argument(metavar="B", help="Another, to compare with A.")],
+    command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="After `--`: as for `refshard dryrun`.")],
+    cluster: _Cluster = "dgx-h100",
+    gpus: Annotated[int | None, typer.Option(help="Number of GPUs (default: as `refshard dryrun`).")] = None,
+    pip: Annotated[
+        str, typer.Option(metavar="OPTIONS", help="More options for `pip install`, as in '--index-url URL'.")
+    ] = "",
+    html: _Html = None,
+) -> Answer:
+    """Dry-run the same script in two environments, and report what differs: a check before a library is upgraded.
+
+    Memory, operators, collectives, host waits and predicted times are compared, and what accounts for them is named.
+    Requirements are installed by pip into an environment of their own, on top of the current one, and kept.
+
+    Exit status: 0 if no figure is worse in B, 1 if one is or the script fails only in B, 2 if the command is wrong or
+    an environment cannot be made, 3 if there is no verdict because the script does not train in A.
+    """
+    from refshard.commands import upgrade as made
+    from refshard.commands.dryrun import words_of
+
+    options = made.Options(before=before, after=after, words=words_of(command), cluster=cluster, gpus=gpus, pip=pip)
+    with _interruptible("nothing is written"):
+        return made.upgrade_check(options, html=html)
+
+
 @app.command()
 @printed
 def calibrate(

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import refshard
+from refshard.dryrun.environments import OLDEST_TORCH
 
 pytestmark = pytest.mark.slow
 
@@ -43,6 +44,7 @@ def test_the_newest_torch_that_is_accepted_is_the_one_that_tests_run_on(
     assert bounds[1] == (minor(pinned[1])[0], minor(pinned[1])[1] + 1)
     assert bounds[0] <= minor(torch.__version__) < bounds[1], f"these tests run on torch {torch.__version__}"
     assert f"torch {pinned[1]}" in PAGE
+    assert bounds[0] == OLDEST_TORCH
     assert f"`torch>={'.'.join(map(str, bounds[0]))},<{'.'.join(map(str, bounds[1]))}`" in PAGE
 
 

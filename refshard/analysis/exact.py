@@ -126,11 +126,11 @@ def _within(was: Value | None, is_: Value | None, tolerance: float) -> bool:
 
 def _verdict(metric: str, was: Value | None, is_: Value | None, better: Direction | None) -> Verdict:
     """A metric without a better direction has regressed if it changed at all. Missing collectives count as 0; any other
-    metric is missing if another refshard measured.
+    metric is missing if another refshard measured. Words are in the alphabet's order: "no", "no answer", "yes".
     """
     if None in (was, is_) and not metric.endswith((" count", " bytes")):
         return "new" if was is None else "removed"
-    if better is None or isinstance(was, str) or isinstance(is_, str):
+    if better is None or isinstance(was, str) != isinstance(is_, str):
         return "regressed"
-    fewer = (is_ or 0) < (was or 0)
+    fewer = (is_ or 0) < (was or 0)  # type: ignore[operator]
     return "improved" if fewer == (better == "lower") else "regressed"

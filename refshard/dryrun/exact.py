@@ -1,6 +1,7 @@
 """What dry runs are compared by: figures that repeat to the bit on any machine, as a gate needs, and use by module."""
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -9,7 +10,7 @@ import numpy as np
 
 from refshard.analysis.exact import Value
 from refshard.dryrun.analyse import Analysis
-from refshard.dryrun.memory import without_numbers
+from refshard.dryrun.memory import live_rows, without_numbers
 from refshard.dryrun.recording import Flag, Kind
 
 
@@ -68,6 +69,43 @@ def by_module(found: Analysis) -> dict[str, Use]:
     for module, size in found.memory.by_module().items():
         held[without_numbers(module)] += size
     return {name: Use(operators[name], held[name], float(seconds[name])) for name in sorted({*operators, *held})}
+
+
+def by_operator(found: Analysis) -> dict[str, tuple[int, int]]:
+    """Launches of the last step, and bytes at the peak, by operator and module, as ``aten::mul in layers.*.mlp``."""
+    recording = found.run.recording
+    launches, held = Counter[str](), Counter[str]()
+
+    def add(to: Counter[str], operator: str, module: str, count: int) -> None:
+        to[f"{operator} in {without_numbers(module) or 'no module'}"] += count
+
+    if found.step is not None:
+        rows = slice(found.step.first, found.step.end)
+        launched = (recording.kinds[rows] == Kind.LAUNCH) & (recording.flags[rows] & Flag.HOST_ONLY == 0)
+        codes = np.stack([recording.names[rows][launched], recording.modules[rows][launched]])
+        pairs, counts = np.unique(codes, axis=1, return_counts=True)
+        for (name, module), count in zip(pairs.T.tolist(), counts.tolist()):
+            add(launches, recording.name_table[name], recording.module_table[module], count)
+    for one in found.memory.held:
+        add(held, one.operator or f"empty ({one.category.name.lower()})", one.module, one.bytes)
+    return {name: (launches[name], held[name]) for name in sorted({*launches, *held})}
+
+
+def by_function(found: Analysis) -> dict[str, tuple[int, int]]:
+    """Bytes at the peak that a function of the script or of its libraries allocated, where the request has ``sites``,
+    and how often the host waits for the GPU there in the last step. Lines move from version to version.
+    """
+    recording, held, waits = found.run.recording, Counter[str](), Counter[str]()
+    for row in live_rows(recording, found.memory.peak_at).tolist():
+        held[_function(recording.site_table[recording.sites[row]])] += int(recording.sizes[row])
+    for one in found.synchronisations:
+        waits[_function(one.site)] += one.count
+    return {name: (held[name], waits[name]) for name in sorted({*held, *waits})}
+
+
+def _function(site: str) -> str:
+    """``a.py:7 in f`` as ``a.py in f``."""
+    return re.sub(r":[0-9]+ in ", " in ", site) or "torch, in backward"
 
 
 Figures = TypeVar("Figures", bound=tuple[float, ...])

@@ -49,7 +49,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     environment variables before the device is made, and with ``rank_variables`` what torchrun sets for a rank.
     ``routing`` is how choices from values that are not computed are assumed to fall. At worst, they fall on the first
     experts of the rank ``expert_rank[0]``, of ``expert_rank[1]`` that experts are spread over. With ``sites`` the
-    recording has the line of each allocation.
+    recording has the line of each allocation. ``python`` runs the script, this process's if it is empty.
     """
 
     command: tuple[str, ...]
@@ -66,6 +66,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     routing: str = "balanced"
     expert_rank: tuple[int, int] = (0, 1)
     sites: bool = False
+    python: str = ""
 
     def __post_init__(self) -> None:
         read_routing(self.routing)

@@ -4,12 +4,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 
 from refshard.dryrun.child import ANSWER, GIVEN, RECORDING, REQUEST, SENT
+from refshard.dryrun.environments import this_refshard
 from refshard.dryrun.exchange import Sent, Values, read_values, write_values
 from refshard.dryrun.recording import Recording, load
 from refshard.dryrun.request import WORST, Answer, Request
@@ -97,9 +99,11 @@ def _run(request: Request, values: Values | None = None, *, quiet: bool = False)
         (folder / REQUEST).write_bytes(msgspec.json.encode(request))
         if values is not None:
             write_values(values, folder / GIVEN)
-        with (folder / "output").open("w+") as output:
+        other = this_refshard() if request.python else nullcontext()
+        with (folder / "output").open("w+") as output, other as variables:
             to = {"stdout": output, "stderr": output} if quiet else {"stdout": sys.stderr}
-            done = subprocess.run([sys.executable, "-m", "refshard.dryrun.child", name], **to)
+            command = [request.python or sys.executable, "-m", "refshard.dryrun.child", name]
+            done = subprocess.run(command, env=variables, **to)
         printed = (folder / "output").read_text(errors="replace")
         if not (folder / ANSWER).exists():
             print(printed, file=sys.stderr, end="")

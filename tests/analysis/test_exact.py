@@ -86,6 +86,8 @@ def test_what_a_change_does_on_a_gpu_fails_a_gate_that_has_none(
         ("operators", 10, 11, "regressed"),
         ("operators", 10, 9, "improved"),
         ("operator order", "abc", "abd", "regressed"),
+        ("fits", "no", "yes", "improved"),
+        ("fits", "yes", "no", "regressed"),
         ("planned peak", 900, None, "removed"),
         ("allocated memory", None, 640, "new"),
     ],

@@ -59,18 +59,18 @@ def against_section(found: Analysis, against: Against) -> Section:
 
 def _sentences(found: Analysis, other: Analysis, before: dict[str, Use], now: dict[str, Use]) -> Iterator[str]:
     reserved, others = (one.run.answer.peak.reserved for one in (found, other))
-    of_memory = _accounts(before, now, "peak_bytes", _signed_bytes)
+    of_memory = _accounts(before, now, "peak_bytes", signed_bytes)
     if reserved == others and not of_memory:
         yield "Memory: no difference."
     else:
-        yield f"Peak reserved: {_signed_bytes(reserved - others)}." + (
+        yield f"Peak reserved: {signed_bytes(reserved - others)}." + (
             f" At the peak of allocated memory: {of_memory}." if of_memory else ""
         )
     if found.step_s is None or other.step_s is None:
         return
-    change, of_time = found.step_s - other.step_s, _accounts(before, now, "device_s", _signed_seconds)
+    change, of_time = found.step_s - other.step_s, _accounts(before, now, "device_s", signed_seconds)
     share = f"{'+' if change > 0 else ''}{format_percent(change / other.step_s)}"
-    yield f"Step time: {_signed_seconds(change)} ({share})." + (f" Kernels: {of_time}." if of_time else "")
+    yield f"Step time: {signed_seconds(change)} ({share})." + (f" Kernels: {of_time}." if of_time else "")
 
 
 def _accounts(before: dict[str, Use], now: dict[str, Use], field: str, written: Callable[[float], str]) -> str:
@@ -81,9 +81,11 @@ def _accounts(before: dict[str, Use], now: dict[str, Use], field: str, written: 
     return ", ".join(f"{name} {written(by)}" for name, by in [*changes.items()][:_NAMED] if abs(by) > least)
 
 
-def _signed_bytes(n: float) -> str:
+def signed_bytes(n: float) -> str:
+    """A difference in bytes."""
     return ("+" if n > 0 else "-" if n < 0 else "") + format_bytes(abs(n))
 
 
-def _signed_seconds(s: float) -> str:
+def signed_seconds(s: float) -> str:
+    """A difference in seconds."""
     return ("+" if s > 0 else "-" if s < 0 else "") + format_seconds(abs(s))
