@@ -76,7 +76,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     - ``cp`` ranks split every sequence.
     - ``pp`` ranks each hold ``interleave`` stages of layers, and pass the microbatches of a step from one to the next
       in the order of ``schedule``.
-    - ``ep`` ranks, of those of ``dp_replicate``, ``dp_shard`` and ``cp``, divide a mixture's experts.
+    - ``ep`` ranks that follow each other divide a mixture's experts, whole, and have their data alone: torchtitan's and
+      Megatron's expert tensor parallelism of 1. With ``ep`` 1, ``tp`` ranks split each expert like a block's matrices.
 
     The batch:
 
@@ -161,10 +162,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
                 f"{next(iter(axes))} must be 1 for strategy '{self.strategy}', which splits the model over all ranks, "
                 f"got {next(iter(axes.values()))}"
             )
-        if self.data_ranks * self.cp % self.ep:
+        if (ranks := self.data_ranks * self.cp * self.tp_ranks) % self.ep:
             raise ValueError(
-                f"ep must divide dp_replicate * dp_shard * cp = {self.data_ranks * self.cp}, got {self.ep}; choose a "
-                "divisor"
+                f"ep must divide dp_replicate * dp_shard * cp * tp = {ranks}, got {self.ep}; choose a divisor"
             )
 
     def _check_batch(self) -> None:
