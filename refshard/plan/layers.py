@@ -302,11 +302,11 @@ class LayerCosts:
         )
 
     def _experts(self) -> float:
-        """Tokens to their experts, and back."""
+        """Tokens to their experts, and back: a copy of its tokens for each of their experts."""
         share, model = self._share, self._model
         if share.ep == 1 or model.experts is None:
             return 0.0
-        sent = share.tokens / share.tp * model.experts.active * model.dim * share.element * share.ep
+        sent = share.tokens / share.tp * model.experts.active * model.dim * share.element
         return 2 * collective_cost(self._cluster, "all_to_all", round(sent), self._within.expert_shape).seconds
 
     def _product(self, product: Product, *, plain: bool = False) -> float:

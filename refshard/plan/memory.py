@@ -142,7 +142,7 @@ class Held:
 
     Elements:
 
-    - ``parameters``: all of them; ``unit``: those of the largest unit.
+    - ``parameters``: all of them; ``experts``: those of experts; ``unit``: those of the largest unit.
     - ``feed_forward``: those of that unit's feed-forward; ``down``: those of its last product.
     - ``embedding``, ``head``: 0 if another pipeline rank has them; in a tied model the embedding is also the head.
     - ``looked_up``: the embedding's whole gradient.
@@ -168,6 +168,7 @@ class Held:
     """
 
     parameters: Floats
+    experts: Floats
     unit: Floats
     feed_forward: Floats
     down: Floats
@@ -212,7 +213,8 @@ class _Rank:
     def __init__(self, candidates: Candidates, held: Held, element: Floats, reduction: Floats) -> None:
         self._candidates, self._held, self._element, self._reduction = candidates, held, element, reduction
         self._parts = candidates["interleave"].astype(np.float64)
-        self._own = held.parameters / np.where(self._is("shards_optimizer"), candidates.shards, 1)
+        sharded = (held.parameters - held.experts) / candidates.shards + held.experts / candidates.expert_shards
+        self._own = np.where(self._is("shards_optimizer"), sharded, held.parameters)
         self._by_unit, self._around = self._is("shards_parameters"), self._is("around")
         self._casts = self._is("casts") & (element < MASTER_BYTES)
         self._pipelined, self._offload = candidates["pp"] > 1, candidates.flag("offload")
