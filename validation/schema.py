@@ -153,6 +153,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     - ``microbatch`` is in sequences per data-parallel rank, ``global_batch`` in sequences.
     - ``checkpointing`` is "none", "full", "selective" (by operator), "every-2" (each second layer), a number of layers,
       or as the source describes it. ``compiled`` may name the parts that torch.compile compiles, each for itself.
+      ``fused_experts``: CUDA graphs of whole steps and fused kernels of experts, from a recipe of the run's day.
       ``precision`` is "fp8-rowwise" only if a source has runs with scales by row beside others.
     - ``seconds`` is the step time, ``tokens_per_s`` the rate of all GPUs, ``mfu`` a fraction by the source's
       convention, memory a peak of torch's allocator on one rank (``reserved_first_step_gib`` apart if it is given).
@@ -187,6 +188,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     precision: Literal["bf16", "fp8", "fp8-rowwise", "nvfp4"] | None = None
     checkpointing: str | None = None
     compiled: bool | tuple[Literal["attention", "loss", "blocks", "model"], ...] | None = None
+    fused_experts: bool = False
     seconds: float | None = None
     tokens_per_s: float | None = None
     tokens_per_s_gpu: float | None = None

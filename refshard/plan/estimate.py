@@ -26,7 +26,7 @@ _TIMES = tuple(field.name for field in fields(LayerTimes))
 _MEMORY = tuple(field.name for field in fields(LayerMemory))
 _SHARE = (
     "microbatch", "tp", "cp", "ep", "precision", "compiled", "fused_norms", "attention", "overlap_tensor",
-    "context_by",
+    "context_by", "dispatch", "fused_experts",
 )  # fmt: skip
 """Fields on which a layer's time and memory depend."""
 
@@ -174,12 +174,16 @@ class _Estimate:
         rows, model, cluster = self._rows, self._model, self._cluster
 
         def times(megatron: int, *key: int) -> tuple[float, ...]:
-            share, overlaps, by = self._share(*key), bool(key[-2]), rows.labels["context_by"][key[-1]]
+            share, (overlaps, by, dispatch, fused_experts) = self._share(*key), key[-4:]
+            experts, given = group_of(cluster, share.ep, 1), rows.labels["dispatch"][dispatch]
+            own = "copies" if not megatron else "overlapped" if experts.nodes > 1 else "once"
             within = Within(
                 tensor_shape=group_of(cluster, share.tp, 1),
                 context_shape=group_of(cluster, share.cp, share.tp),
-                expert_shape=group_of(cluster, share.ep, 1),
-                overlaps=overlaps, exchanges=by == "exchange", dtensors=not megatron,
+                expert_shape=experts,
+                dispatch=own if given == "default" else given,  # type: ignore[arg-type]
+                fused_experts=bool(fused_experts),
+                overlaps=bool(overlaps), exchanges=rows.labels["context_by"][by] == "exchange", dtensors=not megatron,
             )  # fmt: skip
             costs = LayerCosts(model, cluster, share, within)
             dense = costs.layer(dense=True)
@@ -286,6 +290,8 @@ class _Estimate:
         part, some = self._checkpointed()
         none, full = kept["none"], kept["full"]
         layer = (1 - part - some) * none + part * full + some * kept["selective"]
+        local = self._model.experts.count / rows["ep"] if self._model.experts else 1
+        shapes = np.where(self._megatron, self._unit.rest + self._unit.experts / local, self._unit.all)
         recasts = (part + some) * (parameters - embedding - head)
         flying, microbatches, parts = in_flight(rows, rank), rows["microbatches"], rows["interleave"]
         # Messages that are still there when the rank has computed its last forward. 1F1B waits for each before it goes
@@ -296,7 +302,8 @@ class _Estimate:
         outputs = sent * kept["hidden"] + np.where(last, kept["logits"], 0)
         received = microbatches * (parts * 2.0 - first - last)
         return Held(
-            parameters=parameters, experts=held.experts, unit=self._unit.all, feed_forward=self._feed_forward,
+            parameters=parameters, experts=held.experts, unit=self._unit.all, shapes=shapes,
+            feed_forward=self._feed_forward,
             down=self._feed_forward / (3 if self._model.gated else 2), embedding=embedding, head=head,
             looked_up=np.where(first, self._looked_up, 0.0),
             casts=parameters - recasts - (0 if self._model.tied else embedding), recasts=recasts, kept=layer,
