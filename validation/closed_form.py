@@ -142,6 +142,7 @@ def published_of(name: str, source: Source, run: Run) -> Published | str:
     own = {key: value for key, value in assumed.items() if key in Implementation.__struct_fields__}
     own |= {"compiled": bool(run.compiled)} if run.compiled is not None else {}
     own |= {"fused_experts": True, "dispatch": "overlapped"} if run.fused_experts else {}
+    own |= {"attention": run.attention} if run.attention else {}
     own |= {"overlap_tensor": True} if "asynchronous" in run.strategy else {}
     fields = {
         "strategy": strategy, "model": run.model, "cluster": cluster_name, "gpus": run.gpus, "seq_len": seq_len,

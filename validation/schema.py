@@ -18,6 +18,7 @@ import msgspec
 
 from refshard import resources
 from refshard.errors import SpecError, nearest
+from refshard.specs.hardware import AttentionKernel
 from refshard.specs.model import Experts, LatentAttention, ModelSpec, load_model, parameter_count
 from refshard.specs.reading import convert, finite, read_toml, within
 
@@ -154,6 +155,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     - ``checkpointing`` is "none", "full", "selective" (by operator), "every-2" (each second layer), a number of layers,
       or as the source describes it. ``compiled`` may name the parts that torch.compile compiles, each for itself.
       ``fused_experts``: CUDA graphs of whole steps and fused kernels of experts, from a recipe of the run's day.
+      ``attention`` is the kernel, if it is not the source's.
       ``precision`` is "fp8-rowwise" only if a source has runs with scales by row beside others.
     - ``seconds`` is the step time, ``tokens_per_s`` the rate of all GPUs, ``mfu`` a fraction by the source's
       convention, memory a peak of torch's allocator on one rank (``reserved_first_step_gib`` apart if it is given).
@@ -189,6 +191,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     checkpointing: str | None = None
     compiled: bool | tuple[Literal["attention", "loss", "blocks", "model"], ...] | None = None
     fused_experts: bool = False
+    attention: AttentionKernel | None = None
     seconds: float | None = None
     tokens_per_s: float | None = None
     tokens_per_s_gpu: float | None = None

@@ -126,10 +126,10 @@ CHUNKS = 4
 RING_PART = 0.69
 """The part of attention's rate that its kernels reach on the pieces of a ring: each piece is short, and results are
 corrected in fp32."""
-ROUTED_KERNELS = 86.0
+ROUTED_KERNELS = 88.0
 """Kernels that the host launches in a pass through a mixture beyond those that are priced: small ones that choose, count
 and sort. None in CUDA graphs."""
-GROUPED_FILL = 1430.0
+GROUPED_FILL = 1370.0
 """Products of many experts are narrow: each tile takes longer by what so many more elements of its sums would take,
 which also stands for what is moved around the products."""
 EAGER_PART = 0.88
@@ -271,7 +271,7 @@ class LayerCosts:
         width = projected_width(self._model) / share.tp
         values = self._model.n_heads * attention_width(self._model) / share.tp
         if self._within.exchanges:
-            moved = share.tokens * (width + values) * share.element * share.cp
+            moved = share.tokens * (width + values) * share.element
             return collective_cost(self._cluster, "all_to_all", round(moved), shape).seconds
         corrected = self._moves([Move(10 * share.tokens * values * share.cp)])
         if self._within.dtensors:

@@ -85,10 +85,12 @@ def layer_memory(
     times = (3 if share.fused else 4) if model.gated else 2
     # What experts get; and what they return, unless Megatron's activation has weighted it.
     sent = 0.0 if dense or model.experts is None else e * n * model.experts.active * model.dim / t
-    routed = sent if gathers_again else 2 * sent
+    # Torch's code also keeps it, weighted in fp32 or with its sum, on its way.
+    routed = sent if gathers_again else 3 * sent
     norms = 2 * stream + (5 if casts else 2) * given + 2 * SUMS_BYTES * n / t
     scores = 0.0 if share.fused_attention else SCORE_BYTES * n * share.seq_len * model.n_heads / t
     attention = projected + sums if share.fused_attention else 3 * mixed + scores
+    attention += e * n * (model.n_heads + model.n_kv_heads) * model.head_dim / t if model.query_norm else 0.0
     everything = norms + attention + mixed + times * inner + routed
     key_value = e * n * (projected_width(model) - model.n_heads * attention_width(model)) / 2 / t
     # Selective checkpointing keeps the output of every second product; of the last one, its sum over tensor ranks.
