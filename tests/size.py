@@ -23,12 +23,12 @@ BUDGETS = {
     "refshard/fakecuda": 1_985,
     "refshard/measure": 8_450,
     "refshard/models": 1_300,
-    "refshard/plan": 2_550,
-    "refshard/report": 9_210,
+    "refshard/plan": 2_650,
+    "refshard/report": 9_220,
     "refshard/specs": 2_350,
     "refshard/strategies": 3_150,
     "refshard/*.py": 2_200,
-    "tests": 76_850,
+    "tests": 76_990,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

@@ -200,22 +200,19 @@ class LayerCosts:
         sent, returned = self._context(attention), self._context(attention_back, backward=True)
         around, again = self._tensor(sum(product_s), "forward"), self._tensor(sum(product_s), "again")
         kernels = len(products) + 1 + (0.0 if dense or self._within.fused_experts else ROUTED_KERNELS)
-        forward_s = self._at_least_launched(
-            sum(product_s) + attention + self._moves(forward), kernels + len(forward)
-        )
+        device_s, last = sum(product_s) + attention + self._moves(forward), product_s[-1]
+        forward_s = self._at_least_launched(device_s, kernels + len(forward))
+        again_s = self._at_least_launched(device_s - last, kernels + len(forward) - 1)
         input_s = self._at_least_launched(
             sum(product_s) + attention_back + self._moves(backward), kernels + len(backward)
         )
-        experts, experts_back = (
-            (0.0, 0.0) if dense else map(self._experts, (forward_s, input_s + sum(product_s)))
-        )
+        experts, experts_back = (0.0, 0.0) if dense else map(self._experts, (forward_s, input_s + sum(product_s)))
         comm = around + sent + experts
-        last = product_s[-1]
         return LayerTimes(
             forward_s=forward_s + comm,
             input_s=input_s + around + returned + experts_back,
             weight_s=sum(product_s),
-            full_s=forward_s - last + comm - around + again,
+            full_s=again_s + comm - around + again,
             selective_s=sum(product_s[1::2]) - last * (len(product_s) % 2 == 0)
             + self._moves(forward) + again + experts,
         )  # fmt: skip

@@ -52,7 +52,9 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def why_unknown(self, kind: str) -> str:
         """Why there are no figures of a kind."""
         count = self.kinds[kind].count if kind in self.kinds else 0
-        return f"only {count} published run{'s' * (count > 1)} of this kind" if count else "no published run of this kind"
+        return (
+            f"only {count} published run{'s' * (count > 1)} of this kind" if count else "no published run of this kind"
+        )
 
     def bounds(self, kind: str) -> tuple[float, float] | None:
         """Factors from a prediction to its lower and upper bound: at most 1, and at least 1; None if not known."""

@@ -42,8 +42,13 @@ def made(**changes: Any) -> ClusterSpec:
 
 
 def costs(
-    model: ModelSpec, on: ClusterSpec, *, overlaps: bool = False, exchanges: bool = False, dispatch: Any = "copies",
-    **share: Any
+    model: ModelSpec,
+    on: ClusterSpec,
+    *,
+    overlaps: bool = False,
+    exchanges: bool = False,
+    dispatch: Any = "copies",
+    **share: Any,
 ) -> LayerCosts:
     part = Share(**{"sequences": 1, "seq_len": SEQ_LEN, **share})
     within = Within(
