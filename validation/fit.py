@@ -4,8 +4,8 @@
 
 Closed forms are fitted by default, to runs of dense models; with ``--experts`` the constants of mixtures of experts, to
 runs of these, while all other constants stay. Runs that differ only in their number of GPUs, their release or their
-file are one *setting*. For each source and accelerator, every other setting is fitted, in the order of the file, and the
-others are held out. Each setting counts once, however many runs it has.
+file are one *setting*. For each source and accelerator, every other setting is fitted, in the order of the file, and
+the others are held out. Each setting counts once, however many runs it has.
 
 The fit minimises the sum over the fitted settings of log(predicted / published)^2 / NOISE^2, with large errors counted
 less (a run whose source leaves something out says little), plus one term (log(constant / said) / width)^2 for each

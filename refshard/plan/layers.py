@@ -127,8 +127,8 @@ RING_PART = 0.69
 """The part of attention's rate that its kernels reach on the pieces of a ring: each piece is short, and results are
 corrected in fp32."""
 ROUTED_KERNELS = 88.0
-"""Kernels that the host launches in a pass through a mixture beyond those that are priced: small ones that choose, count
-and sort. None in CUDA graphs."""
+"""Kernels that the host launches in a pass through a mixture beyond those that are priced: small ones that choose,
+count and sort. None in CUDA graphs."""
 GROUPED_FILL = 1370.0
 """Products of many experts are narrow: each tile takes longer by what so many more elements of its sums would take,
 which also stands for what is moved around the products."""

@@ -147,7 +147,7 @@ class Held:
     Elements:
 
     - ``parameters``: all of them; ``experts``: those of experts; ``unit``: those of the largest unit.
-    - ``shapes``: the same, but in Megatron one expert's alone: products add its gradients up, and give autograd an empty
+    - ``shapes``: the same, but in Megatron one expert's alone: products add gradients up, and give autograd an empty
       tensor for each shape.
     - ``feed_forward``: those of that unit's feed-forward; ``down``: those of its last product.
     - ``embedding``, ``head``: 0 if another pipeline rank has them; in a tied model the embedding is also the head.

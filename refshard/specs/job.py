@@ -47,8 +47,8 @@ class Implementation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     - ``reshard`` frees gathered parameters between forward and backward.
     - ``overlap_tensor`` overlaps tensor parallelism's collectives with its products, in pieces. ``overlap_reduction``
       overlaps the reductions and gathers of a whole step with compute, ``overlap_pipeline`` its messages.
-    - ``dispatch`` is how tokens get to experts of other ranks. By ``"copies"``, an all-to-all sends one for each expert.
-      If ``"once"``, a token goes once to each rank, and over the network once to each node (DeepEP, HybridEP).
+    - ``dispatch`` is how tokens get to experts of other ranks. By ``"copies"``, an all-to-all sends one for each
+      expert. If ``"once"``, a token goes once to each rank, and over the network once to each node (DeepEP, HybridEP).
       ``"overlapped"`` is the same while another microbatch computes. By default Megatron overlaps what goes over the
       network, and sends once; others send copies.
     - ``fused_experts``: CUDA graphs replay whole steps, and the kernels of experts' products cast, activate and weight.

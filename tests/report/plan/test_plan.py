@@ -210,8 +210,8 @@ def test_error_bars_say_on_how_many_runs_they_rest() -> None:
         "6.0 %; 8 of 10 lie within the range."
     ) in found
     assert (
-        "Error bars: 300 published runs of this kind (data, bf16) were held out of the fit: median error 3.1 %; 8 of 10 "
-        "lie within the range."
+        "Error bars: 300 published runs of this kind (data, bf16) were held out of the fit: median error 3.1 %; 8 of "
+        "10 lie within the range."
     ) in found
     assert any(sentence.startswith("9 configurations considered for 16 ranks; 1 fit") for sentence in found)
     assert any(sentence.startswith("The model leaves out: ") for sentence in found)
