@@ -318,14 +318,15 @@ def with_dry_rows(size: Size, rows: Sequence[Row]) -> Size:
 
 def ranked(rows: Sequence[Row], spread: Spread) -> tuple[list[Row], Row | None]:
     """The rows that tie with the first, because their time is within the median error of its kind, and the next one.
-    If that error is not known, no row is said to tie.
+    A row ties only if the errors of its kind and of the first's are known.
 
     If the first was dry-run, rows in closed form only are left out.
     """
     best = rows[0]
     others = [row for row in rows[1:] if row.dry_step_s or not best.dry_step_s]
     error = spread.of(best.kind)
-    tied = [row for row in others if error is not None and row.time_s <= best.time_s * (1 + error.median)]
+    most = best.time_s * (1 + error.median) if error else 0.0
+    tied = [row for row in others if row.time_s <= most and spread.of(row.kind)]
     return tied, next((row for row in others if row not in tied), None)
 
 

@@ -123,7 +123,7 @@ def _others(rows: Sequence[Row], spread: Spread, varied: Sequence[str]) -> list[
         more = f"; and {len(tied) - _MOST_TIES} more below" if len(tied) > _MOST_TIES else ""
         found.append(f"Tied within the model's error: {names}{more}.")
     if after is not None:
-        doubt = "" if spread.of(best.kind) else ": whether that is so is not known"
+        doubt = "" if spread.of(best.kind) and spread.of(after.kind) else ": whether that is so is not known"
         found.append(f"Next: {short_text(after.job, varied)}, {_slower(after, best)}{doubt}.")
     # A closed form does not compete with a dry run: one may be too fast by what the other has measured.
     closed = [row for row in rows if best.dry_step_s and not row.dry_step_s]
@@ -168,10 +168,12 @@ def warnings(plan: Plan, spread: Spread) -> list[str]:
     """What limits the figures, in short."""
     rows = [size.rows[0] for size in plan.sizes if size.rows]
     found = ["MFU is of each precision's own peak."] if "precision" in plan.varied else []
-    for kind in dict.fromkeys(row.kind for row in rows):
+    listed = next((size.rows for size in reversed(plan.sizes) if size.rows), ())
+    unknown = [row for row in listed if spread.of(row.kind) is None]
+    for kind in dict.fromkeys(row.kind for row in (*rows, *unknown)):
         error = spread.of(kind)
         if error is None:
-            found.append(f"Error bars: not known: {spread.why_unknown(kind)} ({kind}). Nothing is said to tie.")
+            found.append(f"Error bars: not known: {spread.why_unknown(kind)} ({kind}). No tie is claimed.")
             continue
         found.append(
             f"Error bars: {error.count} published runs of this kind ({kind}) were held out of the fit: median error "
