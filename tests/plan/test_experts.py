@@ -3,19 +3,21 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from refshard.costs import collective_cost
+from refshard.plan.collectives import group_of
 from refshard.plan.estimate import estimate
 from refshard.quantities import GIB
 from refshard.specs.cluster import load_cluster
 from refshard.specs.model import Experts, LatentAttention, ModelSpec, load_model, parameter_count
 from tests.fakecuda.needs import needs_device
 from tests.plan.made import columns, estimated, job
-from tests.plan.test_layers import costs, group_of, instant
+from tests.plan.test_layers import costs, instant
 
 ROOT = Path(__file__).parents[2]
 DEEPSEEK_16B = ModelSpec(
@@ -86,12 +88,12 @@ def test_tokens_that_are_sent_once_cross_the_network_once_for_each_node() -> Non
 
 def test_experts_state_is_divided_once() -> None:
     """All 8 ranks together have each expert once: 16 bytes a parameter, as without expert parallelism."""
-    model, given = MODELS["qwen3"], {"model": "qwen3-30b-a3b", "cluster": "dgx-h100x8", "seq_len": 4096}
+    model, of = MODELS["qwen3"], partial(estimated, model="qwen3-30b-a3b", cluster="dgx-h100x8", seq_len=4096)
     for ep in (1, 2, 8):
-        memory = estimated(job(dp_shard=8, microbatches=2, ep=ep, seq_len=4096), **given).memory
+        memory = of(job(dp_shard=8, microbatches=2, ep=ep, seq_len=4096)).memory
         state = memory.masters + memory.optimizer + memory.gradients
         assert float(state[0]) == pytest.approx(16 * model.params / 8)
-    split = estimated(job(strategy="megatron", dp_shard=4, tp=2, ep=8, seq_len=4096), **given).memory
+    split = of(job(strategy="megatron", dp_shard=4, tp=2, ep=8, seq_len=4096)).memory
     experts = model.n_layers * 3 * model.dim * model.experts.ffn_dim * 128  # type: ignore[union-attr]
     rest = model.params - experts
     # Expert ranks are also taken from tensor-parallel ranks; norms and routers are whole on each of these.
@@ -102,9 +104,10 @@ def test_dense_layers_come_first_in_a_pipeline() -> None:
     """DeepSeek-V3 has 3 on the first rank, which needs less memory for it, and less time."""
     wide = {"strategy": "megatron", "pp": 16, "dp_shard": 64, "ep": 64, "microbatches": 16, "seq_len": 4096}
     plain = load_model("deepseek-v3")
+    assert plain.experts is not None
     even = msgspec.structs.replace(plain, experts=msgspec.structs.replace(plain.experts, dense_layers=0))
     mixed, all_routed = (
-        estimate(model, load_cluster("dgx-h100x128"), 4096, columns(job(model="deepseek-v3", **wide)))  # type: ignore[arg-type]
+        estimate(model, load_cluster("dgx-h100x128"), 4096, columns(job(model="deepseek-v3", **wide)))
         for model in (plain, even)
     )
     assert mixed.memory.peak[0] <= all_routed.memory.peak[0]

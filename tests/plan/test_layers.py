@@ -230,4 +230,6 @@ def test_all_times_are_positive_and_longer_sequences_take_longer(name: str) -> N
     layers = [costs(model, on, seq_len=seq_len).layer(dense=dense) for seq_len in (1024, 2048, 8192)]
     times = np.array([[one.forward_s, one.input_s, one.weight_s, one.full_s, one.selective_s] for one in layers])
     assert times.min() > 0
-    assert (np.diff(times, axis=0) > 0).all()
+    # Where the host is the bound, as in short passes through a mixture, length makes no difference.
+    assert (np.diff(times, axis=0) >= 0).all()
+    assert (times[-1] > times[0]).all()

@@ -121,6 +121,8 @@ def test_a_rows_figures_follow_from_its_step_time() -> None:
         assert row.parts.keys() == {*TIME_PARTS}
         assert sum(row.parts.values()) == pytest.approx(row.step_s)
         assert sum(row.memory.values()) == pytest.approx(row.peak_bytes, abs=10)
+        assert row.low_s is not None
+        assert row.high_s is not None
         assert row.low_s <= row.step_s <= row.high_s
         assert row.gpu_hours == pytest.approx(TRILLION / row.tokens_per_s_gpu / HOUR / row.goodput)
         assert row.cost_usd == 2 * row.gpu_hours

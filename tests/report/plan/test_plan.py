@@ -227,9 +227,7 @@ def test_without_published_runs_of_a_kind_there_is_no_range_and_no_tie() -> None
         "Next: fsdp2 with TP 2 x FSDP 8, 0 % slower: whether that is so is not known.",
     ]
     assert [one["8 of 10 within"] for one in rows(tables(found, detail=False)[0])] == ["not known", "not known"]
-    assert ("Error bars: not known: no published run of this kind (experts, bf16). No tie is claimed.") in notes(
-        found
-    )
+    assert ("Error bars: not known: no published run of this kind (experts, bf16). No tie is claimed.") in notes(found)
     known, other = row(0.99), row(1.2, tp=2)
     assert plan_text.verdict(plan(size(known, best, other)), SPREAD)[1:] == [
         "Next: fsdp2 with FSDP 16, 1 % slower: whether that is so is not known.",
