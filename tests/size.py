@@ -23,7 +23,7 @@ BUDGETS = {
     "refshard/fakecuda": 1_985,
     "refshard/measure": 8_450,
     "refshard/models": 1_300,
-    "refshard/plan": 2_550,
+    "refshard/plan": 2_650,
     "refshard/report": 9_385,
     "refshard/specs": 2_350,
     "refshard/strategies": 3_150,

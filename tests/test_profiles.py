@@ -71,6 +71,8 @@ def test_an_accelerators_numbers_are_of_a_plausible_order(name: str) -> None:
         ("NVIDIA B200", "b200", 2250, 75, 1125),
         ("NVIDIA GB200", "gb200", 2500, 80, 1250),
         ("NVIDIA GB300", "gb300", 2500, 80, 1250),
+        ("NVIDIA B300 SXM6 AC", "b300", 2250, 75, 1125),
+        ("NVIDIA H800", "h800-sxm", 989, 67, 494.5),
         ("NVIDIA L40S", "l40s", 362, 91.6, 183),
         ("NVIDIA GeForce RTX 4090", "rtx-4090", 165.2, 82.6, 82.6),
         ("NVIDIA GeForce RTX 5090", "rtx-5090", 209.5, 104.8, 104.8),
@@ -90,7 +92,8 @@ def test_a_devices_name_leads_to_its_dense_peaks(device: str, name: str, bf16: f
 # TFLOPS of the vendors' data sheets, dense, with fp32 accumulation. An A100 has no fp8.
 FP8 = {
     "h100-sxm-80gb": 1979, "h100-pcie": 1513, "h100-nvl": 1671, "h100-96gb-500w": 1979, "h200-sxm": 1979, "b200": 4500,
-    "gb200": 5000, "gb300": 5000, "mi300x": 2614.9, "mi325x": 2614.9, "l40s": 733, "rtx-4090": 330.3, "rtx-5090": 419,
+    "gb200": 5000, "gb300": 5000, "b300": 4500, "h800-sxm": 1979, "mi300x": 2614.9, "mi325x": 2614.9, "l40s": 733,
+    "rtx-4090": 330.3, "rtx-5090": 419,
 }  # fmt: skip
 
 
@@ -132,8 +135,12 @@ def test_a_clusters_numbers_are_of_a_plausible_order(name: str) -> None:
     if found.library == "gloo":
         return
     over_pcie = name in ("h100-pcie", "h100-nvl", "l40s", "rtx-4090", "rtx-5090")
-    assert (15e9 if over_pcie else 200e9) < found.within.bytes_per_s < (60e9 if over_pcie else 900e9)
-    assert 1e9 < found.between.bytes_per_s / found.ranks_per_node < (100e9 if name == "gb300-nvl72" else 50e9)
+    assert (
+        (15e9 if over_pcie else 150e9 if name == "hgx-h800" else 200e9)
+        < found.within.bytes_per_s
+        < (60e9 if over_pcie else 900e9)
+    )
+    assert 1e9 < found.between.bytes_per_s / found.ranks_per_node < (100e9 if "b300" in name else 50e9)
     assert 0.5 < min(found.compute_beside_communication, found.communication_beside_compute) <= 1
 
 

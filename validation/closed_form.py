@@ -45,7 +45,8 @@ class Published:
         r = self.run
         return (
             self.table, r.hardware, r.model, r.layers, r.precision, self.job.seq_len, r.tp, r.pp, r.interleave,
-            r.cp, None if r.dp_shard == r.gpus else r.dp_shard, r.microbatch, r.checkpointing, r.compiled, r.strategy,
+            r.cp, r.ep, None if r.dp_shard == r.gpus else r.dp_shard, r.microbatch, r.checkpointing, r.compiled,
+            r.strategy,
         )  # fmt: skip
 
 
@@ -140,10 +141,12 @@ def published_of(name: str, source: Source, run: Run) -> Published | str:
         return "the pipeline's interleaving is not stated"
     own = {key: value for key, value in assumed.items() if key in Implementation.__struct_fields__}
     own |= {"compiled": bool(run.compiled)} if run.compiled is not None else {}
+    own |= {"fused_experts": True, "dispatch": "overlapped"} if run.fused_experts else {}
+    own |= {"attention": run.attention} if run.attention else {}
     own |= {"overlap_tensor": True} if "asynchronous" in run.strategy else {}
     fields = {
         "strategy": strategy, "model": run.model, "cluster": cluster_name, "gpus": run.gpus, "seq_len": seq_len,
-        "dp_replicate": data // shard, "tp": run.tp, "cp": run.cp, "pp": run.pp,
+        "dp_replicate": data // shard, "tp": run.tp, "cp": run.cp, "pp": run.pp, "ep": run.ep,
         "interleave": interleave, "schedule": "interleaved" if interleave > 1 else "1f1b",
         "global_batch": data * microbatch * microbatches, "microbatches": microbatches,
         "checkpointing": str(policy), "precision": precision, "offload": bool(assumed.get("offload")),

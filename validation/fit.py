@@ -1,10 +1,11 @@
 """Fit a few constants of the profiles to the published runs that are marked for it; print both halves.
 
-    python -m validation.fit [--write-spread] [--dry-runs FOLDER]
+    python -m validation.fit [--experts | --write-spread] [--dry-runs FOLDER]
 
-Closed forms are fitted by default. Runs that differ only in their number of GPUs, their release or their file are one
-*setting*. For each source and accelerator, every other setting is fitted, in the order of the file, and the others are
-held out. Each setting counts once, however many runs it has.
+Closed forms are fitted by default, to runs of dense models; with ``--experts`` the constants of mixtures of experts, to
+runs of these, while all other constants stay. Runs that differ only in their number of GPUs, their release or their
+file are one *setting*. For each source and accelerator, every other setting is fitted, in the order of the file, and
+the others are held out. Each setting counts once, however many runs it has.
 
 The fit minimises the sum over the fitted settings of log(predicted / published)^2 / NOISE^2, with large errors counted
 less (a run whose source leaves something out says little), plus one term (log(constant / said) / width)^2 for each
@@ -103,7 +104,12 @@ EVERYWHERE = (
     Constant("straggling", 0.004, UNKNOWN),
 )
 """Constants of the closed forms, and of all clusters alike."""
-MODULES: dict[str, Any] = {"EAGER_PART": layers, "RING_PART": layers, "QUANTISED_BYTES": kernels, "SKEW": collectives}
+EXPERTS = (Constant("ROUTED_KERNELS", 50.0, UNKNOWN), Constant("GROUPED_FILL", 256.0, UNKNOWN))
+"""Constants of mixtures of experts, on all clusters alike."""
+MODULES: dict[str, Any] = {
+    "EAGER_PART": layers, "RING_PART": layers, "QUANTISED_BYTES": kernels, "SKEW": collectives,
+    "ROUTED_KERNELS": layers, "GROUPED_FILL": layers,
+}  # fmt: skip
 """Where the closed forms hold theirs."""
 DRY_RUNS = {
     # H100 SXM's 0.67, at 500 W in place of 700. Memory: what a copy reaches (BabelStream); torch's elementwise kernels
@@ -162,14 +168,16 @@ def valued(constants: Iterable[Constant], logs: Logs) -> dict[str, float]:
 
 
 class ClosedForms:
-    """The runs, by the cluster that their constants belong to."""
+    """The runs, by the cluster that their constants belong to; ``fitted`` are constants of all clusters, ``own`` says
+    whether those of each cluster are fitted, too.
+    """
 
-    def __init__(self, runs: Sequence[Published], *, fitted: bool) -> None:
+    def __init__(self, runs: Sequence[Published], fitted: Sequence[Constant] = (), *, own: bool = False) -> None:
         self.of: dict[str, list[Published]] = defaultdict(list)
         for run in runs:
             self.of[SHARES.get(run.job.cluster, run.job.cluster)].append(run)
-        self.free: list[tuple[str, Constant]] = [("", one) for one in EVERYWHERE if fitted]
-        self.free += [(name, one) for name in self.of for one in CLOSED_FORMS.get(name, ()) if fitted]
+        self.free: list[tuple[str, Constant]] = [("", one) for one in fitted]
+        self.free += [(name, one) for name in self.of for one in CLOSED_FORMS.get(name, ()) if own]
         self._known: dict[tuple[object, ...], Logs] = {}
 
     def errors(self, logs: Logs) -> dict[str, Logs]:
@@ -223,10 +231,9 @@ def spread_text(pairs: Sequence[tuple[Published, float]]) -> str:
     """The held-out errors by kind, as TOML."""
     kinds: dict[str, list[float]] = defaultdict(list)
     for run, error in pairs:
-        kinds["all"].append(error)
-        kinds[kind_of(run.job)].append(error)
+        kinds[kind_of(run.job, run.model, run.cluster.accelerator)].append(error)
     lines = ["# Written by python -m validation.fit --write-spread, from the runs that were held out."]
-    for kind, errors in kinds.items():
+    for kind, errors in sorted(kinds.items()):
         low, high = np.percentile([1 / (1 + error) for error in errors], [10, 90])
         lines += [
             "", f'[kinds."{kind}"]', f"count = {len(errors)}", f"median = {median(map(abs, errors)):.4f}",
@@ -286,6 +293,7 @@ def main() -> None:
     """Fit, or write the spread of the profiles as they are."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write-spread", action="store_true")
+    parser.add_argument("--experts", action="store_true")
     parser.add_argument("--dry-runs", type=Path, metavar="FOLDER")
     options = parser.parse_args()
     if options.dry_runs:
@@ -293,7 +301,13 @@ def main() -> None:
         with ProcessPoolExecutor(2) as pool:
             fit_dry_runs(options.dry_runs, pool)
         return
-    fit = ClosedForms(load_runs()[0], fitted=not options.write_spread)
+    runs = load_runs()[0]
+    if options.write_spread:
+        fit = ClosedForms(runs)
+    elif options.experts:
+        fit = ClosedForms([run for run in runs if run.model.experts], EXPERTS)
+    else:
+        fit = ClosedForms([run for run in runs if not run.model.experts], EVERYWHERE, own=True)
     free = [one for _, one in fit.free]
     held_out = fit.report(solve(free, fit.residuals) if free else np.zeros(0))
     if options.write_spread:

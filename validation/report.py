@@ -75,12 +75,7 @@ def closed_form_answer(
         )
     if any(one.published.half == "fit" for one in found):
         notes.append("Constants were fitted on half of the settings (python -m validation.fit).")
-    verdict = f"No run was held out; median error of all {len(found)}: {_median(found)}."
-    if held:
-        verdict = (
-            f"Step time, {len(held)} held-out runs: median error {format_percent(median(held))}, 9 of 10 within "
-            f"{format_percent(held[int(0.9 * (len(held) - 1))])}, worst {format_percent(held[-1])}."
-        )
+    verdict = _verdict(found) or [f"No run was held out; median error of all {len(found)}: {_median(found)}."]
     tables = (
         _by_source(found), _scaling_by_source(curves), _own_predictions(found), claims_table(claims),
         _every_curve(curves), _every_run(found),
@@ -102,9 +97,26 @@ def closed_form_answer(
             *(one for one in tables if one.rows),
             Notes(sentences=[f"Not predicted: {n} of {name}: {why}" for name, why, n in missing], where="detail"),
             Notes(sentences=notes),
-            Verdict(sentences=[verdict], style="plain"),
+            Verdict(sentences=verdict, style="plain"),
         ],
     )  # fmt: skip
+
+
+def _verdict(found: Sequence[Predicted]) -> list[str]:
+    """Errors of the held-out runs, those of mixtures of experts apart."""
+    groups = {
+        "dense models": [one for one in found if one.published.model.experts is None],
+        "mixtures of experts": [one for one in found if one.published.model.experts is not None],
+    }
+    sentences = []
+    for name, members in groups.items():
+        held = sorted(abs(one.error) for one in members if one.published.half == "held out")
+        if held:
+            sentences.append(
+                f"Step time, {len(held)} held-out runs of {name}: median error {format_percent(median(held))}, 9 of 10 "
+                f"within {format_percent(held[int(0.9 * (len(held) - 1))])}, worst {format_percent(held[-1])}."
+            )
+    return sentences
 
 
 def _by_source(found: Sequence[Predicted]) -> Table:

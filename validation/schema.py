@@ -18,7 +18,8 @@ import msgspec
 
 from refshard import resources
 from refshard.errors import SpecError, nearest
-from refshard.specs.model import ModelSpec, load_model, parameter_count
+from refshard.specs.hardware import AttentionKernel
+from refshard.specs.model import Experts, LatentAttention, ModelSpec, load_model, parameter_count
 from refshard.specs.reading import convert, finite, read_toml, within
 
 Half = Literal["fit", "held out"]
@@ -57,6 +58,12 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     norm_biases: bool = False
     query_norm: bool = False
     learned_positions: bool = False
+    head_dim: int = 0
+    window: int = 0
+    global_every: int = 0
+    experts: Experts | None = None
+    latent: LatentAttention | None = None
+    predictions: int = 0
 
 
 class Adapter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -142,11 +149,13 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     - ``hardware`` is a profile's name, or what a profile would be called; ``cluster`` is a cluster's profile, instead
       of the source's for that hardware. ``capacity_gib`` is the GPU's memory as torch logged it.
     - ``layers`` is the depth where the model was cut. ``dp_shard`` is the number of ranks that parameters are sharded
-      over, 1 if the source names only data parallelism (with a distributed optimizer or without). ``ep`` ranks lie
-      within ``dp_shard``.
+      over, 1 if the source names only data parallelism (with a distributed optimizer or without). ``ep`` is the
+      number of ranks that experts are divided over.
     - ``microbatch`` is in sequences per data-parallel rank, ``global_batch`` in sequences.
     - ``checkpointing`` is "none", "full", "selective" (by operator), "every-2" (each second layer), a number of layers,
       or as the source describes it. ``compiled`` may name the parts that torch.compile compiles, each for itself.
+      ``fused_experts``: CUDA graphs of whole steps and fused kernels of experts, from a recipe of the run's day.
+      ``attention`` is the kernel, if it is not the source's.
       ``precision`` is "fp8-rowwise" only if a source has runs with scales by row beside others.
     - ``seconds`` is the step time, ``tokens_per_s`` the rate of all GPUs, ``mfu`` a fraction by the source's
       convention, memory a peak of torch's allocator on one rank (``reserved_first_step_gib`` apart if it is given).
@@ -181,6 +190,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     precision: Literal["bf16", "fp8", "fp8-rowwise", "nvfp4"] | None = None
     checkpointing: str | None = None
     compiled: bool | tuple[Literal["attention", "loss", "blocks", "model"], ...] | None = None
+    fused_experts: bool = False
+    attention: AttentionKernel | None = None
     seconds: float | None = None
     tokens_per_s: float | None = None
     tokens_per_s_gpu: float | None = None

@@ -39,8 +39,8 @@ SKEW = 0.87
 collectives before any goes on, and the more ranks, the later the last one."""
 
 
-Axis = Literal["shards", "replicas", "all"]
-"""Data-parallel ranks: ranks that divide parameters, ranks that hold the same part, and both."""
+Axis = Literal["shards", "experts", "replicas", "all"]
+"""Data-parallel ranks: ranks that divide parameters, or experts, ranks that hold the same part, and all."""
 
 
 def group_of(cluster: ClusterSpec, size: int, stride: int) -> GroupShape:
@@ -60,8 +60,10 @@ class Groups:
     def __init__(self, cluster: ClusterSpec, candidates: Candidates) -> None:
         self._cluster = cluster
         inner, shards, replicas = candidates["tp"], candidates.shards, candidates.replicas
+        apart = np.where(candidates["ep"] > 1, candidates["ep"], inner)
         self._axes: dict[Axis, tuple[Integers, Integers]] = {
-            "shards": (shards, inner), "replicas": (replicas, inner * shards), "all": (replicas * shards, inner),
+            "shards": (shards, inner), "experts": (candidates.expert_shards, apart),
+            "replicas": (replicas, inner * shards), "all": (replicas * shards, inner),
         }  # fmt: skip
 
     def seconds(self, over: Axis, op: CollectiveOp, nbytes: Floats) -> Floats:
@@ -80,6 +82,19 @@ class Groups:
             return found.seconds, found.latency_s
 
         return by_distinct([np.rint(nbytes).astype(np.int64), *self._axes[over]], cost)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Elements:
+    """Elements on one rank, those of experts apart, since other ranks share them."""
+
+    rest: Floats
+    experts: Floats
+
+    @property
+    def all(self) -> Floats:
+        """Both."""
+        return self.rest + self.experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -114,7 +129,7 @@ class Exchanges:
         return self._candidates.cost(field) > 0
 
     def of(
-        self, unit: Floats, ends: Floats, parameters: Floats, forward_s: Floats, backward_s: Floats, layers: Floats
+        self, unit: Elements, ends: Floats, parameters: Elements, forward_s: Floats, backward_s: Floats, layers: Floats
     ) -> Exchange:
         """The seconds for layers of ``unit`` elements; ``ends`` are the embedding's and the head's, ``parameters`` all
         of the rank's. ``forward_s`` and ``backward_s`` are a layer's.
@@ -122,33 +137,39 @@ class Exchanges:
         each = self._unit_by_unit(unit, ends, forward_s, backward_s, layers)
         once = self._once_a_step(unit, parameters, layers * forward_s, layers * backward_s)
         forward, backward, step = (np.where(self._by_unit, a, b) for a, b in zip(each, once))
-        gathered = (1 + self._reshards) * self._groups.latency("shards", "all_gather", self._element * unit)
-        reduced = self._groups.latency("shards", "reduce_scatter", self._reduction * unit)
+        gathered = (1 + self._reshards) * self._latency("all_gather", self._element, unit)
+        reduced = self._latency("reduce_scatter", self._reduction, unit)
         skew = SKEW * gathered + np.where(self._reduces_each, SKEW * reduced, 0)
         return Exchange(
             layer_forward_s=forward, layer_backward_s=backward, layer_skew_s=np.where(self._by_unit, skew, 0),
             step_s=step,
         )  # fmt: skip
 
+    def _latency(self, op: CollectiveOp, element: Floats | int, unit: Elements) -> Floats:
+        experts = self._groups.latency("experts", op, element * unit.experts)
+        return self._groups.latency("shards", op, element * unit.rest) + np.where(unit.experts > 0, experts, 0)
+
     def _unit_by_unit(
-        self, unit: Floats, ends: Floats, forward_s: Floats, backward_s: Floats, layers: Floats
+        self, unit: Elements, ends: Floats, forward_s: Floats, backward_s: Floats, layers: Floats
     ) -> tuple[Floats, Floats, Floats]:
         gather, reduce, each, reshards = self._gather(unit), self._reduce(unit), self._reduces_each, self._reshards
-        out = np.where(self._is("copies_out"), self._move(2 * self._element * unit), 0)
-        into = np.where(self._is("copies_in"), self._move((self._element + self._reduction) * unit), 0)
-        divided = np.where(self._is("divides"), self._move((self._element + 3 * self._reduction) * unit), 0)
-        cast = self._move((MASTER_BYTES + self._element) * unit / self._candidates.shards)
+        out = np.where(self._is("copies_out"), self._move(2 * self._element * unit.all), 0)
+        into = np.where(self._is("copies_in"), self._move((self._element + self._reduction) * unit.all), 0)
+        divided = np.where(self._is("divides"), self._move((self._element + 3 * self._reduction) * unit.all), 0)
+        own = unit.rest / self._candidates.shards + unit.experts / self._candidates.expert_shards
+        cast = self._move((MASTER_BYTES + self._element) * own)
         forward = out + cast + hidden(self._cluster, forward_s, gather)
         backward = np.where(reshards, out + cast, 0) + np.where(each, into + divided, 0)
         overlapped = np.where(reshards, gather, 0) + np.where(each, reduce, 0)
         backward = backward + hidden(self._cluster, backward_s, overlapped)
-        backward = backward + np.where(each, 0, self.adding(unit))
-        alone = self._gather(ends) + self._gather(unit) + self._reduce(ends)
+        backward = backward + np.where(each, 0, self.adding(unit.all))
+        around = Elements(ends, np.zeros_like(ends))
+        alone = self._gather(around) + self._gather(unit) + self._reduce(around)
         late = np.where(each, 0, layers * (into + divided + hidden(self._cluster, backward_s, reduce)))
         return forward, backward, alone * np.where(each, self._candidates["microbatches"], 1) + late
 
     def _once_a_step(
-        self, unit: Floats, parameters: Floats, forward_s: Floats, backward_s: Floats
+        self, unit: Elements, parameters: Elements, forward_s: Floats, backward_s: Floats
     ) -> tuple[Floats, Floats, Floats]:
         reduce, gather = self._reduce(parameters), self._gather(parameters)
         first, last = np.minimum(self._gather(unit), gather), np.minimum(self._reduce(unit), reduce)
@@ -157,9 +178,9 @@ class Exchanges:
         # FSDP2 reduces a pipeline's stage once its last backward is over.
         reduced = np.where(self._is("shards_parameters"), reduce, reduced)
         overlaps = self._candidates.flag("overlap_reduction")
-        return np.zeros_like(unit), self.adding(unit), np.where(overlaps, reduced + gathered, reduce + gather)
+        return np.zeros_like(unit.all), self.adding(unit.all), np.where(overlaps, reduced + gathered, reduce + gather)
 
-    def first_gathers(self, unit: Floats, forward_s: Floats, layers: Floats) -> Floats:
+    def first_gathers(self, unit: Elements, forward_s: Floats, layers: Floats) -> Floats:
         """Seconds that a stage's first forward waits for its parameters, which FSDP2 gathers as the first microbatch
         arrives. A schedule of several stages a rank has them gathered before.
         """
@@ -174,20 +195,25 @@ class Exchanges:
         added = self._is("adds") & whole & self._several
         return np.where(added, self._move((self._element + 2 * MASTER_BYTES) * numel), 0)
 
-    def _gather(self, numel: Floats) -> Floats:
-        gathered = self._over_shards("all_gather", self._element * numel, self._is("exchanges_gathers"))
+    def _gather(self, elements: Elements) -> Floats:
+        gathered = self._over_shards("all_gather", self._element * elements.rest, self._is("exchanges_gathers"))
+        experts = self._groups.seconds("experts", "all_gather", self._element * elements.experts)
+        gathered = gathered + np.where(elements.experts > 0, experts, 0)
         return np.where(self._is("shards_optimizer"), gathered, 0)
 
-    def _reduce(self, numel: Floats) -> Floats:
+    def _reduce(self, elements: Elements) -> Floats:
         """Over shards and then over replicas; if nothing is sharded, over all at once, in the masters' dtype."""
-        exchanges, shards = self._is("exchanges_reductions"), self._candidates.shards
+        exchanges, shards, numel = self._is("exchanges_reductions"), self._candidates.shards, elements.rest
         scattered = self._over_shards("reduce_scatter", self._reduction * numel, exchanges)
         if self._cluster.library == "gloo":
             others = (shards - 1) / shards
             summing = self._move(3 * self._reduction * numel * others)
             scattered = scattered + np.where(exchanges & (others > 0), summing, 0)
-        summed = self._groups.seconds("replicas", "all_reduce", self._reduction * numel / shards)
-        whole = self._groups.seconds("all", "all_reduce", MASTER_BYTES * numel)
+        experts = self._groups.seconds("experts", "reduce_scatter", self._reduction * elements.experts)
+        scattered = scattered + np.where(elements.experts > 0, experts, 0)
+        own = numel / shards + elements.experts / self._candidates.expert_shards
+        summed = self._groups.seconds("replicas", "all_reduce", self._reduction * own)
+        whole = self._groups.seconds("all", "all_reduce", MASTER_BYTES * elements.all)
         return np.where(self._is("shards_optimizer"), scattered + summed, whole)
 
     def _over_shards(self, op: CollectiveOp, nbytes: Floats, exchanges: Mask) -> Floats:

@@ -7,7 +7,7 @@ import numpy as np
 
 from refshard.costs import ADAMW_BYTES
 from refshard.errors import SpecError
-from refshard.plan.collectives import Exchanges, group_of
+from refshard.plan.collectives import Elements, Exchanges, group_of
 from refshard.plan.cost_models import MASTER_BYTES
 from refshard.plan.kernels import Share, hidden_bytes, sizes_of
 from refshard.plan.layers import LayerCosts, LayerTimes, Within
@@ -26,7 +26,7 @@ _TIMES = tuple(field.name for field in fields(LayerTimes))
 _MEMORY = tuple(field.name for field in fields(LayerMemory))
 _SHARE = (
     "microbatch", "tp", "cp", "ep", "precision", "compiled", "fused_norms", "attention", "overlap_tensor",
-    "context_by",
+    "context_by", "dispatch", "fused_experts",
 )  # fmt: skip
 """Fields on which a layer's time and memory depend."""
 
@@ -73,37 +73,62 @@ class _Estimate:
         self._alone = candidates["pp"] == 1
         # A model may have some dense layers and mixtures of experts in the others: figures are of the average layer.
         self._routed = routed_layers(model) / model.n_layers
+        # Its dense layers come first. The part of the layers that are mixtures, of a pipeline's first rank and others.
+        dense, first = model.n_layers - routed_layers(model), np.maximum(1, self._stages.first)
+        self._routed_first = np.where(self._alone, self._routed, np.maximum(0, first - dense) / first)
+        self._routed_later = np.where(self._alone, self._routed, float(self._routed > 0))
         self._sizes()
 
     def _sizes(self) -> None:
-        rows, model, stages, routed = self._rows, self._model, self._stages, self._routed
+        rows, model, stages = self._rows, self._model, self._stages
 
         def sizes(tensor: int, expert: int) -> tuple[float, ...]:
             found = sizes_of(model, tensor, expert)
-            layer = found.dense * (1 - routed) + (found.routed + found.experts) * routed
-            unit = max(found.dense, found.routed + found.experts)
-            return layer, unit, found.feed_forward, found.embedding, found.head
+            return found.dense, found.routed, found.experts, found.feed_forward, found.embedding, found.head
 
-        layer, self._unit, self._feed_forward, self._embedding, self._head = by_distinct(
+        self._dense, self._plain, self._experts, self._feed_forward, self._embedding, self._head = by_distinct(
             [rows["tp"], rows["ep"]], sizes
         )
-        self._layer = layer
+        mixed = self._plain + self._experts > self._dense
+        self._unit = Elements(np.where(mixed, self._plain, self._dense), np.where(mixed, self._experts, 0))
         self._looked_up = self._embedding * np.where(self._megatron, 1, rows["tp"])
         slowest = np.maximum(stages.middle, np.maximum(stages.first, stages.last))
         self._layers = np.where(self._alone, model.n_layers, slowest)
-        most = np.maximum(stages.first * layer + self._embedding, stages.last * layer + self._head)
-        most = np.where(rows["pp"] > 2, np.maximum(most, stages.middle * layer), most)
-        self._parameters = np.where(self._alone, model.n_layers * layer + self._embedding + self._head, most)
+        alone, between = np.where(self._alone, model.n_layers, stages.first), rows["pp"] > 2
+        ends = [self._embedding + np.where(self._alone, self._head, 0), np.zeros_like(self._head), self._head]
+        held = [
+            self._held_elements(layers, part, end)
+            for layers, part, end in zip(
+                (alone, np.where(between, stages.middle, 0), np.where(self._alone, 0, stages.last)),
+                (self._routed_first, self._routed_later, self._routed_later), ends,
+            )
+        ]  # fmt: skip
+        most, at = np.argmax([one.all for one in held], axis=0), np.arange(len(rows))
+        rest, experts = np.array([one.rest for one in held]), np.array([one.experts for one in held])
+        self._parameters = Elements(rest[most, at], experts[most, at])
         # Elements that the rank's optimizer updates.
-        self._own = self._parameters / np.where(rows.cost("shards_optimizer") > 0, rows.shards, 1)
+        sharded = self._parameters.rest / rows.shards + self._parameters.experts / rows.expert_shards
+        self._own = np.where(rows.cost("shards_optimizer") > 0, sharded, self._parameters.all)
+
+    def _held_elements(self, layers: Integers, routed: Floats, end: Floats) -> Elements:
+        """Elements of a rank with so many layers, of which this part are mixtures, and with this at the ends."""
+        plain = self._dense * (1 - routed) + self._plain * routed
+        return Elements(layers * plain + end, layers * routed * self._experts)
 
     def all(self) -> Estimates:
         rows, stages, model = self._rows, self._stages, self._model
-        layer_s, embedding_s, head_s = self._layer_times()
+        dense_s, mixed_s, embedding_s, head_s = self._layer_times()
+        head_s = head_s * (1 + model.predictions)
         full, some = self._checkpointed()
-        recomputed_s = full * layer_s["full_s"] + some * layer_s["selective_s"]
-        layer_forward_s = layer_s["forward_s"]
-        layer_backward_s = layer_s["input_s"] + layer_s["weight_s"] + recomputed_s
+        routed = self._routed
+        layer_s = {name: dense_s[name] * (1 - routed) + mixed_s[name] * routed for name in _TIMES}
+
+        def backward_of(times: dict[str, Floats]) -> Floats:
+            recomputed = full * times["full_s"] + some * times["selective_s"]
+            return times["input_s"] + times["weight_s"] + recomputed
+
+        layer_forward_s, layer_backward_s = layer_s["forward_s"], backward_of(layer_s)
+        longer = mixed_s["forward_s"] + backward_of(mixed_s) - dense_s["forward_s"] - backward_of(dense_s)
         exchanges = Exchanges(self._cluster, rows, self._reduction)
         embedding_s = embedding_s + exchanges.adding(self._looked_up)
         head_s = head_s + exchanges.adding(self._head)
@@ -112,9 +137,10 @@ class _Estimate:
         )
         forward, backward = layer_forward_s + exchange.layer_forward_s, layer_backward_s + exchange.layer_backward_s
         layer, ends = forward + backward, embedding_s + head_s
-        first, last = stages.first * layer + embedding_s, stages.last * layer + head_s
-        everyone = model.n_layers * layer + ends
-        slowest = np.where(self._alone, everyone, np.maximum(stages.middle * layer, np.maximum(first, last)))
+        later = layer + (self._routed_later - routed) * longer
+        first = stages.first * (layer + (self._routed_first - routed) * longer) + embedding_s
+        last, everyone = stages.last * later + head_s, model.n_layers * layer + ends
+        slowest = np.where(self._alone, everyone, np.maximum(stages.middle * later, np.maximum(first, last)))
         slowest = slowest + self._messages(exposed=True)
         weight = layer_s["weight_s"] * self._layers
         pipelined, waiting = step_seconds(rows, slowest, np.maximum(everyone, slowest), weight)
@@ -141,27 +167,33 @@ class _Estimate:
             straggling_s=straggling, memory=self.memory(),
         )  # fmt: skip
 
-    def _layer_times(self) -> tuple[dict[str, Floats], Floats, Floats]:
-        """Seconds of the average layer by field of :class:`LayerTimes`, of the embedding and of the head."""
-        rows, model, cluster, routed = self._rows, self._model, self._cluster, self._routed
+    def _layer_times(self) -> tuple[dict[str, Floats], dict[str, Floats], Floats, Floats]:
+        """Seconds of a dense layer and of a mixture by field of :class:`LayerTimes`, of the embedding and of the
+        head.
+        """
+        rows, model, cluster = self._rows, self._model, self._cluster
 
         def times(megatron: int, *key: int) -> tuple[float, ...]:
-            share, overlaps, by = self._share(*key), bool(key[-2]), rows.labels["context_by"][key[-1]]
+            share, (overlaps, by, dispatch, fused_experts) = self._share(*key), key[-4:]
+            experts, given = group_of(cluster, share.ep, 1), rows.labels["dispatch"][dispatch]
+            own = "copies" if not megatron else "overlapped" if experts.nodes > 1 else "once"
             within = Within(
                 tensor_shape=group_of(cluster, share.tp, 1),
                 context_shape=group_of(cluster, share.cp, share.tp),
-                expert_shape=group_of(cluster, share.ep, share.tp),
-                overlaps=overlaps, exchanges=by == "exchange", dtensors=not megatron,
+                expert_shape=experts,
+                dispatch=own if given == "default" else given,  # type: ignore[arg-type]
+                fused_experts=bool(fused_experts),
+                overlaps=bool(overlaps), exchanges=rows.labels["context_by"][by] == "exchange", dtensors=not megatron,
             )  # fmt: skip
             costs = LayerCosts(model, cluster, share, within)
             dense = costs.layer(dense=True)
-            mixed = costs.layer(dense=False) if routed else dense
-            layer = [getattr(dense, t) * (1 - routed) + getattr(mixed, t) * routed for t in _TIMES]
+            mixed = costs.layer(dense=False) if self._routed else dense
+            layers = [getattr(kind, name) for kind in (dense, mixed) for name in _TIMES]
             ends = [part.forward_s + part.backward_s for part in (costs.embedding(), costs.head())]
-            return (*layer, *ends)
+            return (*layers, *ends)
 
-        *layer, embedding, head = by_distinct([self._megatron.astype(np.int64), *(rows[f] for f in _SHARE)], times)
-        return dict(zip(_TIMES, layer)), embedding, head
+        *layers, embedding, head = by_distinct([self._megatron.astype(np.int64), *(rows[f] for f in _SHARE)], times)
+        return dict(zip(_TIMES, layers)), dict(zip(_TIMES, layers[len(_TIMES) :])), embedding, head
 
     def _share(self, microbatch: int, tp: int, cp: int, ep: int, precision: int, compiled: int,
                fused_norms: int, attention: int, *_: int) -> Share:  # fmt: skip
@@ -222,23 +254,26 @@ class _Estimate:
         return memory_of(self._rows, [*held, self._held(ranks - 1, kept)], self._element, self._reduction)
 
     def _kept(self) -> dict[str, Floats]:
-        """Bytes by purpose, of one microbatch of a rank that has layers and both ends."""
-        rows, model, routed = self._rows, self._model, self._routed
+        """Bytes by purpose, of one microbatch of a rank that has layers and both ends; of a layer, those of a dense one
+        and, after them, those of a mixture.
+        """
+        rows, model = self._rows, self._model
         casts = (rows.cost("casts") > 0) & ~rows.where("precision", "fp32")
 
         def kept(megatron: int, casts: int, *key: int) -> tuple[float, ...]:
             share = self._share(*key)
             how = {"gathers_again": bool(megatron), "casts": bool(casts)}
             dense = layer_memory(model, share, dense=True, **how)
-            mixed = layer_memory(model, share, dense=False, **how) if routed else dense
-            layer = [getattr(dense, n) * (1 - routed) + getattr(mixed, n) * routed for n in _MEMORY]
+            mixed = layer_memory(model, share, dense=False, **how) if self._routed else dense
+            layers = [getattr(kind, name) for kind in (dense, mixed) for name in _MEMORY]
             loss = loss_bytes(model, share, splits_loss=share.tp > 1 and not megatron)
             logits = share.element * share.tokens * model.vocab / share.tp
             scattering = MASTER_BYTES * share.tokens * model.dim
-            return (*layer, loss, logits, scattering, hidden_bytes(model, share, casts=bool(casts)))
+            return (*layers, loss, logits, scattering, hidden_bytes(model, share, casts=bool(casts)))
 
         key = [self._megatron.astype(np.int64), casts.astype(np.int64), *(rows[field] for field in _SHARE)]
-        return dict(zip((*_MEMORY, "loss", "logits", "scattering", "hidden"), by_distinct(key, kept)))
+        names = (*_MEMORY, *(f"mixed {name}" for name in _MEMORY), "loss", "logits", "scattering", "hidden")
+        return dict(zip(names, by_distinct(key, kept)))
 
     def _held(self, rank: Integers, kept: dict[str, Floats]) -> Held:
         """What the pipeline's ``rank`` holds."""
@@ -248,11 +283,16 @@ class _Estimate:
         layers = np.where(first, stages.first, np.where(last, stages.last, stages.middle))
         layers = np.where(self._alone, self._model.n_layers, layers).astype(np.float64)
         embedding, head = np.where(first, self._embedding, 0.0), np.where(last, self._head, 0.0)
-        parameters = layers * self._layer + embedding + head
+        routed = np.where(first, self._routed_first, self._routed_later)
+        held = self._held_elements(layers, routed, embedding + head)
+        parameters = held.all
+        kept = {n: kept[n] * (1 - routed) + kept[f"mixed {n}"] * routed if n in _MEMORY else kept[n] for n in kept}
         part, some = self._checkpointed()
         none, full = kept["none"], kept["full"]
         layer = (1 - part - some) * none + part * full + some * kept["selective"]
-        recasts = (part + some) * layers * self._layer
+        local = self._model.experts.count / rows["ep"] if self._model.experts else 1
+        shapes = np.where(self._megatron, self._unit.rest + self._unit.experts / local, self._unit.all)
+        recasts = (part + some) * (parameters - embedding - head)
         flying, microbatches, parts = in_flight(rows, rank), rows["microbatches"], rows["interleave"]
         # Messages that are still there when the rank has computed its last forward. 1F1B waits for each before it goes
         # on, so that outputs stay until their backward; others' outputs are their first layers' input. Torch's
@@ -262,7 +302,8 @@ class _Estimate:
         outputs = sent * kept["hidden"] + np.where(last, kept["logits"], 0)
         received = microbatches * (parts * 2.0 - first - last)
         return Held(
-            parameters=parameters, unit=self._unit, feed_forward=self._feed_forward,
+            parameters=parameters, experts=held.experts, unit=self._unit.all, shapes=shapes,
+            feed_forward=self._feed_forward,
             down=self._feed_forward / (3 if self._model.gated else 2), embedding=embedding, head=head,
             looked_up=np.where(first, self._looked_up, 0.0),
             casts=parameters - recasts - (0 if self._model.tied else embedding), recasts=recasts, kept=layer,

@@ -73,7 +73,8 @@ class Share:
     """One rank's share of a microbatch: ``sequences`` of ``seq_len`` tokens, divided by ``cp`` ranks, and each
     matrix divided by ``tp`` ranks.
 
-    ``ep`` ranks divide a mixture's experts. ``fused``: elementwise kernels are a compiler's. ``fused_norms``: each
+    ``ep`` ranks divide a mixture's experts, which are whole then; ``tp`` ranks split each expert only if ``ep`` is 1.
+    ``fused``: elementwise kernels are a compiler's. ``fused_norms``: each
     norm is one kernel. Without ``fused_attention``, torch multiplies and stores every score.
     """
 
@@ -152,13 +153,14 @@ def feed_forward_linears(model: ModelSpec, *, dense: bool = True) -> tuple[Linea
 
 def product_of(model: ModelSpec, linear: Linear, share: Share) -> Product:
     """A rank's part of a linear layer's forward product. Tokens are taken to be dealt to the experts evenly."""
-    k = linear.k / share.tp if linear.split == "rows" else linear.k
-    n = linear.n / share.tp if linear.split == "columns" else linear.n
+    split = share.tp if linear.count == 1 or share.ep == 1 else 1
+    k = linear.k / split if linear.split == "rows" else linear.k
+    n = linear.n / split if linear.split == "columns" else linear.n
     if linear.count == 1:
         return Product(share.tokens, k, n)
     assert model.experts is not None
     count = max(1, linear.count // share.ep)
-    return Product(share.tokens * model.experts.active / count, k, n, count)
+    return Product(share.tokens * split / share.tp * model.experts.active / count, k, n, count)
 
 
 def attention_width(model: ModelSpec) -> float:
@@ -301,7 +303,8 @@ def sizes_of(model: ModelSpec, tensor: int, expert: int) -> Sizes:
     dense = _numel([*attention, *feed_forward_linears(model)], tensor, 1, biased=model.biased) + norms
     mixture = feed_forward_linears(model, dense=False) if model.experts else ()
     routed = _numel([*attention, *(one for one in mixture if one.count == 1)], tensor, 1, biased=model.biased) + norms
-    experts = _numel([one for one in mixture if one.count > 1], tensor, expert, biased=False)
+    split = tensor if expert == 1 else 1
+    experts = _numel([one for one in mixture if one.count > 1], split, expert, biased=False)
     inner = _numel([*feed_forward_linears(model)], tensor, 1, biased=model.biased)
     mixed = _numel([one for one in mixture if one.count == 1], tensor, 1, biased=model.biased) + experts
     ends = model.vocab * model.dim / tensor

@@ -126,6 +126,12 @@ CHUNKS = 4
 RING_PART = 0.69
 """The part of attention's rate that its kernels reach on the pieces of a ring: each piece is short, and results are
 corrected in fp32."""
+ROUTED_KERNELS = 88.0
+"""Kernels that the host launches in a pass through a mixture beyond those that are priced: small ones that choose,
+count and sort. None in CUDA graphs."""
+GROUPED_FILL = 1370.0
+"""Products of many experts are narrow: each tile takes longer by what so many more elements of its sums would take,
+which also stands for what is moved around the products."""
 EAGER_PART = 0.88
 """The part of the memory's rate that torch's eager elementwise kernels reach; they also cast, broadcast and reduce."""
 
@@ -134,7 +140,8 @@ EAGER_PART = 0.88
 class Within:
     """How the ranks of one layer communicate.
 
-    ``tensor_shape``, ``context_shape`` and ``expert_shape`` say how their groups lie on nodes. ``overlaps``: products
+    ``tensor_shape``, ``context_shape`` and ``expert_shape`` say how their groups lie on nodes. ``dispatch`` and
+    ``fused_experts`` are those of :class:`~refshard.specs.job.Implementation`. ``overlaps``: products
     are cut into pieces that overlap tensor parallelism's collectives. ``exchanges``: heads are exchanged for tokens
     instead of a ring. With torch's ``dtensors``, the embedding's gradient is whole on each tensor-parallel rank, and
     the ring gathers keys and values at once.
@@ -143,6 +150,8 @@ class Within:
     tensor_shape: GroupShape
     context_shape: GroupShape
     expert_shape: GroupShape
+    dispatch: Literal["copies", "once", "overlapped"] = "copies"
+    fused_experts: bool = False
     overlaps: bool = False
     exchanges: bool = False
     dtensors: bool = False
@@ -180,29 +189,30 @@ class LayerCosts:
         model, share = self._model, self._share
         linears = [*attention_linears(model), *feed_forward_linears(model, dense=dense)]
         products = [product_of(model, linear, share) for linear in linears]
-        product_s = [self._product(product) for product in products]
+        product_s = [self._product(product, grouped=one.count > 1) for one, product in zip(linears, products)]
         forward = [*forward_moves(model, share, dense=dense)]
         backward = [*backward_moves(model, share, dense=dense)]
         if share.precision == "fp8":
-            forward += quantising_moves([p.m * p.k * p.count for p in products])
-            backward += quantising_moves([p.m * p.n * p.count for p in products])
+            cast = [p for p in products if p.count == 1 or not self._within.fused_experts]
+            forward += quantising_moves([p.m * p.k * p.count for p in cast])
+            backward += quantising_moves([p.m * p.n * p.count for p in cast])
         attention, attention_back = (self._attention(backward=b) for b in (False, True))
         sent, returned = self._context(attention), self._context(attention_back, backward=True)
         around, again = self._tensor(sum(product_s), "forward"), self._tensor(sum(product_s), "again")
-        experts = 0.0 if dense else self._experts()
-        forward_s = self._at_least_launched(
-            sum(product_s) + attention + self._moves(forward), len(products) + len(forward) + 1
-        )
+        kernels = len(products) + 1 + (0.0 if dense or self._within.fused_experts else ROUTED_KERNELS)
+        device_s, last = sum(product_s) + attention + self._moves(forward), product_s[-1]
+        forward_s = self._at_least_launched(device_s, kernels + len(forward))
+        again_s = self._at_least_launched(device_s - last, kernels + len(forward) - 1)
         input_s = self._at_least_launched(
-            sum(product_s) + attention_back + self._moves(backward), len(products) + len(backward) + 1
+            sum(product_s) + attention_back + self._moves(backward), kernels + len(backward)
         )
+        experts, experts_back = (0.0, 0.0) if dense else map(self._experts, (forward_s, input_s + sum(product_s)))
         comm = around + sent + experts
-        last = product_s[-1]
         return LayerTimes(
             forward_s=forward_s + comm,
-            input_s=input_s + around + returned + experts,
+            input_s=input_s + around + returned + experts_back,
             weight_s=sum(product_s),
-            full_s=forward_s - last + comm - around + again,
+            full_s=again_s + comm - around + again,
             selective_s=sum(product_s[1::2]) - last * (len(product_s) % 2 == 0)
             + self._moves(forward) + again + experts,
         )  # fmt: skip
@@ -258,7 +268,7 @@ class LayerCosts:
         width = projected_width(self._model) / share.tp
         values = self._model.n_heads * attention_width(self._model) / share.tp
         if self._within.exchanges:
-            moved = share.tokens * (width + values) * share.element * share.cp
+            moved = share.tokens * (width + values) * share.element
             return collective_cost(self._cluster, "all_to_all", round(moved), shape).seconds
         corrected = self._moves([Move(10 * share.tokens * values * share.cp)])
         if self._within.dtensors:
@@ -301,19 +311,27 @@ class LayerCosts:
             one.count * collective_cost(self._cluster, one.op, round(one.nbytes), shape).seconds for one in issued
         )
 
-    def _experts(self) -> float:
-        """Tokens to their experts, and back."""
-        share, model = self._share, self._model
+    def _experts(self, compute_s: float) -> float:
+        """Exposed seconds of tokens on the way to their experts, and back; ``compute_s`` may overlap them."""
+        share, model, within = self._share, self._model, self._within
         if share.ep == 1 or model.experts is None:
             return 0.0
-        sent = share.tokens / share.tp * model.experts.active * model.dim * share.element * share.ep
-        return 2 * collective_cost(self._cluster, "all_to_all", round(sent), self._within.expert_shape).seconds
+        copies: float = model.experts.active
+        if within.dispatch != "copies":
+            # Of experts chosen at random, so many different nodes have one, or ranks of a single node.
+            parts = within.expert_shape.nodes if within.expert_shape.nodes > 1 else share.ep
+            copies = parts * (1 - (1 - 1 / parts) ** copies)
+        sent = share.tokens / share.tp * copies * model.dim * share.element
+        both = 2 * collective_cost(self._cluster, "all_to_all", round(sent), within.expert_shape).seconds
+        return hidden(self._cluster, compute_s, both) if within.dispatch == "overlapped" else both
 
-    def _product(self, product: Product, *, plain: bool = False) -> float:
+    def _product(self, product: Product, *, plain: bool = False, grouped: bool = False) -> float:
         low = self._share.precision == "fp8" and not plain
         operand = 1 if low else self._share.element
+        # Forward and the gradients of inputs and weights each sum over another side.
+        filling = GROUPED_FILL * (1 / product.k + 1 / product.n + 1 / product.m) / 3 if grouped else 0.0
         return product_seconds(
-            self._hardware, "fp8" if low else self._share.dtype, product.flops,
+            self._hardware, "fp8" if low else self._share.dtype, product.flops * (1 + filling),
             product.nbytes(operand, self._share.element),
         )  # fmt: skip
 
@@ -325,7 +343,7 @@ class LayerCosts:
             for move in moves
         )
 
-    def _at_least_launched(self, device_s: float, kernels: int) -> float:
+    def _at_least_launched(self, device_s: float, kernels: float) -> float:
         """The host may take longer to launch the kernels than the device to run them."""
         hardware = self._hardware
         return max(device_s, kernels * hardware.host_s) if hardware.asynchronous else device_s

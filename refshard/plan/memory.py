@@ -78,15 +78,19 @@ def layer_memory(
     hidden = e * n / t * model.dim
     given = hidden if gathers_again else e * n * model.dim
     projected = e * n * projected_width(model) / t
-    mixed = e * n * model.n_heads * attention_width(model) / t
+    mixed = e * n * model.n_heads * (model.latent.value_dim if model.latent else model.head_dim) / t
     sums = SUMS_BYTES * n * model.n_heads / t
     inner = e * inner_tokens_width(model, share, dense=dense)
     # A gated feed-forward keeps gate, activation, the other factor and the product; a fused kernel keeps no activation.
     times = (3 if share.fused else 4) if model.gated else 2
-    routed = 0.0 if dense or model.experts is None else e * n * model.experts.active * model.dim / t * 2
+    # What experts get; and what they return, unless Megatron's activation has weighted it.
+    sent = 0.0 if dense or model.experts is None else e * n * model.experts.active * model.dim / t
+    # Torch's code also keeps it, weighted in fp32 or with its sum, on its way.
+    routed = sent if gathers_again else 3 * sent
     norms = 2 * stream + (5 if casts else 2) * given + 2 * SUMS_BYTES * n / t
     scores = 0.0 if share.fused_attention else SCORE_BYTES * n * share.seq_len * model.n_heads / t
     attention = projected + sums if share.fused_attention else 3 * mixed + scores
+    attention += e * n * (model.n_heads + model.n_kv_heads) * model.head_dim / t if model.query_norm else 0.0
     everything = norms + attention + mixed + times * inner + routed
     key_value = e * n * (projected_width(model) - model.n_heads * attention_width(model)) / 2 / t
     # Selective checkpointing keeps the output of every second product; of the last one, its sum over tensor ranks.
@@ -142,7 +146,9 @@ class Held:
 
     Elements:
 
-    - ``parameters``: all of them; ``unit``: those of the largest unit.
+    - ``parameters``: all of them; ``experts``: those of experts; ``unit``: those of the largest unit.
+    - ``shapes``: the same, but in Megatron one expert's alone: products add gradients up, and give autograd an empty
+      tensor for each shape.
     - ``feed_forward``: those of that unit's feed-forward; ``down``: those of its last product.
     - ``embedding``, ``head``: 0 if another pipeline rank has them; in a tied model the embedding is also the head.
     - ``looked_up``: the embedding's whole gradient.
@@ -168,7 +174,9 @@ class Held:
     """
 
     parameters: Floats
+    experts: Floats
     unit: Floats
+    shapes: Floats
     feed_forward: Floats
     down: Floats
     embedding: Floats
@@ -212,7 +220,8 @@ class _Rank:
     def __init__(self, candidates: Candidates, held: Held, element: Floats, reduction: Floats) -> None:
         self._candidates, self._held, self._element, self._reduction = candidates, held, element, reduction
         self._parts = candidates["interleave"].astype(np.float64)
-        self._own = held.parameters / np.where(self._is("shards_optimizer"), candidates.shards, 1)
+        sharded = (held.parameters - held.experts) / candidates.shards + held.experts / candidates.expert_shards
+        self._own = np.where(self._is("shards_optimizer"), sharded, held.parameters)
         self._by_unit, self._around = self._is("shards_parameters"), self._is("around")
         self._casts = self._is("casts") & (element < MASTER_BYTES)
         self._pipelined, self._offload = candidates["pp"] > 1, candidates.flag("offload")
@@ -341,10 +350,11 @@ class _Rank:
         # Otherwise, while a layer computes, its activations are there, and parameters of the next; at its end, its
         # gradients as they came and as they are reduced, and a third of the workspace: about one of its three tensors
         # of the feed-forward's width.
+        came = element * held.shapes
         reduced = np.where(self._by_unit, element + reduction, 0) * held.unit
         working = np.maximum(held.workspace, held.after_feed_forward)
-        computing = held.recomputed + working + self._gathered + element * held.unit
-        ending = np.where(self._stays, 0, 2 * element * held.unit)
+        computing = held.recomputed + working + self._gathered + came
+        ending = np.where(self._stays, 0, 2 * came)
         alone = np.maximum(computing, reduced + ending + held.workspace / 3)
         return np.where(self._casts, held.recomputed + held.after_product, np.where(self._around, within, alone))
 

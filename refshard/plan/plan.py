@@ -18,6 +18,7 @@ from refshard.plan.memory import PARTS
 from refshard.plan.search import Found
 from refshard.plan.space import Candidates
 from refshard.specs.cluster import ClusterSpec
+from refshard.specs.hardware import HardwareSpec
 from refshard.specs.job import Job
 from refshard.specs.model import ModelSpec
 from refshard.specs.reading import convert, read_toml
@@ -34,30 +35,52 @@ class KindSpread(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     high: float
 
 
+LEAST_RUNS = 5
+"""Fewest runs of a kind that say how far off its predictions are."""
+
+
 class Spread(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """By kind. ``all`` holds for every held-out run, and for kinds without runs of their own."""
+    """By kind. No kind stands for another."""
 
     kinds: dict[str, KindSpread]
 
-    def of(self, kind: str) -> KindSpread:
-        """The figures of a kind."""
-        return self.kinds.get(kind) or self.kinds["all"]
+    def of(self, kind: str) -> KindSpread | None:
+        """The figures of a kind; None if fewer than :data:`LEAST_RUNS` runs were published of it."""
+        found = self.kinds.get(kind)
+        return found if found is not None and found.count >= LEAST_RUNS else None
 
-    def bounds(self, kind: str) -> tuple[float, float]:
-        """Factors from a prediction to its lower and upper bound: at most 1, and at least 1."""
+    def why_unknown(self, kind: str) -> str:
+        """Why there are no figures of a kind."""
+        count = self.kinds[kind].count if kind in self.kinds else 0
+        return (
+            f"only {count} published run{'s' * (count > 1)} of this kind" if count else "no published run of this kind"
+        )
+
+    def bounds(self, kind: str) -> tuple[float, float] | None:
+        """Factors from a prediction to its lower and upper bound: at most 1, and at least 1; None if not known."""
         found = self.of(kind)
-        return min(found.low, 1.0), max(found.high, 1.0)
+        return None if found is None else (min(found.low, 1.0), max(found.high, 1.0))
 
 
-def kind_of(job: Job) -> str:
-    """The kind of a job, by the axes it uses and its precision: one kind is predicted about equally well."""
+_FAMILIES = {
+    (8, 0): "A100", (8, 9): "Ada", (9, 0): "Hopper", (9, 4): "MI300", (10, 0): "Blackwell", (10, 3): "Blackwell",
+    (12, 0): "RTX 50",
+}  # fmt: skip
+"""Families of GPUs that are predicted about equally well, by their compute capability."""
+
+
+def kind_of(job: Job, model: ModelSpec, hardware: HardwareSpec) -> str:
+    """The kind of a job: one kind is predicted about equally well. It tells mixtures of experts, the axes that divide
+    the model, the precision and the family of GPUs.
+    """
     if job.pp > 1:
         divided = "pipeline"
     elif job.tp > 1 or job.cp > 1:
         divided = "tensor or context"
     else:
         divided = "data"
-    return f"{divided}, {job.precision}"
+    family = _FAMILIES.get(hardware.capability) or hardware.device_name or hardware.device.upper()
+    return f"{'experts' if model.experts else 'dense'}, {divided} parallel, {job.precision}, {family}"
 
 
 def load_spread() -> Spread:
@@ -109,7 +132,8 @@ class Failures(msgspec.Struct, frozen=True, kw_only=True):
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One configuration on one cluster size.
 
-    ``low_s`` and ``high_s`` bound 8 of 10 published step times of this ``kind`` around their predictions. ``parts`` are
+    ``low_s`` and ``high_s`` bound 8 of 10 published step times of this ``kind`` around their predictions; None if too
+    few are published. ``parts`` are
     the step's seconds, ``memory`` the peak's bytes on the rank that needs most. ``checkpointed`` of its ``layers``
     layers recompute. ``gpu_hours`` and ``cost_usd`` are those of a trillion tokens, at ``goodput``.
 
@@ -121,8 +145,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     fits: bool
     kind: str
     step_s: float
-    low_s: float
-    high_s: float
+    low_s: float | None
+    high_s: float | None
     tokens_per_s_gpu: float
     tflops: float
     mfu: float
@@ -162,7 +186,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(
             self, dry_step_s=step_s, fits=allocated_bytes <= usable_bytes,
             reserved_bytes=reserved_bytes if allocated_bytes > usable_bytes else min(reserved_bytes, usable_bytes),
-            low_s=self.low_s * times, high_s=self.high_s * times, tokens_per_s_gpu=self.tokens_per_s_gpu / times,
+            low_s=None if self.low_s is None else self.low_s * times,
+            high_s=None if self.high_s is None else self.high_s * times, tokens_per_s_gpu=self.tokens_per_s_gpu / times,
             tflops=self.tflops / times, mfu=self.mfu / times, gpu_hours=self.gpu_hours * times,
             cost_usd=self.cost_usd * times,
         )  # fmt: skip
@@ -235,14 +260,16 @@ class Reader:
         job, step_s = estimates.candidates.job(place), float(estimates.step_s[place])
         speed = float(found.tokens_per_s_gpu[place])
         flops = speed * flops_per_token(self.model, self.seq_len, CONVENTION)
-        low, high = self.spread.bounds(kind_of(job))
+        kind = kind_of(job, self.model, self.cluster.accelerator)
+        bounds = self.spread.bounds(kind)
         goodput = self.failures.goodput(job.gpus)
         hours = TRILLION / speed / HOUR / goodput if goodput else float("inf")
         precision = job.precision if job.precision in self.cluster.accelerator.matmul else "bf16"
         layers = -(-self.model.n_layers // job.pp)
         return Row(
-            job=job, fits=bool(found.fits[place]), kind=kind_of(job), step_s=step_s,
-            low_s=step_s * low, high_s=step_s * high, tokens_per_s_gpu=speed, tflops=flops / 1e12,
+            job=job, fits=bool(found.fits[place]), kind=kind, step_s=step_s,
+            low_s=step_s * bounds[0] if bounds else None, high_s=step_s * bounds[1] if bounds else None,
+            tokens_per_s_gpu=speed, tflops=flops / 1e12,
             mfu=flops / self.cluster.accelerator.matmul[precision].peak,
             parts={part: float(getattr(estimates, f"{part}_s")[place]) for part in TIME_PARTS},
             peak_bytes=int(estimates.memory.peak[place]),
@@ -291,12 +318,15 @@ def with_dry_rows(size: Size, rows: Sequence[Row]) -> Size:
 
 def ranked(rows: Sequence[Row], spread: Spread) -> tuple[list[Row], Row | None]:
     """The rows that tie with the first, because their time is within the median error of its kind, and the next one.
+    A row ties only if the errors of its kind and of the first's are known.
 
     If the first was dry-run, rows in closed form only are left out.
     """
     best = rows[0]
     others = [row for row in rows[1:] if row.dry_step_s or not best.dry_step_s]
-    tied = [row for row in others if row.time_s <= best.time_s * (1 + spread.of(best.kind).median)]
+    error = spread.of(best.kind)
+    most = best.time_s * (1 + error.median) if error else 0.0
+    tied = [row for row in others if row.time_s <= most and spread.of(row.kind)]
     return tied, next((row for row in others if row not in tied), None)
 
 

@@ -128,6 +128,14 @@ class Candidates:
         """Ranks that a strategy which shards divides parameters over."""
         return self.data_ranks // self.replicas * self["cp"]
 
+    @property
+    def expert_shards(self) -> Integers:
+        """The same for experts, of which each rank has some: ``ep`` ranks have different ones, and are also taken from
+        tensor-parallel ranks.
+        """
+        found: Integers = np.maximum(1, self.shards * np.where(self["ep"] > 1, self["tp"], 1) // self["ep"])
+        return found
+
 
 def by_distinct(columns: Sequence[npt.NDArray[np.generic]], value: Callable[..., tuple[float, ...]]) -> Floats:
     """``value`` of each distinct row of the columns, computed once and spread over all rows: (values, rows)."""
@@ -217,12 +225,12 @@ def _batches(
     space: Space, model: ModelSpec, data: int, tp: int, cp: int, pp: int, interleave: int, schedule: str
 ) -> Iterator[tuple[object, ...]]:
     local = space.global_batch // data
-    experts = (model.experts.count, data * cp) if model.experts else (1,)
+    experts = (model.experts.count, data * cp * tp) if model.experts else (1,)
     for microbatch in _sizes(space.microbatch, min(local, MOST_MICROBATCH), (local,)):
         microbatches = local // microbatch
         if pp > 1 and (microbatches < pp or (interleave > 1 and microbatches % pp)):
             continue
-        for ep in _sizes(space.ep, data * cp, experts):
+        for ep in _sizes(space.ep, data * cp * tp, experts):
             for strategy in space.strategies:
                 if not _composes(strategy, tp, cp, pp, schedule):
                     continue

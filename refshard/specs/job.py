@@ -47,6 +47,11 @@ class Implementation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     - ``reshard`` frees gathered parameters between forward and backward.
     - ``overlap_tensor`` overlaps tensor parallelism's collectives with its products, in pieces. ``overlap_reduction``
       overlaps the reductions and gathers of a whole step with compute, ``overlap_pipeline`` its messages.
+    - ``dispatch`` is how tokens get to experts of other ranks. By ``"copies"``, an all-to-all sends one for each
+      expert. If ``"once"``, a token goes once to each rank, and over the network once to each node (DeepEP, HybridEP).
+      ``"overlapped"`` is the same while another microbatch computes. By default Megatron overlaps what goes over the
+      network, and sends once; others send copies.
+    - ``fused_experts``: CUDA graphs replay whole steps, and the kernels of experts' products cast, activate and weight.
     - ``context_by`` says whether ranks that share sequences pass keys and values round a ring, or exchange heads for
       tokens.
     """
@@ -61,6 +66,8 @@ class Implementation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     overlap_reduction: bool = True
     overlap_pipeline: bool = True
     context_by: Literal["ring", "exchange"] = "ring"
+    dispatch: Literal["default", "copies", "once", "overlapped"] = "default"
+    fused_experts: bool = False
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -76,7 +83,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     - ``cp`` ranks split every sequence.
     - ``pp`` ranks each hold ``interleave`` stages of layers, and pass the microbatches of a step from one to the next
       in the order of ``schedule``.
-    - ``ep`` ranks, of those of ``dp_replicate``, ``dp_shard`` and ``cp``, divide a mixture's experts.
+    - ``ep`` ranks that follow each other divide a mixture's experts, whole, and have their data alone: torchtitan's and
+      Megatron's expert tensor parallelism of 1. With ``ep`` 1, ``tp`` ranks split each expert like a block's matrices.
 
     The batch:
 
@@ -161,10 +169,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
                 f"{next(iter(axes))} must be 1 for strategy '{self.strategy}', which splits the model over all ranks, "
                 f"got {next(iter(axes.values()))}"
             )
-        if self.data_ranks * self.cp % self.ep:
+        if (ranks := self.data_ranks * self.cp * self.tp_ranks) % self.ep:
             raise ValueError(
-                f"ep must divide dp_replicate * dp_shard * cp = {self.data_ranks * self.cp}, got {self.ep}; choose a "
-                "divisor"
+                f"ep must divide dp_replicate * dp_shard * cp * tp = {ranks}, got {self.ep}; choose a divisor"
             )
 
     def _check_batch(self) -> None:

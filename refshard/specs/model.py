@@ -96,6 +96,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     - ``window``: a token attends to this many tokens, itself included (0: to all before it), except in each
       ``global_every``-th layer (0: in none).
     - ``experts`` and ``latent``: a mixture of experts, and latent attention.
+    - ``predictions``: modules of multi-token prediction. Each is one of the layers, and goes through the head, too; its
+      narrow projection is left out.
     """
 
     dim: int
@@ -121,11 +123,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     global_every: int = 0
     experts: Experts | None = None
     latent: LatentAttention | None = None
+    predictions: int = 0
 
     def __post_init__(self) -> None:
         for field in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab", "params"):
             within(field, getattr(self, field), 1)
-        for field in ("head_dim", "positions", "window", "global_every"):
+        for field in ("head_dim", "positions", "window", "global_every", "predictions"):
             within(field, getattr(self, field), 0)
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_kv_heads must divide n_heads = {self.n_heads}, got {self.n_kv_heads}")
@@ -247,7 +250,7 @@ def _feed_forward_parameters(model: ModelSpec, width: int) -> int:
 _BEYOND_LLAMA = {
     "experts": "absent", "latent": "absent", "extra_norms": "false", "gated": "true", "norm_biases": "false",
     "biased": "false", "positions": "0 (rotary)", "window": "0", "global_every": "0", "query_norm": "false",
-    "head_dim": "dim / n_heads",
+    "head_dim": "dim / n_heads", "predictions": "0",
 }  # fmt: skip
 """What a Llama has in each optional field, in words."""
 TRAINED = ("head_dim", "query_norm")

@@ -121,6 +121,8 @@ def test_a_rows_figures_follow_from_its_step_time() -> None:
         assert row.parts.keys() == {*TIME_PARTS}
         assert sum(row.parts.values()) == pytest.approx(row.step_s)
         assert sum(row.memory.values()) == pytest.approx(row.peak_bytes, abs=10)
+        assert row.low_s is not None
+        assert row.high_s is not None
         assert row.low_s <= row.step_s <= row.high_s
         assert row.gpu_hours == pytest.approx(TRILLION / row.tokens_per_s_gpu / HOUR / row.goodput)
         assert row.cost_usd == 2 * row.gpu_hours
@@ -136,7 +138,7 @@ def test_fp8_is_held_against_the_peak_of_fp8_and_layers_are_counted() -> None:
     assert [row.checkpointed for row in made] == [0, 5, 10, 32]
     for row in made:
         assert row.mfu == pytest.approx(row.tflops * 1e12 / CLUSTER.accelerator.matmul["fp8"].peak)
-        assert row.kind == "data, fp8"
+        assert row.kind == "dense, data parallel, fp8, Hopper"
 
 
 def part_that_counts(failures: Failures, ranks: int, interval_s: float) -> float:
@@ -195,7 +197,7 @@ def test_the_fastest_is_on_the_largest_size_that_has_any_and_the_cheapest_on_any
 
 
 def test_the_first_row_that_does_not_tie_is_shown_though_more_tie_than_are_shown() -> None:
-    spread = Spread(kinds={"all": KindSpread(count=9, median=0.05, low=0.9, high=1.1)})
+    spread = Spread(kinds={"data, bf16": KindSpread(count=9, median=0.05, low=0.9, high=1.1)})
     rows = [row(8, seconds, 1.0) for seconds in (1.0, 1.01, 1.04, 1.05, 1.06, 1.2)]
     tied, after = ranked(rows, spread)
     assert ([one.step_s for one in tied], after) == ([1.01, 1.04, 1.05], rows[4])
@@ -205,7 +207,7 @@ def test_the_first_row_that_does_not_tie_is_shown_though_more_tie_than_are_shown
 
 
 def test_beside_a_dry_run_are_dry_runs_only() -> None:
-    spread = Spread(kinds={"all": KindSpread(count=9, median=0.05, low=0.9, high=1.1)})
+    spread = Spread(kinds={"data, bf16": KindSpread(count=9, median=0.05, low=0.9, high=1.1)})
     dry = [msgspec.structs.replace(row(8, 1.0, 1.0), dry_step_s=seconds) for seconds in (1.0, 1.02, 1.5)]
     tied, after = ranked([*dry[:2], row(8, 0.9, 1.0), row(8, 1.3, 1.0), dry[2]], spread)
     assert (tied, after) == ([dry[1]], dry[2])

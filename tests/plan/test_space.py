@@ -72,7 +72,7 @@ def test_every_configuration_divides_the_ranks_the_batch_and_the_model(
     assert (rows["microbatches"][piped] >= rows["pp"][piped]).all()
     assert not (rows["microbatches"] % np.where(rows["interleave"] > 1, rows["pp"], 1)).any()
     assert (rows["interleave"][~piped] == 1).all()
-    assert not ((rows.data_ranks * rows["cp"]) % rows["ep"]).any()
+    assert not ((rows.data_ranks * rows["cp"] * rows["tp"]) % rows["ep"]).any()
     assert not ((spec.experts.count if spec.experts else 1) % rows["ep"]).any()
     few = rows.take(np.arange(0, len(rows), max(1, len(rows) // 50)))
     assert len({*listed(few)}) == len(few), "one is there twice"

@@ -74,12 +74,16 @@ def test_the_tables_are_by_source_of_scaling_of_claims_and_in_detail_of_every_ru
 
 
 def test_the_verdict_is_of_the_held_out_half() -> None:
-    errors = sorted(abs(one.error) for one in expected()[0] if one.published.half == "held out")
-    (sentence,) = verdict(answer())
-    assert sentence == (
-        f"Step time, {len(errors)} held-out runs: median error {100 * median(errors):.1f} %, 9 of 10 within "
-        f"{100 * errors[int(0.9 * (len(errors) - 1))]:.1f} %, worst {100 * errors[-1]:.1f} %."
-    )
+    held = [one for one in expected()[0] if one.published.half == "held out"]
+    sentences = []
+    for name, routed in (("dense models", False), ("mixtures of experts", True)):
+        errors = sorted(abs(one.error) for one in held if (one.published.model.experts is not None) == routed)
+        sentences.append(
+            f"Step time, {len(errors)} held-out runs of {name}: median error {100 * median(errors):.1f} %, 9 of 10 "
+            f"within {100 * errors[int(0.9 * (len(errors) - 1))]:.1f} %, worst {100 * errors[-1]:.1f} %."
+        )
+    assert verdict(answer()) == sentences
+    errors = sorted(abs(one.error) for one in held)
     assert as_json(answer())["held_out"] == {
         "runs": len(errors), "median_error": pytest.approx(median(errors)), "worst_error": pytest.approx(errors[-1]),
     }  # fmt: skip
@@ -138,7 +142,7 @@ def test_a_table_of_ones_own_is_predicted_and_all_of_it_is_held_out(tmp_path: Pa
         ("mine", 16, "held out"), ("mine", 32, "held out"), ("mine", 16, "held out"),
     ]  # fmt: skip
     assert all(1 < row["predicted_s"] < 10 for row in runs)
-    assert verdict(found)[0].startswith("Step time, 3 held-out runs: ")
+    assert verdict(found)[0].startswith("Step time, 3 held-out runs of dense models: ")
     assert (notes(found), as_json(found)["claims"]) == ([], [])
 
 
@@ -179,4 +183,4 @@ def test_the_command_line_prints_the_answer(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["validate", "--published", str(path)])
     assert done.exit_code == 0, done.output
     assert "mine h100-sxm-80gb bf16 1" in " ".join(done.output.split())
-    assert "Step time, 1 held-out runs" in done.output
+    assert "Step time, 1 held-out runs of dense models" in done.output

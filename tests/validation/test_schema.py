@@ -136,7 +136,7 @@ def test_llm_foundry_counts_by_convention_b() -> None:
 
 def test_each_run_stands_once() -> None:
     listed = list(runs())
-    assert len({run for _, run in listed}) == len(listed) == 756
+    assert len({run for _, run in listed}) == len(listed) == 904
 
 
 def test_figures_are_as_printed() -> None:

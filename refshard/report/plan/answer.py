@@ -11,7 +11,6 @@ import msgspec
 from refshard.plan.memory import PARTS
 from refshard.plan.plan import TIME_PARTS, Plan, Row, Size, Spread
 from refshard.plan.space import FIELDS
-from refshard.quantities import format_seconds
 from refshard.report.blocks import Answer, Block, Cell, Charts, Cover, Notes, Quantity, Section, Table, Verdict, table
 from refshard.report.plan import text
 
@@ -131,7 +130,7 @@ def _summary(rows: Sequence[Row], varied: Sequence[str]) -> list[Mapping[str, Ce
         {
             **_which(row, varied),
             "step time": Quantity(row.time_s, "s"),
-            "8 of 10 within": f"{format_seconds(row.low_s)} to {format_seconds(row.high_s)}",
+            "8 of 10 within": text.range_text(row),
             **({"by": "dry run" if row.dry_step_s else "closed form only"} if dry else {}),
             "MFU": Quantity(row.mfu, "share"),
             "peak memory": Quantity(row.memory_bytes, "B"),

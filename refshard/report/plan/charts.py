@@ -21,19 +21,21 @@ def tradeoff(size: Size, plan: Plan, spread: Spread) -> Chart:
     """Step time against memory, of the best configurations and the Pareto front."""
     rows = [*size.rows, *(row for row in size.front if row not in size.rows)]
     points = [_point(row, place, plan.varied) for place, row in enumerate(rows)]
-    tie = spread.of(rows[0].kind).median
+    error = spread.of(rows[0].kind)
     frame = Frame(
         memory="peak memory", limit=plan.usable_bytes, limit_text=f"{format_bytes(plan.usable_bytes)} usable",
-        tie=(1 + tie) * points[0].time,
+        tie=(1 + error.median) * points[0].time if error else None,
     )  # fmt: skip
     front = "; ".join(
         f"{text.short_text(row.job, plan.varied)} ({format_seconds(row.step_s)}, {format_bytes(row.peak_bytes)})"
         for row in size.front
     )
-    sentence = (
-        f"Lower left is better. Dotted, the Pareto front: {front}. Shaded: within {format_percent(tie)} of the "
-        "fastest, the model's median error."
+    shaded = (
+        f"Shaded: within {format_percent(error.median)} of the fastest, the model's median error."
+        if error
+        else "The model's error is not known here."
     )
+    sentence = f"Lower left is better. Dotted, the Pareto front: {front}. {shaded}"
     return chart("tradeoff", "Step time against memory", tradeoff_figure(points, frame), sentence)
 
 
@@ -63,8 +65,8 @@ def scaling_chart(plan: Plan) -> Chart:
     figure = go.Figure()
     ranks = [count for count, _ in best]
     speeds = [row.tokens_per_s_gpu for _, row in best]
-    above = [row.tokens_per_s_gpu * (row.step_s / row.low_s - 1) for _, row in best]
-    below = [row.tokens_per_s_gpu * (1 - row.step_s / row.high_s) for _, row in best]
+    above = [row.tokens_per_s_gpu * (row.step_s / (row.low_s or row.step_s) - 1) for _, row in best]
+    below = [row.tokens_per_s_gpu * (1 - row.step_s / (row.high_s or row.step_s)) for _, row in best]
     tips = [
         f"<b>{count:,} ranks</b><br>{label_text(text.short_text(row.job, plan.varied))}<br>"
         f"{row.tokens_per_s_gpu:,.0f} tokens/s/GPU" for count, row in best

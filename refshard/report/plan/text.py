@@ -83,6 +83,13 @@ def variant_columns(job: Job, varied: Sequence[str]) -> dict[str, str]:
     return {field: columns[field] for field in varied}
 
 
+def range_text(row: Row, unknown: str = "not known") -> str:
+    """The range of a row's step time."""
+    if row.low_s is None or row.high_s is None:
+        return unknown
+    return f"{format_seconds(row.low_s)} to {format_seconds(row.high_s)}"
+
+
 def verdict(plan: Plan, spread: Spread) -> list[str]:
     """The recommendation first, then what ties with it, what is next, and what does not fit."""
     best, cheap = fastest(plan), cheapest(plan)
@@ -97,8 +104,8 @@ def verdict(plan: Plan, spread: Spread) -> list[str]:
     )
     return [
         f"Use {one.strategy}{variant_text(one, plan.varied)}{on} with {mesh_text(one)}, {batch_text(one)}, "
-        f"{checkpointing_text(best)}: {format_seconds(best.time_s)} ({format_seconds(best.low_s)} to "
-        f"{format_seconds(best.high_s)}) per step, {format_percent(best.mfu, 0)} MFU, "
+        f"{checkpointing_text(best)}: {format_seconds(best.time_s)} ({range_text(best, 'error not known')}) per step, "
+        f"{format_percent(best.mfu, 0)} MFU, "
         f"{format_bytes(best.peak_bytes if best.reserved_bytes is None else best.reserved_bytes)}{reserved} of "
         f"{format_bytes(plan.usable_bytes)} usable.",
         *_others(rows, spread, plan.varied),
@@ -116,7 +123,8 @@ def _others(rows: Sequence[Row], spread: Spread, varied: Sequence[str]) -> list[
         more = f"; and {len(tied) - _MOST_TIES} more below" if len(tied) > _MOST_TIES else ""
         found.append(f"Tied within the model's error: {names}{more}.")
     if after is not None:
-        found.append(f"Next: {short_text(after.job, varied)}, {_slower(after, best)}.")
+        doubt = "" if spread.of(best.kind) and spread.of(after.kind) else ": whether that is so is not known"
+        found.append(f"Next: {short_text(after.job, varied)}, {_slower(after, best)}{doubt}.")
     # A closed form does not compete with a dry run: one may be too fast by what the other has measured.
     closed = [row for row in rows if best.dry_step_s and not row.dry_step_s]
     named = [best, *tied[:_MOST_TIES], *([after] if after is not None else [])]
@@ -160,11 +168,15 @@ def warnings(plan: Plan, spread: Spread) -> list[str]:
     """What limits the figures, in short."""
     rows = [size.rows[0] for size in plan.sizes if size.rows]
     found = ["MFU is of each precision's own peak."] if "precision" in plan.varied else []
-    for kind in dict.fromkeys(row.kind for row in rows):
+    listed = next((size.rows for size in reversed(plan.sizes) if size.rows), ())
+    unknown = [row for row in listed if spread.of(row.kind) is None]
+    for kind in dict.fromkeys(row.kind for row in (*rows, *unknown)):
         error = spread.of(kind)
-        which = f"of this kind ({kind.replace(',', ' parallel,')})" if kind in spread.kinds else "of all kinds"
+        if error is None:
+            found.append(f"Error bars: not known: {spread.why_unknown(kind)} ({kind}). No tie is claimed.")
+            continue
         found.append(
-            f"Error bars: {error.count} published runs {which} were held out of the fit: median error "
+            f"Error bars: {error.count} published runs of this kind ({kind}) were held out of the fit: median error "
             f"{format_percent(error.median)}; 8 of 10 lie within the range."
         )
     if any(row.job.offload for row in rows):

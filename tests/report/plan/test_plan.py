@@ -25,22 +25,24 @@ from tests.report.printed import as_csv, as_json, notes, rows, tables, text, ver
 
 SPREAD = Spread(
     kinds={
-        "all": KindSpread(count=300, median=0.031, low=0.9, high=1.2),
+        "data, bf16": KindSpread(count=300, median=0.031, low=0.9, high=1.2),
         "pipeline, bf16": KindSpread(count=20, median=0.06, low=0.8, high=1.3),
     }
 )
 MEMORY = {"masters": 10 * GIB, "optimizer": 20 * GIB, "gradients": 0, "activations": 5 * GIB}
 
 
-def row(step_s: float, *, ranks: int = 16, gpu_hours: float = 100.0, peak_gib: float = 35, **fields: Any) -> Row:
+def row(
+    step_s: float, *, ranks: int = 16, gpu_hours: float = 100.0, peak_gib: float = 35, kind: str = "", **fields: Any
+) -> Row:
     """A row with round numbers."""
     given = {"dp_shard": ranks // (fields.get("tp", 1) * fields.get("pp", 1)), **fields}
     one = job(**given)
-    kind = "pipeline, bf16" if one.pp > 1 else "data, bf16"
-    low, high = SPREAD.bounds(kind)
+    kind = kind or ("pipeline, bf16" if one.pp > 1 else "data, bf16")
+    low, high = SPREAD.bounds(kind) or (None, None)
     return Row(
-        job=one, fits=peak_gib < 70, kind=kind, step_s=step_s, low_s=low * step_s,
-        high_s=high * step_s, tokens_per_s_gpu=4096 / step_s, tflops=400.0, mfu=0.4,
+        job=one, fits=peak_gib < 70, kind=kind, step_s=step_s, low_s=low and low * step_s,
+        high_s=high and high * step_s, tokens_per_s_gpu=4096 / step_s, tflops=400.0, mfu=0.4,
         parts=dict.fromkeys(TIME_PARTS, step_s / 5), peak_bytes=int(peak_gib * GIB),
         memory={**MEMORY, "activations": int((peak_gib - 30) * GIB)}, checkpointed=0, layers=16, goodput=0.9,
         gpu_hours=gpu_hours, cost_usd=2 * gpu_hours,
@@ -204,16 +206,36 @@ def test_batches_and_checkpointing_in_words() -> None:
 def test_error_bars_say_on_how_many_runs_they_rest() -> None:
     found = notes(answer(size(row(1.0, pp=2, microbatches=2)), size(row(0.9))))
     assert (
-        "Error bars: 20 published runs of this kind (pipeline parallel, bf16) were held out of the fit: median error "
+        "Error bars: 20 published runs of this kind (pipeline, bf16) were held out of the fit: median error "
         "6.0 %; 8 of 10 lie within the range."
     ) in found
     assert (
-        "Error bars: 300 published runs of all kinds were held out of the fit: median error 3.1 %; 8 of 10 lie within "
-        "the range."
+        "Error bars: 300 published runs of this kind (data, bf16) were held out of the fit: median error 3.1 %; 8 of "
+        "10 lie within the range."
     ) in found
     assert any(sentence.startswith("9 configurations considered for 16 ranks; 1 fit") for sentence in found)
     assert any(sentence.startswith("The model leaves out: ") for sentence in found)
     assert any("2 USD per GPU-hour (--price)" in sentence for sentence in found)
+
+
+def test_without_published_runs_of_a_kind_there_is_no_range_and_no_tie() -> None:
+    best, close = row(1.0, kind="experts, bf16"), row(1.001, tp=2, kind="experts, bf16")
+    found = answer(size(best, close))
+    assert verdict(found) == [
+        "Use fsdp2 with FSDP 16, 1 microbatch of 1 sequence, no checkpointing: 1.00 s (error not known) per step, "
+        "40 % MFU, 35.0 GiB of 70.0 GiB usable.",
+        "Next: fsdp2 with TP 2 x FSDP 8, 0 % slower: whether that is so is not known.",
+    ]
+    assert [one["8 of 10 within"] for one in rows(tables(found, detail=False)[0])] == ["not known", "not known"]
+    assert ("Error bars: not known: no published run of this kind (experts, bf16). No tie is claimed.") in notes(found)
+    known, other = row(0.99), row(1.2, tp=2)
+    assert plan_text.verdict(plan(size(known, best, other)), SPREAD)[1:] == [
+        "Next: fsdp2 with FSDP 16, 1 % slower: whether that is so is not known.",
+    ]
+    (line,) = charts.scaling_chart(plan(size(best))).figure["data"]
+    assert numbers(line["error_y"]["array"]) == [0]
+    tradeoff = charts.tradeoff(size(best, close), plan(size(best, close)), SPREAD)
+    assert "error is not known" in tradeoff.alternative
 
 
 def test_the_answer_comes_first_and_no_line_is_too_wide() -> None:
