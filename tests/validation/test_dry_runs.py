@@ -158,8 +158,8 @@ def test_reserved_memory_does_not_count_where_the_allocator_mode_is_not_stated()
     assert verdict(found)[1:] == [
         "memory, fit: 1 figures, median error 20.00%, worst 20.00%",
         "memory, some assumed: 1 figures, median error 20.00%, worst 20.00%",
-        "reserved memory, allocator mode not stated: 1 figures, not counted; 1 are within 0.2 % of one of the two "
-        "modes",
+        "reserved memory, allocator mode not stated: 1 figures, not counted; 1 are within 0.2% of one of the two "
+        "modes, and the worst is 0.00% off both",
     ]
 
 
