@@ -16,7 +16,8 @@ from refshard.dryrun.recording import Category, Phase
 from refshard.dryrun.request import Choice
 from refshard.quantities import axis_unit, format_percent, format_seconds
 from refshard.report.blocks import Fact, Facts
-from refshard.report.dryrun.answer import CATEGORIES, dryrun_answer, sentences
+from refshard.report.dryrun.answer import dryrun_answer, sentences
+from refshard.report.dryrun.categories import CATEGORIES
 from refshard.report.dryrun.memory_picture import memory_charts
 from refshard.report.page import as_page
 from refshard.report.trace.findings import findings
