@@ -15,7 +15,7 @@ SLACK = 100
 BUDGETS = {
     "refshard/analysis": 10_450,
     "refshard/commands": 3_380,
-    "refshard/dryrun": 7_190,
+    "refshard/dryrun": 7_530,
     "refshard/emit": 750,
     "refshard/emulate": 1_400,
     "refshard/engine": 9_400,
@@ -24,11 +24,11 @@ BUDGETS = {
     "refshard/measure": 8_450,
     "refshard/models": 1_300,
     "refshard/plan": 2_550,
-    "refshard/report": 9_210,
+    "refshard/report": 9_415,
     "refshard/specs": 2_350,
     "refshard/strategies": 3_150,
     "refshard/*.py": 2_200,
-    "tests": 76_850,
+    "tests": 77_210,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

@@ -109,7 +109,8 @@ class _Account:
         for name, first, end, _ in extents:
             self._made_in[first:end] = self._names.index(name)  # the innermost begins last
         edges = np.flatnonzero(np.diff(self._made_in == len(self._names) - 1, prepend=False, append=False))
-        self._extents = [*extents, *((OUTSIDE, first, end, True) for first, end in edges.reshape(-1, 2).tolist())]
+        outside = [(OUTSIDE, max(first - 1, 0), end, True) for first, end in edges.reshape(-1, 2).tolist()]
+        self._extents = [*extents, *outside]  # from the mark on that ends a phase
         kinds = recording.kinds
         self._blocks = blocks_of((kinds == Kind.ALLOCATE).astype(np.int64) - (kinds == Kind.FREE), recording.subjects)
 

@@ -72,6 +72,10 @@ def test_each_phase_has_its_peak_and_what_it_found_and_left() -> None:
         Category.OPTIMIZER: 8 * GIB, Category.PARAMETERS: 4 * GIB, Category.GRADIENTS: 4 * GIB,
     }  # fmt: skip
     assert [one.kept_bytes for one in found.values()] == [0, 8 * GIB, 0, 4 * GIB]
+    # Before the first phase, and around the marks of the two steps.
+    assert [(one.begin_bytes // GIB, one.peak_bytes // GIB) for one in found[OUTSIDE].ranges] == [
+        (0, 4), (12, 12), (12, 12),
+    ]  # fmt: skip
 
 
 def test_reserved_memory_that_a_phase_does_not_need_is_the_earlier_ones() -> None:
@@ -183,6 +187,9 @@ def test_the_figures_of_each_phase_are_those_that_the_script_measures(tmp_path: 
         [one.name, one.begin_bytes, one.peak_bytes, one.peak_reserved_bytes, one.end_bytes] for one in ranges
     ]
     assert found.fits
+    cache, *_ = (one for one in found.phases[-2].entries if one.made_in == "generate" and one.carried)
+    assert (found.phases[-2].name, cache.place.rpartition(" ")[2]) == ("save", "main")
+    assert cache.bytes == 2 * 2 * 2 * 128 * 4 * (1024 + 8) * 128  # keys and values of two layers in bf16
 
 
 def run_of(folder: Path, script: str, **given: object) -> DryRun:

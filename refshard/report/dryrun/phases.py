@@ -13,7 +13,9 @@ from refshard.quantities import format_bytes, format_times
 from refshard.report.blocks import Block, Notes, Quantity, Row, Section, table
 from refshard.report.dryrun.categories import CATEGORIES
 
-_NAMED, _LISTED = 3, 8
+_IN_ROW, _NAMED, _LISTED = 2, 3, 8
+_WORTH = 0.01
+"""Part of the peak from which on something that was carried over is named."""
 _UNNAMED = (Category.OTHER, Category.ACTIVATIONS, Category.WORKSPACE)
 """What a line tells more of than the category."""
 _CACHED = 0.1
@@ -28,13 +30,15 @@ def lead_of(found: Analysis) -> list[str]:
     if where.name == OUTSIDE:
         return [f"The peak is outside of the phases: {peak} allocated."]
     occurrence = f" (occurrence {where.highest.number} of {len(where.ranges)})" if len(where.ranges) > 1 else ""
-    sums = Counter[tuple[str, str]]()
+    sums = Counter[str]()
     for one in where.entries:
         if one.carried:
             line = f" ({one.place})" if one.place and one.category in _UNNAMED else ""
-            sums[CATEGORIES[one.category], f"{_named(one.made_in)}{line}"] += one.bytes
+            sums[f"{CATEGORIES[one.category]}{line} from {_named(one.made_in)}"] += one.bytes
     parts = [
-        f"{format_bytes(size)} {category} from {made_in}" for (category, made_in), size in sums.most_common(_NAMED)
+        f"{format_bytes(size)} {what}"
+        for what, size in sums.most_common(_NAMED)
+        if size > _WORTH * found.memory.peak_bytes
     ]
     carried = f", of which {format_bytes(sums.total())} carried over: {', '.join(parts)}" if parts else ""
     return [f"The peak is in {where.name}{occurrence}: {peak} allocated{carried}."]
@@ -58,10 +62,10 @@ def phases_blocks(found: Analysis) -> Iterator[Block]:
         {"phase": _named(one.name), "times": None if one.name == OUTSIDE else len(one.ranges),
          "peak allocated": Quantity(one.highest.peak_bytes, "B"),
          "peak reserved": Quantity(one.peak_reserved_bytes, "B"),
-         "held when it begins": Quantity(one.highest.begin_bytes, "B"),
-         "kept when it ends": Quantity(one.kept_bytes, "B"),
+         "held before": Quantity(one.highest.begin_bytes, "B"),
+         "kept after": Quantity(one.kept_bytes, "B"),
          "largest at its peak": ", ".join(
-             f"{CATEGORIES[category]} {format_bytes(size)}" for category, size in [*one.by_category().items()][:_NAMED]
+             f"{CATEGORIES[category]} {format_bytes(size)}" for category, size in [*one.by_category().items()][:_IN_ROW]
          )}
         for one in found.phases
     ]  # fmt: skip
@@ -80,8 +84,8 @@ def phases_blocks(found: Analysis) -> Iterator[Block]:
     ]  # fmt: skip
     yield Section(
         title="Memory by phase", id="phases", nav="Phases", blocks=[
-            table(each, text=("largest at its peak",), caption="Held when it begins: by the occurrence with the "
-                  "highest peak. Kept when it ends: the most that one occurrence made and left"),
+            table(each, text=("largest at its peak",), caption="Held before the occurrence with the highest peak; "
+                  "kept after an occurrence that made it, at most"),
             Notes(sentences=list(_cached(found))),
             table(course, title="Each occurrence", where="detail"),
             table(largest, left=4, title="Largest entries at the peak of each phase", where="detail"),
