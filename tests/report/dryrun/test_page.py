@@ -194,6 +194,8 @@ def test_the_timeline_is_that_of_the_last_step(found: Analysis, seen: Page) -> N
 def test_hostile_names_stay_text() -> None:
     made = trained(module=HOSTILE, operator=HOSTILE)
     made.synchronise(stream=0, why=HOSTILE, site=HOSTILE)
+    with made.within(HOSTILE):
+        made.free(made.allocate(GIB))
     made.mark()
     bad = doubtful(
         analysed(made, command=(HOSTILE,), steps_taken=3, outcome="failed", error=HOSTILE, where=HOSTILE),
