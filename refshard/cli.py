@@ -437,6 +437,20 @@ def dryrun(
     steps: Annotated[
         str, typer.Option(help="Stop after this many optimizer steps; auto: once the peak of memory is stable.")
     ] = "3",
+    phases: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Account memory by phase: names of record_function or NVTX ranges in the script (generate,train).",
+        ),
+    ] = None,
+    until_phase: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Stop when this phase ends (evaluate:2: its second time), or after --steps (then 50 by default).",
+        ),
+    ] = None,
     tokens_per_step: Annotated[
         int | None, typer.Option(help="Tokens per step over all ranks (default: counted from the model's input).")
     ] = None,
@@ -501,14 +515,22 @@ def dryrun(
 
     With --ranks, several ranks run, and collectives that do not match are named: they hang on GPUs.
 
+    With --phases, ranges that the script annotates (torch.profiler.record_function, torch.cuda.nvtx) are accounted each
+    by itself: its peak, and what it carries over from others.
+
     Exit status: 0 if it fits; 1 if it does not, the script fails, --races finds a race or --ranks a mismatch; 2 if the
-    command is wrong; 3 if there is no verdict, because no optimizer step had work on the GPU.
+    command is wrong; 3 if there is no verdict, because no optimizer step had work on the GPU, or a phase that is named
+    did not run.
     """
     from refshard.commands import dryrun as made
     from refshard.commands.dryrun_model import Training
 
     if steps != "auto" and not re.fullmatch(r"-?\d+", steps):
         raise SpecError(f"dryrun: steps must be a number or auto, got '{steps}'")
+    if until_phase is not None and steps == "auto":
+        raise SpecError("dryrun: --until-phase and --steps auto exclude each other, got both; leave one out")
+    if until_phase is not None and "--steps" not in _given(context):
+        steps = str(made.MOST_STEPS)
     if jobs is not None and jobs < 1:
         raise SpecError(f"dryrun: jobs must be >= 1, got {jobs}")
     words, training = made.words_of(command or []), None
@@ -524,8 +546,9 @@ def dryrun(
     options = made.Options(
         words=words, training=training, against=() if against is None else made.words_of_text(against),
         cluster=cluster, rank=rank, ranks=ranks, steps=None if steps == "auto" else int(steps),
-        tokens_per_step=tokens_per_step, races=races, compile=compile_, routing=routing, prices=prices,
-        explain_oom=explain_oom, advise=advise, jobs=jobs or resources.available_cores(),
+        phases=() if phases is None else tuple(name.strip() for name in phases.split(",")),
+        until_phase=until_phase, tokens_per_step=tokens_per_step, races=races, compile=compile_, routing=routing,
+        prices=prices, explain_oom=explain_oom, advise=advise, jobs=jobs or resources.available_cores(),
     )  # fmt: skip
     with _interruptible("nothing is written"):
         if sweep or largest or "," in cluster or not (gpus or "0").isdigit():

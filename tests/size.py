@@ -14,8 +14,8 @@ SLACK = 100
 """Most lines that a budget may exceed its package by."""
 BUDGETS = {
     "refshard/analysis": 10_450,
-    "refshard/commands": 3_440,
-    "refshard/dryrun": 7_416,
+    "refshard/commands": 3_450,
+    "refshard/dryrun": 7_820,
     "refshard/emit": 750,
     "refshard/emulate": 1_400,
     "refshard/engine": 9_400,
@@ -24,11 +24,11 @@ BUDGETS = {
     "refshard/measure": 8_450,
     "refshard/models": 1_300,
     "refshard/plan": 2_650,
-    "refshard/report": 9_385,
-    "refshard/specs": 2_350,
+    "refshard/report": 9_605,
+    "refshard/specs": 2_360,
     "refshard/strategies": 3_150,
-    "refshard/*.py": 2_205,
-    "tests": 77_035,
+    "refshard/*.py": 2_230,
+    "tests": 77_760,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

@@ -31,13 +31,14 @@ from refshard.report.dryrun.ranks import ranks_answer
 from refshard.specs.cluster import load_cluster
 
 MOST_STEPS = 50
-"""After which it stops even if its peak still rises."""
+"""After which it stops even if its peak still rises, or the phase has not ended."""
 _EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """The options of the command line: the ``words`` of a command, or a ``training`` in its place; with ``against``,
     those of another command to compare with. ``steps`` is None for auto, ``tokens_per_step`` are those of all ranks.
+    ``phases`` are ranges of the script to account, and it stops when ``until_phase`` (``NAME`` or ``NAME:2``) ends.
     One of ``rank`` and ``ranks`` may be given; rank 0 is the default. ``prices`` is a trace that prices kernels, and
     ``explain_oom`` a memory snapshot of the real run, to explain by the dry run. ``advise`` says whether to try
     remedies, None: if it does not fit. Several runs go on ``jobs`` at a time.
@@ -51,6 +52,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     rank: int | None = None
     ranks: str | None = None
     steps: int | None = 3
+    phases: tuple[str, ...] = ()
+    until_phase: str | None = None
     tokens_per_step: int | None = None
     races: bool = False
     compile: str = "on"
@@ -215,7 +218,7 @@ def trial_of(options: Options) -> Trial:
         options.cluster, gpus, command=command.command, module=command.module, rank=options.rank or 0,
         routing=options.routing, steps=MOST_STEPS if options.steps is None else options.steps,
         until_stable=options.steps is None, environment=_EAGER if options.compile == "off" else {},
-        rank_variables=gpus != 1 or not command.python,
+        rank_variables=gpus != 1 or not command.python, phases=options.phases, until_phase=options.until_phase,
     )  # fmt: skip
     return Trial(request=request, global_tokens=tokens, prices=options.prices)
 

@@ -16,6 +16,7 @@ from refshard.dryrun.device import Rates
 from refshard.dryrun.measured_prices import Coverage, MeasuredTrace, coverage, seconds_of
 from refshard.dryrun.memory import MemoryAccount, account_memory
 from refshard.dryrun.overheads import Overhead, overheads
+from refshard.dryrun.phases import PhaseMemory, account_phases
 from refshard.dryrun.price import Prices, price
 from refshard.dryrun.races import Race, find_races
 from refshard.dryrun.recording import Flag, Kind, Phase, Recording
@@ -50,6 +51,7 @@ class Analysis:
     half.
     ``tokens`` are this rank's, of a step: of tokens that ranks share, its part; None where unknown. ``unknown_reads``
     are the lines of the script that read values which were not computed, in the whole run, with the number of reads.
+    ``phases`` are those that the request names and that occurred, and what lies outside of them.
     ``races`` is None unless they were looked for. ``measured`` is the trace that prices kernels, None without one or
     without a step; ``coverage`` says how many of them.
     """
@@ -67,6 +69,7 @@ class Analysis:
     tokens: float | None
     synchronisations: tuple[Synchronisation, ...]
     unknown_reads: Counter[str]
+    phases: tuple[PhaseMemory, ...] = ()
     races: tuple[Race, ...] | None = None
     measured: MeasuredTrace | None = None
     coverage: Coverage | None = None
@@ -78,10 +81,26 @@ class Analysis:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the allocator served all requests; None if the script failed, or took no step on the GPU."""
+        """Whether the allocator served all requests; None if the script failed, or took no step on the GPU. If phases
+        are named, these must have run on the GPU instead.
+        """
         if self.run.refused is not None or self.run.answer.outcome == "oom":
             return False
-        return True if self.run.answer.outcome != "failed" and self.trained else None
+        ran = self.launches and not self.unreached if self.run.request.watched else self.trained
+        return True if self.run.answer.outcome != "failed" and ran else None
+
+    @property
+    def launches(self) -> int:
+        """How many kernels were launched."""
+        return int(_kernels(self.run.recording).sum())
+
+    @property
+    def unreached(self) -> tuple[str, ...]:
+        """The named phases that did not occur, or did not end as often as they should."""
+        request = self.run.request
+        least = {**dict.fromkeys(request.watched, 0), **dict([request.until] if request.until else [])}
+        ended = {one.name: sum(range_.end_bytes is not None for range_ in one.ranges) for one in self.phases}
+        return tuple(name for name, times in least.items() if ended.get(name, -1) < times)
 
     @property
     def trained(self) -> bool:
@@ -165,14 +184,17 @@ def analyse(
     replayed = replay(recording, prices, Rates.of(cluster))
     device = cluster.accelerator.device_name or cluster.accelerator.about
     name = " ".join(run.request.command)
-    trace = as_trace(recording, replayed, device=device, steps=settled(recording, steps) or None, name=name)
+    traced = settled(recording, steps) or steps_of(recording, "step")
+    trace = as_trace(recording, replayed, device=device, steps=traced, name=name)
     step = steps[-1] if steps else None
+    memory = account_memory(recording)
     return Analysis(
-        run=run, cluster=cluster, memory=account_memory(recording), prices=prices, replayed=replayed, trace=trace,
+        run=run, cluster=cluster, memory=memory, prices=prices, replayed=replayed, trace=trace,
         traced=tracing.analyse(trace) if steps and len(trace.device.starts) else None, step=step,
         overheads=overheads(cluster.accelerator, recording),
         model_flops=_model_flops(recording, prices, step), tokens=_tokens(run, global_tokens),
         synchronisations=_synchronisations(recording, step), unknown_reads=_unknown_reads(recording),
+        phases=account_phases(recording, memory),
         races=find_races(recording) if races else None, measured=None if known is None else measured,
         coverage=None if known is None else coverage(recording, steps[-1], prices.seconds, known),
     )  # fmt: skip
@@ -180,8 +202,11 @@ def analyse(
 
 def _works(recording: Recording) -> npt.NDArray[np.bool_]:
     """Which events are kernels of training: launched by a module, in backward or in an optimizer's step."""
-    on_gpu = (recording.kinds == Kind.LAUNCH) & (recording.flags & Flag.HOST_ONLY == 0)
-    return on_gpu & (recording.phases != Phase.OTHER)  # type: ignore[no-any-return]
+    return _kernels(recording) & (recording.phases != Phase.OTHER)  # type: ignore[no-any-return]
+
+
+def _kernels(recording: Recording) -> npt.NDArray[np.bool_]:
+    return (recording.kinds == Kind.LAUNCH) & (recording.flags & Flag.HOST_ONLY == 0)  # type: ignore[no-any-return]
 
 
 def _tokens(run: DryRun, global_tokens: int | None) -> float | None:

@@ -59,12 +59,13 @@ def main(folder: Path) -> int:
     began = time.monotonic()
     ext.set_routing(*read_routing(request.routing), *request.expert_rank)
     ext.record(True)
-    if request.sites:
+    if request.sites or request.watched:
         ext.record_sites_of_allocations()
 
     import torch.fx.experimental._config as symbolic
 
     from refshard.dryrun.observe import Observer, Peaks
+    from refshard.dryrun.ranges import Ranges
     from refshard.dryrun.unknown_values import UnknownValues
 
     symbolic.meta_nonzero_assume_all_nonzero = True
@@ -72,6 +73,9 @@ def main(folder: Path) -> int:
     observer = Observer(ext, request.steps, peaks if request.until_stable else None)
     observer.install()
     peaks.install()
+    ranges = Ranges(ext, request.watched, request.until)
+    if request.watched:
+        ranges.install()
     unknown = UnknownValues(ext, lambda: observer.steps_taken)
     unknown.install()
     exchange = None
@@ -89,10 +93,10 @@ def main(folder: Path) -> int:
     ext.record(False)
     if exchange is not None:
         write_values({request.rank: tuple(exchange.sent)}, folder / SENT)
-    told = {} if raised is None else {
-        "error": first_line(raised) if outcome == "oom" else message(raised, request.command),
-        "where": place(raised), "blamed": unknown.blamed(raised),
-    }  # fmt: skip
+    told: dict[str, Any] = {"ranges": tuple(ranges.seen)}
+    if raised is not None:
+        error = first_line(raised) if outcome == "oom" else message(raised, request.command)
+        told |= {"error": error, "where": place(raised), "blamed": unknown.blamed(raised)}
     _leave(folder, request, ext, observer, peaks, outcome=outcome, wall_s=time.monotonic() - began, told=told)
     return 0
 

@@ -27,6 +27,7 @@ from refshard.analysis.snapshot import (
 from refshard.dryrun.analyse import Analysis
 from refshard.dryrun.memory import categories, live_rows, without_numbers
 from refshard.dryrun.recording import Category, Kind, Recording
+from refshard.dryrun.steps import steps_of
 from refshard.errors import TraceError
 
 NO_LINE = ""
@@ -262,9 +263,8 @@ class _Lines:
 
     def grows(self, line: str) -> int:
         """How many blocks more a line holds at the end of the last step than of the one before."""
-        recording = self._recording
-        ends = np.flatnonzero(recording.kinds == Kind.MARK)[-2:]
         mine = self._codes == self._lines[line]
+        ends = [step.end - 1 for step in steps_of(self._recording, "step")[-2:]]
         held = [int((mine & (self._made < end) & (self._freed > end)).sum()) for end in ends]
         return max(held[-1] - held[0], 0) if held else 0
 

@@ -19,6 +19,8 @@ GRAPH_LAUNCH = "cudaGraphLaunch"
 """The name of the launch that comes before the nodes of a replayed CUDA graph."""
 GROUP = 0xFFFFFFFF
 """Which bits of a collective's subject are the id of its group."""
+BEGINS, ENDS = "begins: ", "ends: "
+"""What marks of a phase say before its name."""
 ROOT = "(root)"
 """The path of the outermost module."""
 HOST_COUNTS = ("host_operators", "host_dispatched", "host_nodes", "host_calls")
@@ -32,9 +34,10 @@ class Kind(IntEnum):
     event ``subject`` on ``stream``; ``WAIT`` lets ``stream`` wait for it. ``SYNCHRONISE`` lets the host wait: for
     ``stream``, for the event ``subject`` if not 0, or for the whole device if neither is given. ``ALLOCATE``
     and ``FREE`` are blocks of the caching allocator, ``SEGMENT`` is memory that the allocator takes from the device
-    (negative: gives back). ``MARK`` is a boundary that the driver set, such as the end of a step. ``HOLD`` is
-    ``record_stream()``: once freed, the block ``subject`` is held back until ``stream``, which is not its own, has
-    passed what it was given by then. ``COMMUNICATOR`` is device memory that NCCL takes for the group ``subject``.
+    (negative: gives back). ``MARK`` is a boundary that the driver set: the end of a step, or where a phase of the
+    script's begins or ends. ``HOLD`` is ``record_stream()``: once freed, the block ``subject`` is held back until
+    ``stream``, which is not its own, has passed what it was given by then. ``COMMUNICATOR`` is
+    device memory that NCCL takes for the group ``subject``.
     """
 
     LAUNCH = 0

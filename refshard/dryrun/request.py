@@ -10,7 +10,9 @@ from refshard.specs.cluster import load_cluster
 from refshard.specs.reading import within
 
 Outcome = Literal["stepped", "ended", "oom", "failed"]
-"""How the script went: it took the steps, ended before it had, ran out of the GPU's memory, or raised."""
+"""How the script went: it took the steps or came to the end of the phase, ended before it had, ran out of the GPU's
+memory, or raised.
+"""
 HeldUntil = Literal["", "gpu", "host"]
 """Until when memory that ``record_stream()`` holds back counts as held: until the GPU is done with it by the replay, or
 until the host has waited, an upper bound. Empty if none is held back.
@@ -40,6 +42,22 @@ def read_routing(text: str) -> tuple[str, float]:
     return read
 
 
+def read_until(text: str) -> tuple[str, int]:
+    """The phase of an ``--until-phase``, and which of its occurrences.
+
+    >>> read_until("evaluate"), read_until("evaluate:2"), read_until("FSDP::all_gather")
+    (('evaluate', 1), ('evaluate', 2), ('FSDP::all_gather', 1))
+
+    Raises:
+        ValueError: it names none.
+    """
+    name, _, number = text.rpartition(":")
+    found = (name, int(number)) if number.isdecimal() else (text, 1)
+    if not found[0].strip() or found[1] < 1:
+        raise ValueError(f"until-phase must be a phase, or one and its occurrence (evaluate:2), got '{text}'")
+    return found
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One rank of a script, on a cluster.
 
@@ -48,8 +66,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     once its peak is stable. Unless ``limited``, a GPU's memory has no end. ``environment`` is added to the script's
     environment variables before the device is made, and with ``rank_variables`` what torchrun sets for a rank.
     ``routing`` is how choices from values that are not computed are assumed to fall. At worst, they fall on the first
-    experts of the rank ``expert_rank[0]``, of ``expert_rank[1]`` that experts are spread over. With ``sites`` the
-    recording has the line of each allocation. ``python`` runs the script, this process's if it is empty.
+    experts of the rank ``expert_rank[0]``, of ``expert_rank[1]`` that experts are spread over. With ``sites`` or phases
+    the recording has the line of each allocation. ``python`` runs the script, this process's if it is empty. ``phases``
+    are names of ranges that the script annotates. It stops after ``until_phase``, or after ``steps`` if that is
+    earlier.
     """
 
     command: tuple[str, ...]
@@ -66,13 +86,27 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     routing: str = "balanced"
     expert_rank: tuple[int, int] = (0, 1)
     sites: bool = False
+    phases: tuple[str, ...] = ()
+    until_phase: str | None = None
     python: str = ""
 
     def __post_init__(self) -> None:
         read_routing(self.routing)
+        if not all(name.strip() for name in self.watched):
+            raise ValueError(f"phases must be names, as in generate,train, got '{','.join(self.phases)}'")
         within("steps", self.steps, 1)
         within("world_size", self.world_size, 1)
         within("rank", self.rank, 0, most=self.world_size - 1)
+
+    @property
+    def until(self) -> tuple[str, int] | None:
+        """The phase that ends the run, and which of its occurrences."""
+        return None if self.until_phase is None else read_until(self.until_phase)
+
+    @property
+    def watched(self) -> tuple[str, ...]:
+        """All phases that are named, each once."""
+        return tuple(dict.fromkeys((*self.phases, *(self.until or ())[:1])))
 
 
 def request_on(cluster: str, gpus: int | None, **given: Any) -> Request:
@@ -156,7 +190,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     assumption; ``chosen_sizes`` if modules made some, and the host read what follows from one, so that sizes may depend
     on it. ``expert_rank`` is this rank in the group that exchanged such values first, and its size. ``compiled`` says
     what torch.compile did, None where nothing was compiled. ``limited`` is the answer within the GPU's memory, whether
-    the script's process had a limit or not. If it is out of memory, all else describes a run without a limit.
+    the script's process had a limit or not. If it is out of memory, all else describes a run without a limit. If
+    phases were asked for, ``ranges`` are the names that the script annotates with, up to a hundred.
     """
 
     outcome: Outcome
@@ -187,3 +222,4 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     choices: tuple[Choice, ...] = ()
     chosen_sizes: bool = False
     expert_rank: tuple[int, int] = (0, 1)
+    ranges: tuple[str, ...] = ()

@@ -16,6 +16,7 @@ from refshard.dryrun.held_back import (
 )
 from refshard.dryrun.recording import Kind, Phase, Recording
 from refshard.dryrun.request import UNLIMITED_BYTES, Answer, OtherSegments, Request
+from refshard.dryrun.steps import steps_of
 from refshard.errors import SpecError
 from refshard.specs.cluster import load_cluster
 
@@ -108,9 +109,10 @@ def settled(answer: Answer, found: Settled, device: int) -> Answer:
 
 def _refusal(refused: Refusal, recording: Recording, device: int) -> dict[str, object]:
     before = recording.kinds[: refused.row]
+    steps = sum(step.end <= refused.row for step in steps_of(recording, "step"))
     return {
         "outcome": "oom", "error": refused.message.replace(" GPU 0 ", f" GPU {device} "),
-        "where": _place(recording, refused.row), "steps_taken": int((before == Kind.MARK).sum()),
+        "where": _place(recording, refused.row), "steps_taken": steps,
         "allocations": int((before == Kind.ALLOCATE).sum()),
     }  # fmt: skip
 

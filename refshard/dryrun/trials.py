@@ -98,7 +98,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 def summary(found: Analysis) -> Prediction:
     """The figures of an analysis."""
     answer = found.run.answer
-    why = answer.error if answer.outcome == "failed" else ""
+    why = answer.error if answer.outcome == "failed" else ", ".join(f"no phase '{name}'" for name in found.unreached)
     if found.fits is False:
         usable = format_bytes(found.usable_bytes)
         known = found.run.refused is not None  # else it did not come to its end without a limit either

@@ -14,13 +14,14 @@
 Each method adds one event, in the order of the host, and returns its row, or the id that later events name.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from refshard.dryrun.price import NO_LINK, Prices
-from refshard.dryrun.recording import NO_STREAM, Category, Flag, Group, Kind, Phase, Recording
+from refshard.dryrun.recording import BEGINS, ENDS, NO_STREAM, Category, Flag, Group, Kind, Phase, Recording
 
 _TYPES: dict[str, type] = {
     "kinds": np.uint8, "names": np.int32, "streams": np.int64, "subjects": np.int64, "sizes": np.int64,
@@ -118,6 +119,13 @@ class Made:
     def mark(self, says: str = "step") -> None:
         """A boundary."""
         self._add(Kind.MARK, says)
+
+    @contextmanager
+    def within(self, name: str) -> Iterator[None]:
+        """A range of the script's."""
+        self.mark(BEGINS + name)
+        yield
+        self.mark(ENDS + name)
 
     def recording(self) -> Recording:
         """What was recorded so far."""

@@ -237,6 +237,13 @@ def test_no_size_depends_on_a_choice_that_the_host_does_not_read(tmp_path: Path)
         (["--ranks", "all", "--rank", "0", "--", "train.py"], "--ranks and --rank exclude each other, got both"),
         (["--ranks", "all", "--compile", "both", "--", "train.py"], "--ranks and --compile both exclude each other"),
         (["--steps", "0", "--", "train.py"], "steps must be >= 1, got 0"),
+        (["--until-phase", "evaluate:0", "--", "train.py"], "until-phase must be a phase, or one and its occurrence"),
+        (["--until-phase", "", "--", "train.py"], "until-phase must be a phase, or one and its occurrence"),
+        (["--until-phase", "save", "--steps", "auto", "--", "train.py"], "--until-phase and --steps auto exclude each"),
+        (
+            ["--phases", "train,,save", "--", "train.py"],
+            "phases must be names, as in generate,train, got 'train,,save'",
+        ),
         (["--", "-m"], "-m must be followed by a module"),
         (["--", "train.ipynb"], "'train.ipynb' is a notebook; make a script of it: jupyter nbconvert --to script"),
         (["--", "train.sh"], "'train.sh' is a shell script; give the command in it that starts the training"),

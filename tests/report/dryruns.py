@@ -38,8 +38,9 @@ def trained(module: str = "layers.0.mlp", operator: str = "aten::mm") -> Made:
 
 
 def analysed(
-    made: Made | None = None, command: tuple[str, ...] = ("train.py", "--its", "own"), **told: Any
-) -> Analysis:
+    made: Made | None = None, command: tuple[str, ...] = ("train.py", "--its", "own"), *,
+    phases: tuple[str, ...] = (), until_phase: str | None = None, **told: Any,
+) -> Analysis:  # fmt: skip
     """What a dry run on a DGX H100 comes to; ``told`` changes its answer."""
     recording = (made or trained()).recording()
     peak = Pool(allocated=17 * GIB, active=17 * GIB, reserved=20 * GIB, requested=17 * GIB)
@@ -47,7 +48,10 @@ def analysed(
         "outcome": "stepped", "steps_taken": 2, "tokens": 16384, "parameters": 10**9, "world_size": 8, "peak": peak,
         "now": peak, "wall_s": 1.5,
     }  # fmt: skip
-    request = Request(command=command, cluster="dgx-h100", world_size=8, local_ranks=8, steps=2)
+    request = Request(
+        command=command, cluster="dgx-h100", world_size=8, local_ranks=8, steps=2, phases=phases,
+        until_phase=until_phase,
+    )  # fmt: skip
     run = DryRun(request=request, answer=Answer(**{**answer, **told}), recording=recording)
     return analyse(run, load_cluster("dgx-h100"))
 

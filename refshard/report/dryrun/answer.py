@@ -12,7 +12,7 @@ from refshard.analysis.figures import TraceFigures
 from refshard.dryrun.advice import EXPANDABLE, Advice
 from refshard.dryrun.analyse import Analysis
 from refshard.dryrun.memory import Held, without_numbers
-from refshard.dryrun.recording import ROOT, Category, Flag, Kind, Phase, Recording
+from refshard.dryrun.recording import ROOT, Phase, Recording
 from refshard.dryrun.request import Request
 from refshard.events.writer import as_kineto
 from refshard.quantities import format_bytes, format_percent, format_seconds, format_times
@@ -36,6 +36,8 @@ from refshard.report.blocks import (
 from refshard.report.draw.embed import MOST_EMBEDDED
 from refshard.report.dryrun.advice import advice_as_object, advice_blocks
 from refshard.report.dryrun.against import Against, against_section
+from refshard.report.dryrun.categories import CATEGORIES
+from refshard.report.dryrun.phases import lead_of, phases_as_object, phases_blocks, why_unreached
 from refshard.report.dryrun.prices import as_object as prices_as_object
 from refshard.report.dryrun.prices import compared, measured_sentences
 from refshard.report.trace.answer import as_objects, job_blocks, rank_blocks
@@ -48,15 +50,6 @@ _FRAGMENTED = 0.08
 """Part of the usable memory that is reserved but not allocated at the peak, from which on it is named."""
 _HOST_BOUND = 0.1
 """Part of a step that the GPU waits for the host, from which on the step counts as host-bound."""
-CATEGORIES = {
-    Category.PARAMETERS: "parameters",
-    Category.GRADIENTS: "gradients",
-    Category.OPTIMIZER: "optimizer state",
-    Category.UNSHARDED: "unsharded parameters",
-    Category.ACTIVATIONS: "activations",
-    Category.WORKSPACE: "workspaces",
-    Category.OTHER: "other",
-}
 _PHASES = {Phase.OTHER: "outside modules", Phase.OPTIMIZER: "the optimizer step"}
 _UNNAMED = {"": "the script", ROOT: "the model"}
 _ONE_RANK = "Only one rank ran. Stragglers and uneven data are not modelled."
@@ -95,6 +88,7 @@ def dryrun_answer(
             Text(text=_title(found), where="terminal"),
             Facts(facts=list(_facts(found))),
             *_memory(found),
+            *phases_blocks(found),
             Notes(sentences=sentences(found)),
             *([] if against is None else [against_section(found, against)]),
             *_time(found),
@@ -132,12 +126,13 @@ def _title(found: Analysis) -> str:
 
 def unanswered(found: Analysis) -> tuple[str, str] | None:
     """Why there is no verdict, and what to do; None if there is one, or the script failed. A verdict is about training:
-    it needs an optimizer step with work on the GPU.
+    it needs an optimizer step with work on the GPU; or about the phases that are named, which must all occur.
     """
-    answer, recording = found.run.answer, found.run.recording
+    answer, recording, launches = found.run.answer, found.run.recording, found.launches
     if found.fits is not None or answer.outcome == "failed":
         return None
-    launches = int(((recording.kinds == Kind.LAUNCH) & (recording.flags & Flag.HOST_ONLY == 0)).sum())
+    if found.unreached:
+        return why_unreached(found)
     steps = f"{answer.steps_taken} optimizer {'step' if answer.steps_taken == 1 else 'steps'} ran"
     if answer.steps_taken:
         return (
@@ -159,7 +154,8 @@ def unanswered(found: Analysis) -> tuple[str, str] | None:
         )
     return (
         f"no optimizer step ran, and no backward ({launches:,} launches on the GPU)",
-        "A dry run answers for training. If the script only runs inference, the peak above is all that it tells.",
+        "A dry run answers for training. For a verdict on inference, let the script run it in "
+        'torch.profiler.record_function("generate"), and add --until-phase generate.',
     )
 
 
@@ -199,7 +195,7 @@ def _verdict(found: Analysis, advice: Advice | None, prices: list[str]) -> Verdi
             f"({format_bytes(found.headroom_bytes)} headroom); peak allocated {format_bytes(peak.allocated)}"
         )
         lead = [] if found.traced is None else [finding_of(found.traced.figures).lead]
-        return Verdict(sentences=[fits, *routing, *_pace(found), *prices, *lead], style="good")
+        return Verdict(sentences=[fits, *lead_of(found), *routing, *_pace(found), *prices, *lead], style="good")
     needed = f"needs more than {usable}"
     if found.run.refused is not None:
         needed = (
@@ -212,7 +208,9 @@ def _verdict(found: Analysis, advice: Advice | None, prices: list[str]) -> Verdi
     pace = [f"Without the memory limit: {words}" for words in _pace(found)]
     enough = [] if advice is None else [one.change for one in advice.remedies if one.tried.fits]
     remedy = [f"Fits with {', or with '.join(enough)} (dry-run)"] if enough else []
-    return Verdict(sentences=[f"DOES NOT FIT: {needed}", refusal, *routing, *pace, *prices, *remedy], style="bad")
+    return Verdict(
+        sentences=[f"DOES NOT FIT: {needed}", refusal, *lead_of(found), *routing, *pace, *prices, *remedy], style="bad"
+    )
 
 
 def _blamed(found: Analysis) -> Iterator[str]:
@@ -518,6 +516,8 @@ def _first_step_only(found: Analysis) -> Iterator[str]:
     answer = found.run.answer
     if found.fits and answer.steps_taken == 1:
         what = "--steps 3" if answer.outcome == "stepped" else "let the script train for more steps"
+        if (until := found.run.request.until) is not None and answer.outcome == "stepped":
+            what = f"--until-phase {until[0]}:{until[1] + 1}"
         yield (
             "Only one optimizer step ran: optimizers make their state at its end, so later steps may need more memory. "
             f"Try: {what}."
@@ -652,6 +652,7 @@ def as_object(found: Analysis) -> dict[str, Any]:
         "overheads": [{"name": o.name, "bytes": o.bytes, "source": o.source} for o in found.overheads],
         "peak_by_category": {category.name.lower(): size for category, size in found.memory.by_category().items()},
         "peak_by_module": found.memory.by_module(),
+        "phases": phases_as_object(found),
         "loading_peak_allocated_bytes": found.memory.loading_peak_bytes,
         "training_peak_allocated_bytes": found.memory.training_peak_bytes,
         "step_s": found.step_s,

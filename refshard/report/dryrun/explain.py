@@ -12,7 +12,8 @@ from refshard.plain import plain
 from refshard.quantities import MIB, format_bytes, format_percent
 from refshard.report.blocks import Answer, Block, Notes, Quantity, Row, Section, Verdict, table
 from refshard.report.dryrun.advice import advice_blocks
-from refshard.report.dryrun.answer import CATEGORIES, dryrun_answer
+from refshard.report.dryrun.answer import dryrun_answer
+from refshard.report.dryrun.categories import CATEGORIES
 from refshard.report.trace.snapshot import failure_sentences
 
 _SHOWN, _NAMED = 10, 4

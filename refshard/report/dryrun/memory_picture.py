@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -9,15 +10,19 @@ import plotly.graph_objects as go
 
 from refshard.dryrun.analyse import Analysis
 from refshard.dryrun.memory import MemoryCourse, call_clock, gpu_clock, memory_course
+from refshard.dryrun.phases import OUTSIDE
 from refshard.dryrun.recording import Category, Kind, Phase, Recording
 from refshard.dryrun.steps import steps_of
 from refshard.quantities import axis_unit, format_bytes
 from refshard.report.draw.charts import THEME, Chart, chart, pattern, shortened
 from refshard.report.draw.palette import INK, MEMORY, RED
-from refshard.report.dryrun.answer import CATEGORIES, moment
+from refshard.report.dryrun.answer import moment
+from refshard.report.dryrun.categories import CATEGORIES
 
 _GREYS = {Phase.FORWARD: 0.12, Phase.BACKWARD: 0.3, Phase.OPTIMIZER: 0.55}
 """How dark each phase is in the strip above the picture."""
+_OWN_GREYS = (0.12, 0.3, 0.55, 0.2, 0.42)
+"""Likewise of phases that the script annotates."""
 _STRIP = (0.94, 1.0)
 _HEADROOM = 1.22
 """Room above the highest line: for the strip, and for the label of a phase too short to hold it."""
@@ -28,6 +33,16 @@ _NARROW = 0.16
 _MOST_RUNS = 200
 _MOST_CHARACTERS = 44
 _NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A piece of the strip, between two places of the clock."""
+
+    name: str
+    begin: int
+    end: int
+    grey: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +59,9 @@ class Axis:
 
 
 def memory_charts(found: Analysis) -> list[Chart]:
-    """Memory over the last whole step; also over the whole run, unless that step has the peak and the job fits."""
+    """Memory over the last whole step; also over the whole run, if the script's phases are accounted, and unless that
+    step has the peak and the job fits.
+    """
     recording, step = found.run.recording, found.step
     if not found.memory.peak_bytes:
         return []
@@ -61,7 +78,7 @@ def memory_charts(found: Analysis) -> list[Chart]:
         axis = Axis(title=f"GPU time in the step ({unit})", name=unit, unit=round(size * 1e9))
         drawn = picture(recording, course, axis, found.usable_bytes)
         charts.append(chart("memory-step", "Over the last step", drawn, caption))
-        if found.fits and course.peak_bytes == found.memory.peak_bytes:
+        if found.fits and not found.phases and course.peak_bytes == found.memory.peak_bytes:
             return charts
     return [*charts, _run_chart(found)]
 
@@ -76,7 +93,12 @@ def _run_chart(found: Analysis) -> Chart:
     )  # fmt: skip
     ends = {"oom": " It ends where memory ran out.", "failed": " It ends where the script failed."}
     caption = _caption(found, course, "The whole run") + ends.get(found.run.answer.outcome, "")
-    drawn = picture(recording, course, axis, found.usable_bytes)
+    greys = dict(zip((one.name for one in found.phases), cycle(_OWN_GREYS)))
+    own = [
+        _Piece(one.name, int(clock[one.first]), int(clock[one.end]), greys[one.name])
+        for phase in found.phases for one in phase.ranges if one.name != OUTSIDE
+    ]  # fmt: skip
+    drawn = picture(recording, course, axis, found.usable_bytes, own)
     return chart("memory-run", "Over the whole run", drawn, caption)
 
 
@@ -100,14 +122,18 @@ def _caption(found: Analysis, course: MemoryCourse, what: str) -> str:
     )
 
 
-def picture(recording: Recording, course: MemoryCourse, axis: Axis, usable_bytes: int) -> go.Figure:
-    """A course of ``recording``. The allocator cannot pass ``usable_bytes``, a line unless it is far above."""
+def picture(
+    recording: Recording, course: MemoryCourse, axis: Axis, usable_bytes: int, pieces: Sequence[_Piece] = ()
+) -> go.Figure:
+    """A course of ``recording``. The allocator cannot pass ``usable_bytes``, a line unless it is far above. The strip
+    shows ``pieces``, by default forward, backward and the optimizer's step.
+    """
     shown = course.peak_reserved_bytes >= usable_bytes / _FAR
     highest = max(course.peak_reserved_bytes, course.peak_bytes, usable_bytes if shown else 0, 1)
     unit, size = axis_unit("B", highest)
     xs = [_x(place, course, axis) for place in course.places.tolist()]
     figure = go.Figure([*_stack(course, xs, unit, size), *_lines(recording, course, xs, unit, size)])
-    _add_phases(figure, course, axis)
+    _add_phases(figure, course, axis, pieces or _parts_of_step(course))
     for mark in axis.marks:
         figure.add_shape(_line(_x(mark, course, axis)))
     top = _HEADROOM * highest / size
@@ -174,28 +200,39 @@ def _line(x: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _add_phases(figure: go.Figure, course: MemoryCourse, axis: Axis) -> None:
+def _parts_of_step(course: MemoryCourse) -> list[_Piece]:
+    return [_Piece(run.phase.name.lower(), run.begin, run.end, _GREYS[run.phase]) for run in course.phases]
+
+
+def _add_phases(figure: go.Figure, course: MemoryCourse, axis: Axis, pieces: Sequence[_Piece]) -> None:
     """A strip of all phases, with their names in the pieces that are long enough."""
     whole = _x(int(course.places[-1]), course, axis)
-    extents = [(run, _x(run.begin, course, axis), _x(run.end, course, axis)) for run in course.phases[:_MOST_RUNS]]
-    for run, begin, end in extents:
-        grey = f"rgba(128,128,128,{_GREYS[run.phase]})"
+    extents = [(one, _x(one.begin, course, axis), _x(one.end, course, axis)) for one in pieces[:_MOST_RUNS]]
+    for piece, begin, end in extents:
+        grey = f"rgba(128,128,128,{piece.grey})"
         figure.add_shape(
             type="rect", x0=begin, x1=end, y0=_STRIP[0], y1=_STRIP[1], yref="paper", fillcolor=grey, line={"width": 0}
         )
     named = {"yref": "paper", "showarrow": False, "font": {"size": 11}, "borderpad": 1}
-    wide = [(run, (begin + end) / 2) for run, begin, end in extents if end - begin >= _NARROW * whole]
-    for run, middle in wide:
-        figure.add_annotation(x=middle, y=sum(_STRIP) / 2, yanchor="middle", text=run.phase.name.lower(), **named)
+    wide = [(one.name, (begin + end) / 2) for one, begin, end in extents if end - begin >= _NARROW * whole]
+    for name, middle in wide:
+        figure.add_annotation(
+            x=middle, y=sum(_STRIP) / 2, yanchor="middle", text=shortened(name, _MOST_CHARACTERS), **named
+        )
     below: list[float] = []
-    for phase in sorted({run.phase for run, _, _ in extents} - {run.phase for run, _ in wide}):
-        length, begin = max((end - begin, begin) for run, begin, end in extents if run.phase is phase)
+    for name in dict.fromkeys(one.name for one, _, _ in extents if one.name not in dict(wide)):
+        length, begin = max((end - begin, begin) for one, begin, end in extents if one.name == name)
         late = begin > whole / 2
         x = begin + length if late else begin
         if all(abs(x - other) >= _NARROW * whole for other in below):
             below.append(x)
             figure.add_annotation(
-                x=x, y=_STRIP[0], xanchor="right" if late else "left", yanchor="top", text=phase.name.lower(), **named
+                x=x,
+                y=_STRIP[0],
+                xanchor="right" if late else "left",
+                yanchor="top",
+                text=shortened(name, _MOST_CHARACTERS),
+                **named,
             )
 
 

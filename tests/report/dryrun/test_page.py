@@ -16,7 +16,8 @@ from refshard.dryrun.recording import Category, Phase
 from refshard.dryrun.request import Choice
 from refshard.quantities import axis_unit, format_percent, format_seconds
 from refshard.report.blocks import Fact, Facts
-from refshard.report.dryrun.answer import CATEGORIES, dryrun_answer, sentences
+from refshard.report.dryrun.answer import dryrun_answer, sentences
+from refshard.report.dryrun.categories import CATEGORIES
 from refshard.report.dryrun.memory_picture import memory_charts
 from refshard.report.page import as_page
 from refshard.report.trace.findings import findings
@@ -193,6 +194,8 @@ def test_the_timeline_is_that_of_the_last_step(found: Analysis, seen: Page) -> N
 def test_hostile_names_stay_text() -> None:
     made = trained(module=HOSTILE, operator=HOSTILE)
     made.synchronise(stream=0, why=HOSTILE, site=HOSTILE)
+    with made.within(HOSTILE):
+        made.free(made.allocate(GIB))
     made.mark()
     bad = doubtful(
         analysed(made, command=(HOSTILE,), steps_taken=3, outcome="failed", error=HOSTILE, where=HOSTILE),
