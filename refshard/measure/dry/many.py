@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from refshard.measure.dry.rank import DryCase, DryResult, forked, prepare, read_results, run_case
+from refshard.measure.worker import end_with_parent
 from refshard.specs.case import Case
 
 _CASES = "cases.json"
@@ -60,11 +61,18 @@ def dry_run_many(
 
 
 def main(folder: Path) -> int:
-    """Run the requested cases, each in a process and a folder of its own."""
+    """Run the requested cases, each in a process and a folder of its own. All end with the process that asked."""
+    end_with_parent(os.getppid(), signal.SIGKILL)
     requests = msgspec.json.decode((folder / _CASES).read_bytes(), type=list[DryCase])
     ext = prepare(requests)
-    places = list(range(len(requests)))
-    for _ in forked(places, lambda place: run_case(requests[place], ext, folder / str(place))):
+    parent, places = os.getpid(), list(range(len(requests)))
+
+    def child(place: int) -> None:
+        if end_with_parent(parent, signal.SIGKILL):
+            run_case(requests[place], ext, folder / str(place))
+        os._exit(1)
+
+    for _ in forked(places, child):
         """Its results are in its folder."""
     return 0
 
