@@ -28,7 +28,7 @@ BUDGETS = {
     "refshard/specs": 2_350,
     "refshard/strategies": 3_150,
     "refshard/*.py": 2_200,
-    "tests": 76_990,
+    "tests": 77_000,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 
