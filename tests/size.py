@@ -28,7 +28,7 @@ BUDGETS = {
     "refshard/specs": 2_360,
     "refshard/strategies": 3_150,
     "refshard/*.py": 2_230,
-    "tests": 77_760,
+    "tests": 77_790,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 
