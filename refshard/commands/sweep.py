@@ -71,7 +71,8 @@ def sweep(options: Options, varied: Sweep, *, html: Path | None = None) -> Answe
     for *_, trial in first:
         trial.check_prices()
     folder = _folder(varied.resume)
-    progress = _progress([trial for *_, trial in first], None if search else len(first))
+    labels = {trial.key: one.choices for _, one, trial in first}
+    progress = _progress(labels, None if search else len(first))
     with Laboratory(options.jobs, folder / TRIALS, progress) as laboratory:
         try:
             if search is None:
@@ -128,9 +129,9 @@ def _folder(resume: Path | None) -> Path:
     return resume
 
 
-def _progress(trials: Sequence[Trial], total: int | None) -> Callable[[Trial, Prediction], None]:
-    """Prints a line for each trial: the words of its command that not all ``trials`` share, and what was found."""
-    count, shared = 0, set.intersection(*(set(trial.request.command) for trial in trials))
+def _progress(choices: Mapping[str, Mapping[str, str]], total: int | None) -> Callable[[Trial, Prediction], None]:
+    """Prints a line for each trial: its ``choices``, by the trial's key, and what was found."""
+    count = 0
 
     def report(trial: Trial, tried: Prediction) -> None:
         nonlocal count
@@ -140,7 +141,8 @@ def _progress(trials: Sequence[Trial], total: int | None) -> Callable[[Trial, Pr
         found = f"does not fit, {tried.why}" if tried.fits is False else found
         speed = f", {format_seconds(tried.step_s)} a step" if tried.fits and tried.step_s else ""
         request = trial.request
-        words = [word for word in request.command if word not in shared] or request.command[:1]
-        tell(f"[{place}] {' '.join(words)} on {request.world_size:,} of {request.cluster}: {found}{speed}")
+        chosen = ", ".join(f"{name} {text}" for name, text in choices.get(trial.key, {}).items())
+        words = chosen or " ".join(request.command)
+        tell(f"[{place}] {words} on {request.world_size:,} of {request.cluster}: {found}{speed}")
 
     return report

@@ -52,6 +52,7 @@ def test_memory_is_that_of_dry_runs(name: str, layers: int, sizes: dict[str, int
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 @needs_device
 def test_the_dry_runs_memory_and_all_to_alls_are_still_the_same() -> None:
     script = ["docs/examples/train_moe.py", "--layers", "4"]
