@@ -44,10 +44,11 @@ everything: $(VENV)/.hta
 	$(PYTEST) $(if $(FULL_PART),--tier test --full-part $(FULL_PART),--tier full)
 
 # Operators, collectives, bytes and losses of the engine beside what was accepted: one launch of each case. And what
-# the same code does on a GPU: dry runs.
+# the same code does on a GPU: dry runs, of the engine and of the documentation's example.
 gate: $(VENV)/.run
 	$(BIN)/refshard gate --portable
 	$(BIN)/refshard gate --portable --suite gate_cuda
+	$(BIN)/refshard gate -- docs/examples/train_fsdp2.py
 
 # The documentation site, in site/index.html: it opens from disk and needs no network. --quiet would hide warnings from
 # --strict.
