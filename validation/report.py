@@ -22,6 +22,8 @@ _CLAIM_COLUMNS = (
     Column("predicted"),
     Column("cause of the difference", "left", wraps=True),
 )
+_AGREES = 0.002
+"""The relative error up to which a figure counts as that of an allocator mode."""
 Curve = tuple[Predicted, Predicted, float, float]
 """The smallest and the largest run of a setting, and the published and predicted fraction of a GPU's speed that is lost
 between them."""
@@ -374,10 +376,6 @@ def _mode(figure: Compared) -> str:
     if not figure.is_memory:
         return ""
     return "not stated" if figure.other_mode is not None else "expandable" if figure.expandable else "default"
-
-
-_AGREES = 0.002
-"""The relative error up to which a figure counts as that of an allocator mode."""
 
 
 def _not_counted(unknown: Sequence[Compared]) -> str:

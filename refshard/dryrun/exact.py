@@ -72,7 +72,7 @@ def by_module(found: Analysis) -> dict[str, Use]:
 
 
 def by_operator(found: Analysis) -> dict[str, tuple[int, int]]:
-    """Launches of the last step, and bytes at the peak, by operator and module, as ``aten::mul in layers.*.mlp``."""
+    """Bytes at the peak, and launches of the last step, by operator and module, as ``aten::mul in layers.*.mlp``."""
     recording = found.run.recording
     launches, held = Counter[str](), Counter[str]()
 
@@ -88,7 +88,7 @@ def by_operator(found: Analysis) -> dict[str, tuple[int, int]]:
             add(launches, recording.name_table[name], recording.module_table[module], count)
     for one in found.memory.held:
         add(held, one.operator or f"empty ({one.category.name.lower()})", one.module, one.bytes)
-    return {name: (launches[name], held[name]) for name in sorted({*launches, *held})}
+    return {name: (held[name], launches[name]) for name in sorted({*launches, *held})}
 
 
 def by_function(found: Analysis) -> dict[str, tuple[int, int]]:

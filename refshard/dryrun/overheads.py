@@ -41,7 +41,8 @@ class Overhead:
 
 def context(hardware: HardwareSpec) -> Overhead:
     """What CUDA's context takes of this GPU, with the kernels and libraries that a training step loads."""
-    size, source = _CONTEXTS.get(hardware.capability, (767 * MIB, f"not known for this GPU; {_MEASURED}"))
+    measured, _ = _CONTEXTS[_HOPPER]
+    size, source = _CONTEXTS.get(hardware.capability, (measured, f"not known for this GPU; {_MEASURED}"))
     return Overhead(name="CUDA context, loaded kernels, cuBLAS and cuDNN", bytes=size, source=source)
 
 
@@ -51,11 +52,12 @@ def overheads(hardware: HardwareSpec, recording: Recording) -> tuple[Overhead, .
     count = int(rows.sum())
     if not count:
         return (context(hardware),)
+    first, further = (size // MIB for size in COMMUNICATOR_BYTES)
     groups = len({subject & GROUP for subject in recording.subjects[rows].tolist()})
     nccl = Overhead(
         name="1 NCCL communicator" if count == 1 else f"{count} NCCL communicators",
         bytes=int(recording.sizes[rows].sum()),
-        source=f"of {'1 process group' if groups == 1 else f'{groups} process groups'}; measured on an H200: 558 MiB "
-        "for the first, 390 for each further one (profiles/recorded/h200/outside.json)",
+        source=f"of {'1 process group' if groups == 1 else f'{groups} process groups'}; measured on an H200: {first} "
+        f"MiB for the first, {further} for each further one (profiles/recorded/h200/outside.json)",
     )
     return context(hardware), nccl

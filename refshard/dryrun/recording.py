@@ -36,8 +36,8 @@ class Kind(IntEnum):
     and ``FREE`` are blocks of the caching allocator, ``SEGMENT`` is memory that the allocator takes from the device
     (negative: gives back). ``MARK`` is a boundary that the driver set: the end of a step, or where a phase of the
     script's begins or ends. ``HOLD`` is ``record_stream()``: once freed, the block ``subject`` is held back until
-    ``stream``, which is not its own, has passed what it was given by then. ``COMMUNICATOR`` is
-    device memory that NCCL takes for the group ``subject``.
+    ``stream``, which is not its own, has passed what it was given by then. ``COMMUNICATOR`` is device
+    memory that NCCL takes for the group ``subject``.
     """
 
     LAUNCH = 0

@@ -118,10 +118,7 @@ def request_on(cluster: str, gpus: int | None, **given: Any) -> Request:
     whole = load_cluster(cluster)
     part = whole if gpus is None else whole.of_world_size(gpus)
     try:
-        return Request(
-            cluster=cluster, world_size=part.world_size, local_ranks=part.ranks_per_node,
-            **given,
-        )  # fmt: skip
+        return Request(cluster=cluster, world_size=part.world_size, local_ranks=part.ranks_per_node, **given)
     except ValueError as error:
         raise SpecError(f"dryrun: {error}") from None
 

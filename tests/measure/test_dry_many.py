@@ -37,5 +37,6 @@ def test_all_processes_end_with_the_one_that_asked(tmp_path: Path) -> None:
         asking.kill()
         asking.wait()
     assert len(found) >= 3
-    _, alive = psutil.wait_procs(found, timeout=3)  # a case takes longer
+    _, alive = psutil.wait_procs(found, timeout=300)
     assert not alive
+    assert not list(tmp_path.rglob("result.json")), "a case went on to its end"

@@ -96,26 +96,19 @@ def _tables(
          "difference": _difference(c), "verdict": c.verdict}
         for c in changed
     ])  # fmt: skip
-    functions: list[Row] = [
-        {"function": name, "at the peak": Quantity(was[0], "B"), "after": Quantity(is_[0], "B"),
-         "host waits": was[1], "waits after": is_[1]}
-        for name, was, is_ in differing(
-            by_function(before.found), by_function(after.found), (0, 0),
-            lambda was, is_: (abs(is_[0] - was[0]), abs(is_[1] - was[1])),
-        )
-    ]  # fmt: skip
-    operators: list[Row] = [
-        {"operator": name, "at the peak": Quantity(was[1], "B"), "after": Quantity(is_[1], "B"),
-         "launches": was[0], "launches after": is_[0]}
-        for name, was, is_ in differing(
-            by_operator(before.found), by_operator(after.found), (0, 0),
-            lambda was, is_: (abs(is_[1] - was[1]), abs(is_[0] - was[0])),
-        )
-    ]  # fmt: skip
-    for rows, caption in (
-        (functions, "Functions that allocated what is in memory at the peak, and in which the host waits for the GPU"),
-        (operators, "Operators: bytes at the peak that they made, and launches in a step"),
-    ):
+    for named, counted, of, caption in (
+        ("function", "host waits", by_function,
+         "Functions that allocated what is in memory at the peak, and in which the host waits for the GPU"),
+        ("operator", "launches", by_operator, "Operators: bytes at the peak that they made, and launches in a step"),
+    ):  # fmt: skip
+        rows: list[Row] = [
+            {named: name, "at the peak": Quantity(was[0], "B"), "after": Quantity(is_[0], "B"),
+             counted: was[1], f"{counted} after": is_[1]}
+            for name, was, is_ in differing(
+                of(before.found), of(after.found), (0, 0),
+                lambda was, is_: (abs(is_[0] - was[0]), abs(is_[1] - was[1])),
+            )
+        ]  # fmt: skip
         if rows:
             yield table(rows[:_SHOWN], caption=caption)
 
