@@ -25,8 +25,9 @@ Models beyond Llama:
 from typing import Literal
 
 from refshard.specs.job import Tuning, Workload
-from refshard.specs.model import ModelSpec, active_parameter_count, check_trainable, position_parameters
-from refshard.specs.tuning import LORA
+from refshard.errors import SpecError
+from refshard.specs.model import ModelSpec, active_parameter_count, position_parameters
+from refshard.specs.tuning import Lora
 
 Convention = Literal["A", "B", "C"]
 
@@ -57,16 +58,35 @@ def formula(convention: Convention, workload: Workload, tuning: Tuning = "full")
     return TUNED[convention] if workload == "training" and tuning != "full" else FORMULAS[workload][convention]
 
 
-def adapter_count(model: ModelSpec) -> int:
+def adapted_shapes(model: ModelSpec, lora: Lora) -> dict[str, tuple[int, int]]:
+    """Widths of the input and of the output of each linear layer of a block that has an adapter, by name.
+
+    Raises:
+        SpecError: the model's blocks have no such layer.
+    """
+    q_dim, kv_dim = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
+    shapes = {}
+    if model.latent is None:
+        shapes |= dict.fromkeys(("k_proj", "v_proj"), (model.dim, kv_dim))
+        shapes |= {"q_proj": (model.dim, q_dim), "o_proj": (q_dim, model.dim)}
+    if model.experts is None:
+        shapes |= dict.fromkeys(("gate_proj", "up_proj") if model.gated else ("up_proj",), (model.dim, model.ffn_dim))
+        shapes["down_proj"] = (model.ffn_dim, model.dim)
+    if unknown := next((name for name in lora.projections if name not in shapes), None):
+        raise SpecError(
+            f"lora_targets: adapters of this model are known for {', '.join(shapes) or 'no layer'}, got {unknown}; "
+            "choose some of these"
+        )
+    return {name: shapes[name] for name in lora.projections}
+
+
+def adapter_count(model: ModelSpec, lora: Lora) -> int:
     """Number of parameters of LoRA's adapters: of a product with an (o, i) matrix, rank * (o + i).
 
     Raises:
-        SpecError: the model is not one that refshard trains.
+        SpecError: as :func:`adapted_shapes`.
     """
-    check_trainable(model)
-    q_dim, kv_dim = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
-    sides = 2 * (model.dim + q_dim) + 2 * (model.dim + kv_dim) + 3 * (model.dim + model.ffn_dim)
-    return model.n_layers * LORA.rank * sides
+    return model.n_layers * lora.rank * sum(map(sum, adapted_shapes(model, lora).values()))
 
 
 def attention_flops_per_token(model: ModelSpec, seq_len: int, *, causal_half: bool = False) -> int:
@@ -88,18 +108,18 @@ def flops_per_token(
     seq_len: int,
     convention: Convention = "A",
     workload: Workload = "training",
-    tuning: Tuning = "full",
+    lora: Lora | None = None,
 ) -> int:
     """Model FLOPs per token, forward and in training backward too, by one of the conventions above.
 
     Raises:
-        SpecError: the model is tuned by adapters, and not one that refshard trains.
+        SpecError: as :func:`adapted_shapes`.
     """
     n = active_parameter_count(model)
     embedding = (0 if model.tied else model.vocab * model.dim) + position_parameters(model)
     n -= 0 if convention == "B" else embedding
     attention = attention_flops_per_token(model, seq_len, causal_half=convention == "C")
-    adapters = 0 if tuning == "full" else adapter_count(model)
+    adapters = 0 if lora is None else adapter_count(model, lora)
     if workload == "inference":
         return (6 * n + attention) // 3 + 2 * adapters
-    return (6 if tuning == "full" else 4) * n + 6 * adapters + attention
+    return (6 if lora is None else 4) * n + 6 * adapters + attention

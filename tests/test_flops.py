@@ -11,7 +11,7 @@ from refshard import flops
 from refshard.errors import SpecError
 from refshard.models.llama import Llama, next_token_loss
 from refshard.specs.model import Experts, LatentAttention, ModelSpec, load_model
-from refshard.specs.tuning import LORA
+from refshard.specs.tuning import PROJECTIONS, Lora
 from tests.models import small_spec
 
 SPECS = {
@@ -54,23 +54,24 @@ def test_convention_a_of_inference_less_the_norms_is_what_torch_counts_in_forwar
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("lora", [Lora(), Lora(rank=4, projections=PROJECTIONS[:4])], ids=["all", "attention"])
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
-def test_of_tuning_by_adapters_frozen_weights_have_no_gradients(spec: ModelSpec) -> None:
+def test_of_tuning_by_adapters_frozen_weights_have_no_gradients(spec: ModelSpec, lora: Lora) -> None:
     """But for the queries, keys and values of the first block, whose input needs no gradient: torch counts less."""
     pytest.importorskip("peft", reason="adapters need the extra 'peers'")
     from refshard.models.adapters import adapt, switch_dropout
 
-    batch, seq_len, rank = 2, 32, LORA.rank
+    batch, seq_len, rank = 2, 32, lora.rank
     model = Llama(spec)
-    adapt(model, 0)
+    adapt(model, lora, 0)
     switch_dropout(model, on=False)
-    assert flops.adapter_count(spec) == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert flops.adapter_count(spec, lora) == sum(p.numel() for p in model.parameters() if p.requires_grad)
     tokens_BT = torch.zeros(batch, seq_len, dtype=torch.int64)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         next_token_loss(model(tokens_BT), tokens_BT).backward()
     outputs = (spec.n_heads + 2 * spec.n_kv_heads) * spec.head_dim
     unneeded = 2 * outputs * spec.dim + 3 * 2 * rank * spec.dim
-    exact = flops.flops_per_token(spec, seq_len, "A", tuning="lora") - 4 * norm_weights(spec) - unneeded
+    exact = flops.flops_per_token(spec, seq_len, "A", lora=lora) - 4 * norm_weights(spec) - unneeded
     assert counter.get_total_flops() == exact * batch * seq_len
 
 
@@ -182,6 +183,6 @@ def test_positions_are_looked_up() -> None:
     assert counts == {"A": 0, "B": 6 * 64 * 64, "C": 0}
 
 
-def test_adapters_are_of_what_refshard_trains() -> None:
-    with pytest.raises(SpecError, match="gated must be true for training, got false"):
-        flops.flops_per_token(small_spec(gated=False), 32, tuning="lora")
+def test_adapters_are_of_layers_that_the_blocks_have() -> None:
+    with pytest.raises(SpecError, match="lora_targets: adapters of this model are known for .*, got gate_proj; choose"):
+        flops.flops_per_token(small_spec(gated=False), 32, lora=Lora())

@@ -136,7 +136,7 @@ def llama_subject(case: Case, spec: ModelSpec, device: torch.device) -> Subject:
 
         switch_dropout(model, on=True)
 
-    flops = float(flops_per_token(spec, case.job.seq_len, CONVENTION, case.job.workload, case.job.tuning))
+    flops = float(flops_per_token(spec, case.job.seq_len, CONVENTION, case.job.workload, case.job.lora))
     return Subject(
         model=model, drops=case.job.tuning != "full", flops_per_token=flops, batch=batch, begin_dropout=begin_dropout
     )
@@ -189,7 +189,7 @@ def build_model(case: Case, spec: ModelSpec, device: torch.device) -> Llama:
     if not is_deferred(case):
         model.to_empty(device=device)
         initialise(model, case.protocol.seed)
-    if case.job.tuning != "full":
+    if (lora := job.lora) is not None:
         # Imported here because these packages come with an extra, and take seconds to import.
         from refshard.models.adapters import adapt, switch_dropout
 
@@ -199,7 +199,7 @@ def build_model(case: Case, spec: ModelSpec, device: torch.device) -> Llama:
             from refshard.models.nf4 import quantise
 
             quantise(model)
-        adapt(model, case.protocol.seed)
+        adapt(model, lora, case.protocol.seed)
         switch_dropout(model, on=False)
     checkpoint_layers(model, job.checkpointed(len(model.model.layers)))
     return model

@@ -10,16 +10,16 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from refshard.models.llama import Llama, parameter_seed
-from refshard.specs.tuning import LORA
+from refshard.specs.tuning import Lora
 
 
-def adapt(model: Llama, seed: int) -> None:
-    """Freeze an initialised ``model`` and put adapters on every linear layer of its blocks, in place.
+def adapt(model: Llama, lora: Lora, seed: int) -> None:
+    """Freeze an initialised ``model`` and put adapters on linear layers of its blocks, in place.
 
     Adapters have the embedding's dtype, and start from :func:`initialise_adapters`.
     """
     config = LoraConfig(
-        r=LORA.rank, lora_alpha=LORA.alpha, lora_dropout=LORA.dropout, target_modules=list(LORA.projections),
+        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=list(lora.projections),
         bias="none",
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):  # peft draws from the global generator

@@ -21,6 +21,7 @@ from refshard.specs.layers import (
     stages_of_rank,
 )
 from refshard.specs.reading import within
+from refshard.specs.tuning import ALL_LINEAR, Lora, projections_of
 
 Workload = Literal["training", "inference"]
 Precision = Literal["fp32", "bf16", "fp8"]
@@ -101,8 +102,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
       product's too, as torchtitan's selective checkpointing by operator does.
     - ``precision`` is what parameters are gathered and computed in; masters, reductions and optimizer state are fp32,
       except for bf16 adapters, which have no other master.
-    - ``tuning`` trains all parameters (``"full"``); or LoRA adapters on every linear of the blocks, with the bases
-      frozen (``"lora"``) and, with ``"qlora"``, in NF4 with double quantisation.
+    - ``tuning`` trains all parameters (``"full"``); or LoRA adapters of ``lora_rank`` on the ``lora_targets`` of each
+      block (:func:`~refshard.specs.tuning.projections_of`), with the bases frozen (``"lora"``) and, with ``"qlora"``,
+      in NF4 with double quantisation.
     - ``optimizer`` is AdamW, AdamW with 8-bit state, or Muon for the matrices of the blocks and AdamW for all else.
     - ``offload`` keeps masters, gradients and optimizer state in the host's memory.
     - ``comm_memory`` is what collectives gather to and reduce from: by default what the strategy takes by itself;
@@ -135,6 +137,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     checkpointing: Policy = "none"
     precision: Precision = "fp32"
     tuning: Tuning = "full"
+    lora_rank: int = Lora().rank
+    lora_targets: str = ALL_LINEAR
     optimizer: Optimizer = "adamw"
     offload: bool = False
     comm_memory: CommMemory = "default"
@@ -149,6 +153,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
         self._check_pipeline()
         self._check_policy()
         self._check_workload()
+        self._check_tuning()
 
     def _check_ranks(self) -> None:
         """Check that the ranks can be divided as requested."""
@@ -226,11 +231,26 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
                     raise ValueError(
                         f"{field} must be {only!r} for workload 'inference', which has no backward, got {given!r}"
                     )
+
+    def _check_tuning(self) -> None:
+        within("lora_rank", self.lora_rank, 1)
+        projections_of(self.lora_targets)
+        for field in ("lora_rank", "lora_targets"):
+            default = next(one.default for one in msgspec.structs.fields(self) if one.name == field)
+            if self.tuning == "full" and (given := getattr(self, field)) != default:
+                raise ValueError(f"{field} needs tuning 'lora' or 'qlora', got {given!r} for 'full'; set tuning")
         if self.optimizer == "muon" and self.tuning != "full":
             raise ValueError(
                 f"optimizer must not be 'muon' for tuning '{self.tuning}': Muon orthogonalises updates of whole weight "
                 "matrices, not of adapters; use 'adamw'"
             )
+
+    @property
+    def lora(self) -> Lora | None:
+        """The adapters that are trained; None if all parameters are."""
+        if self.tuning == "full":
+            return None
+        return Lora(rank=self.lora_rank, projections=projections_of(self.lora_targets))
 
     @property
     def tp_ranks(self) -> int:
@@ -318,6 +338,13 @@ def _schedule_text(job: Job) -> str:
     return job.schedule if job.interleave == 1 else f"{job.schedule} {job.interleave}"
 
 
+def _tuning_text(job: Job, tuning: Tuning) -> str:
+    if job.tuning != tuning:
+        return ""
+    rank = f" rank {job.lora_rank}" if job.lora_rank != Lora().rank else ""
+    return f"{tuning}{rank}{f' on {job.lora_targets}' if job.lora_targets != ALL_LINEAR else ''}"
+
+
 OPTIONS = {
     option.name: option
     for option in (
@@ -325,8 +352,8 @@ OPTIONS = {
         Option("microbatches", "micro", "microbatches", _sized("{} microbatches", "microbatches")),
         Option("checkpointing", "ckpt", "activation checkpointing", _policy_text),
         Option("bf16", "bf16", "bf16 over fp32 masters", _chosen("bf16", "precision")),
-        Option("lora", "lora", "LoRA", _chosen("lora", "tuning")),
-        Option("qlora", "qlora", "LoRA on NF4 bases", _chosen("qlora", "tuning")),
+        Option("lora", "lora", "LoRA", lambda job: _tuning_text(job, "lora")),
+        Option("qlora", "qlora", "LoRA on NF4 bases", lambda job: _tuning_text(job, "qlora")),
         Option("adamw-8bit", "8-bit", "AdamW with 8-bit state", _chosen("adamw-8bit", "optimizer")),
         Option("muon", "muon", "Muon", _chosen("muon", "optimizer")),
         Option("offload", "offl", "offloading to the host", lambda job: "offload" if job.offload else ""),

@@ -9,7 +9,7 @@ from torch import nn
 from refshard.models.activation import checkpoint_layers
 from refshard.models.llama import Llama, initialise, next_token_loss
 from refshard.specs.layers import checkpointing_of
-from refshard.specs.tuning import LORA
+from refshard.specs.tuning import Lora
 from tests.models import small_spec
 
 pytestmark = [
@@ -28,7 +28,7 @@ def make(*, four_bits: bool = False, seed: int = 0) -> Llama:
     initialise(model, seed)
     if four_bits:
         quantise(model)
-    adapt(model, seed)
+    adapt(model, Lora(), seed)
     switch_dropout(model, on=False)
     return model
 
@@ -39,18 +39,20 @@ def step(model: Llama) -> torch.Tensor:
     return loss.detach()
 
 
-def test_adapters_alone_are_trained_on_every_linear_layer_of_a_block() -> None:
+@pytest.mark.parametrize("lora", [Lora(), Lora(rank=4, projections=("q_proj", "down_proj"))], ids=["all", "some"])
+def test_adapters_alone_are_trained_on_the_linear_layers_that_are_named(lora: Lora) -> None:
     from refshard.models.adapters import adapt, adapter_layers
 
     model = Llama(small_spec(n_layers=2))
     initialise(model, 0)
     state = torch.random.get_rng_state()
-    adapt(model, 0)
+    adapt(model, lora, 0)
     assert torch.equal(torch.random.get_rng_state(), state), "the global generator stays where it was"
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert len(trained) == 2 * 2 * len(LORA.projections)
+    assert len(trained) == 2 * 2 * len(lora.projections)
     assert all(".lora_A." in name or ".lora_B." in name for name in trained)
-    assert len(adapter_layers(model)) == 2 * len(LORA.projections)
+    assert all(any(f".{one}." in name for one in lora.projections) for name in trained)
+    assert len(adapter_layers(model)) == 2 * len(lora.projections)
     step(model)
     assert {name for name, parameter in model.named_parameters() if parameter.grad is not None} == trained
 

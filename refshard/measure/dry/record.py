@@ -176,7 +176,7 @@ def _named(blank: LaunchRecord, results: Sequence[DryResult]) -> LaunchRecord:
     n_layers = spec.n_layers if spec is not None else len(built.blocks) if built is not None else 0
     flops = built.flops_per_token if built is not None else None
     if spec is not None:
-        flops = float(flops_per_token(spec, case.job.seq_len, CONVENTION, case.job.workload, case.job.tuning))
+        flops = float(flops_per_token(spec, case.job.seq_len, CONVENTION, case.job.workload, case.job.lora))
     hardware = load_cluster(case.job.cluster).accelerator
     return msgspec.structs.replace(
         blank,
