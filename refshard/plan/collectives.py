@@ -113,10 +113,16 @@ class Exchange:
 
 
 class Exchanges:
-    """Data parallelism's share of the time of many configurations on one cluster."""
+    """Data parallelism's share of the time of many configurations on one cluster. ``trained`` is the part of the
+    gathered elements that have gradients: less than 1 if adapters are trained.
+    """
 
-    def __init__(self, cluster: ClusterSpec, candidates: Candidates, reduction: Floats) -> None:
-        self._cluster, self._candidates, self._reduction = cluster, candidates, reduction
+    def __init__(
+        self, cluster: ClusterSpec, candidates: Candidates, reduction: Floats, trained: Floats | float = 1.0
+    ) -> None:
+        self._cluster, self._candidates, self._reduction, self._trained = cluster, candidates, reduction, trained
+        # Adapters are kept in the dtype of the computation, others in fp32.
+        self._casts = candidates.where("tuning", "full")
         self._groups = Groups(cluster, candidates)
         self._element = np.where(candidates.where("precision", "fp32"), MASTER_BYTES, 2)
         # A pipeline's stage keeps its parameters gathered.
@@ -154,10 +160,11 @@ class Exchanges:
     ) -> tuple[Floats, Floats, Floats]:
         gather, reduce, each, reshards = self._gather(unit), self._reduce(unit), self._reduces_each, self._reshards
         out = np.where(self._is("copies_out"), self._move(2 * self._element * unit.all), 0)
-        into = np.where(self._is("copies_in"), self._move((self._element + self._reduction) * unit.all), 0)
-        divided = np.where(self._is("divides"), self._move((self._element + 3 * self._reduction) * unit.all), 0)
+        reduced = self._trained * unit.all
+        into = np.where(self._is("copies_in"), self._move((self._element + self._reduction) * reduced), 0)
+        divided = np.where(self._is("divides"), self._move((self._element + 3 * self._reduction) * reduced), 0)
         own = unit.rest / self._candidates.shards + unit.experts / self._candidates.expert_shards
-        cast = self._move((MASTER_BYTES + self._element) * own)
+        cast = np.where(self._casts, self._move((MASTER_BYTES + self._element) * own), 0)
         forward = out + cast + hidden(self._cluster, forward_s, gather)
         backward = np.where(reshards, out + cast, 0) + np.where(each, into + divided, 0)
         overlapped = np.where(reshards, gather, 0) + np.where(each, reduce, 0)
@@ -171,7 +178,8 @@ class Exchanges:
     def _once_a_step(
         self, unit: Elements, parameters: Elements, forward_s: Floats, backward_s: Floats
     ) -> tuple[Floats, Floats, Floats]:
-        reduce, gather = self._reduce(parameters), self._gather(parameters)
+        changed = Elements(self._trained * parameters.rest, self._trained * parameters.experts)
+        reduce, gather = self._reduce(parameters), self._gather(changed)
         first, last = np.minimum(self._gather(unit), gather), np.minimum(self._reduce(unit), reduce)
         reduced = last + hidden(self._cluster, backward_s, reduce - last)
         gathered = first + hidden(self._cluster, forward_s, gather - first)
@@ -193,7 +201,7 @@ class Exchanges:
         """Seconds to add a microbatch's gradients to those of the microbatches before it, unsharded, in fp32."""
         whole = ~self._by_unit | ~self._candidates.flag("reduce_each")
         added = self._is("adds") & whole & self._several
-        return np.where(added, self._move((self._element + 2 * MASTER_BYTES) * numel), 0)
+        return np.where(added, self._move((self._element + 2 * MASTER_BYTES) * self._trained * numel), 0)
 
     def _gather(self, elements: Elements) -> Floats:
         gathered = self._over_shards("all_gather", self._element * elements.rest, self._is("exchanges_gathers"))
@@ -203,6 +211,7 @@ class Exchanges:
 
     def _reduce(self, elements: Elements) -> Floats:
         """Over shards and then over replicas; if nothing is sharded, over all at once, in the masters' dtype."""
+        elements = Elements(self._trained * elements.rest, self._trained * elements.experts)
         exchanges, shards, numel = self._is("exchanges_reductions"), self._candidates.shards, elements.rest
         scattered = self._over_shards("reduce_scatter", self._reduction * numel, exchanges)
         if self._cluster.library == "gloo":

@@ -5,13 +5,20 @@ The engine's rows follow from its modes; the other rows say what each strategy's
 
 from dataclasses import dataclass
 
+from refshard.costs import ADAMW_BYTES
 from refshard.engine.placement import MODES, Mode
 from refshard.errors import SpecError, nearest
 
 MASTER_BYTES = 4
 """Masters, and the gradients and the state of the optimizer, are fp32 in every strategy."""
-ADAM_BYTES = 2 * MASTER_BYTES
-"""AdamW's two averages, in fp32."""
+STATE_BYTES = {"adamw": 2.0 * MASTER_BYTES, "adamw-8bit": 2 * (1 + 4 / 256), "muon": 1.0 * MASTER_BYTES}
+"""State of the optimizer for each element: AdamW's two averages in fp32, or in 8 bits with an fp32 scale for 256 of
+them (torchao); Muon's momentum, which only the matrices of blocks have: AdamW updates the others.
+"""
+UPDATED_BYTES = {"adamw": ADAMW_BYTES, "adamw-8bit": 16, "muon": 20}
+"""Bytes that the optimizer reads and writes for each element: parameter, gradient and state."""
+NEWTON_SCHULZ = 5
+"""Muon's iterations of each matrix, (m, n) with m <= n, of 4 m^2 n + 2 m^3 FLOPs (Jordan et al., "Muon", 2024)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +81,10 @@ COST_MODELS: dict[str, CostModel] = {
         # The rows of FSDP1, FSDP2 and DDP follow torch 2.13 (distributed/fsdp/_flat_param.py,
         # _runtime_utils.py, _fully_shard/_fsdp_collectives.py and _fsdp_param_group.py, nn/parallel/distributed.py).
         # DDP has buckets in addition to the gradients.
+        CostModel(
+            name="single", shards_parameters=False, shards_gradients=False, shards_optimizer=False,
+            summed_bytes=MASTER_BYTES, copies_in=False, casts=True,
+        ),
         CostModel(
             name="ddp", shards_parameters=False, shards_gradients=False, shards_optimizer=False, summed_bytes=8,
             copies_in=False, casts=True,

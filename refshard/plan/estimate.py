@@ -5,13 +5,13 @@ from dataclasses import dataclass, fields
 import msgspec
 import numpy as np
 
-from refshard.costs import ADAMW_BYTES
 from refshard.errors import SpecError
+from refshard.plan.adapters import TunedLayer, tuned_layer
 from refshard.plan.collectives import Elements, Exchanges, group_of
-from refshard.plan.cost_models import MASTER_BYTES
-from refshard.plan.kernels import Share, hidden_bytes, sizes_of
+from refshard.plan.cost_models import MASTER_BYTES, NEWTON_SCHULZ, STATE_BYTES, UPDATED_BYTES
+from refshard.plan.kernels import Share, attention_linears, feed_forward_linears, hidden_bytes, sizes_of
 from refshard.plan.layers import LayerCosts, LayerTimes, Within
-from refshard.plan.memory import Held, LayerMemory, Memory, layer_memory, loss_bytes, memory_of
+from refshard.plan.memory import PARTS, Held, LayerMemory, Memory, highest, layer_memory, loss_bytes, memory_of
 from refshard.plan.space import Candidates, Floats, Integers, by_distinct
 from refshard.plan.stages import deal, delayed_weights, held_by_first_backward, in_flight, step_seconds
 from refshard.specs.cluster import ClusterSpec
@@ -19,14 +19,16 @@ from refshard.specs.hardware import ELEMENT_BYTES
 from refshard.specs.job import Policy
 from refshard.specs.layers import checkpointing_of
 from refshard.specs.model import ModelSpec, makes_scores
+from refshard.specs.tuning import Lora, projections_of
 
 CLIPPED_BYTES = 12
 """Bytes that clipping reads and writes of each fp32 gradient: once for its norm, once more to scale it."""
 _TIMES = tuple(field.name for field in fields(LayerTimes))
 _MEMORY = tuple(field.name for field in fields(LayerMemory))
+_TUNED = tuple(field.name for field in fields(TunedLayer))
 _SHARE = (
-    "microbatch", "tp", "cp", "ep", "precision", "compiled", "fused_norms", "attention", "overlap_tensor",
-    "context_by", "dispatch", "fused_experts",
+    "microbatch", "tp", "cp", "ep", "precision", "compiled", "fused_norms", "attention", "tuning", "lora_rank",
+    "lora_targets", "overlap_tensor", "context_by", "dispatch", "fused_experts",
 )  # fmt: skip
 """Fields on which a layer's time and memory depend."""
 
@@ -40,6 +42,8 @@ class Estimates:
     - ``waiting_s``: waiting for other ranks of the pipeline.
     - ``optimizer_s``: the optimizer step, with clipping.
     - ``straggling_s``: waiting for ranks that are late at a collective or at the end of the step.
+
+    ``host_bytes`` are those of a node's memory that offloading takes.
     """
 
     candidates: Candidates
@@ -50,6 +54,7 @@ class Estimates:
     optimizer_s: Floats
     straggling_s: Floats
     memory: Memory
+    host_bytes: Floats
 
 
 def estimate(model: ModelSpec, cluster: ClusterSpec, seq_len: int, candidates: Candidates) -> Estimates:
@@ -106,9 +111,41 @@ class _Estimate:
         most, at = np.argmax([one.all for one in held], axis=0), np.arange(len(rows))
         rest, experts = np.array([one.rest for one in held]), np.array([one.experts for one in held])
         self._parameters = Elements(rest[most, at], experts[most, at])
-        # Elements that the rank's optimizer updates.
+        divided = rows.cost("shards_optimizer") > 0
         sharded = self._parameters.rest / rows.shards + self._parameters.experts / rows.expert_shards
-        self._own = np.where(rows.cost("shards_optimizer") > 0, sharded, self._parameters.all)
+        self._own = np.where(divided, sharded, self._parameters.all)
+        # Elements that the rank's optimizer updates.
+        self._tuned, self._updated = ~rows.where("tuning", "full"), self._own
+        if self._tuned.any():
+            self._check_tuned()
+            adapters = model.n_layers * self._tuned_layers()["adapters"]
+            self._updated = np.where(self._tuned, adapters / np.where(divided, rows.shards, 1), self._own)
+
+    def _check_tuned(self) -> None:
+        """Check that the closed forms of adapters hold for these rows.
+
+        Raises:
+            SpecError: they do not.
+        """
+        if self._model.experts:
+            raise SpecError("tuning: adapters of a mixture of experts have no closed form; dry-run your own script")
+        if any((self._rows[axis][self._tuned] > 1).any() for axis in ("tp", "cp", "pp", "ep")):
+            raise SpecError("tuning: adapters have closed forms of data parallelism alone; leave tp, cp, pp and ep at 1")
+
+    def _tuned_layers(self) -> dict[str, Floats]:
+        """The fields of :class:`TunedLayer`, and bytes of the loss and of hidden states; 0 in rows that train
+        everything.
+        """
+
+        def layer(*key: int) -> tuple[float, ...]:
+            share = self._share(*key)
+            if share.lora is None:
+                return (0.0,) * (len(_TUNED) + 2)
+            one = tuned_layer(self._model, share)
+            found = [getattr(one, name) for name in _TUNED]
+            return (*found, loss_bytes(self._model, share), hidden_bytes(self._model, share))
+
+        return dict(zip([*_TUNED, "loss", "hidden"], by_distinct([self._rows[field] for field in _SHARE], layer)))
 
     def _held_elements(self, layers: Integers, routed: Floats, end: Floats) -> Elements:
         """Elements of a rank with so many layers, of which this part are mixtures, and with this at the ends."""
@@ -129,11 +166,17 @@ class _Estimate:
 
         layer_forward_s, layer_backward_s = layer_s["forward_s"], backward_of(layer_s)
         longer = mixed_s["forward_s"] + backward_of(mixed_s) - dense_s["forward_s"] - backward_of(dense_s)
-        exchanges = Exchanges(self._cluster, rows, self._reduction)
+        unit, trained = self._unit, np.ones_like(self._embedding)
+        if self._tuned.any():
+            of = self._tuned_layers()
+            gathered = of["frozen"] / self._element + of["adapters"]
+            unit = Elements(np.where(self._tuned, gathered, unit.rest), np.where(self._tuned, 0, unit.experts))
+            trained = np.where(self._tuned, of["adapters"] / np.maximum(1, gathered), trained)
+        exchanges = Exchanges(self._cluster, rows, self._reduction, trained)
         embedding_s = embedding_s + exchanges.adding(self._looked_up)
         head_s = head_s + exchanges.adding(self._head)
         exchange = exchanges.of(
-            self._unit, self._embedding + self._head, self._parameters, layer_forward_s, layer_backward_s, self._layers
+            unit, self._embedding + self._head, self._parameters, layer_forward_s, layer_backward_s, self._layers
         )
         forward, backward = layer_forward_s + exchange.layer_forward_s, layer_backward_s + exchange.layer_backward_s
         layer, ends = forward + backward, embedding_s + head_s
@@ -144,18 +187,14 @@ class _Estimate:
         slowest = slowest + self._messages(exposed=True)
         weight = layer_s["weight_s"] * self._layers
         pipelined, waiting = step_seconds(rows, slowest, np.maximum(everyone, slowest), weight)
-        filling = (rows["pp"] - 1) * exchanges.first_gathers(self._unit, layer_forward_s, self._layers)
+        filling = (rows["pp"] - 1) * exchanges.first_gathers(unit, layer_forward_s, self._layers)
         messages = self._messages(exposed=False)
         kernels: Floats = np.where(
             self._alone, model.n_layers * (layer_forward_s + layer_backward_s) + ends,
             slowest - self._layers * (exchange.layer_forward_s + exchange.layer_backward_s),
         )  # fmt: skip
         compute = rows["microbatches"] * kernels
-        # AdamW over the rank's part, and the clipping of its gradients; with offloading, the host does that.
-        hardware = self._cluster.accelerator
-        reached = hardware.optimizer_bytes_per_s or hardware.memory_bytes_per_s
-        optimizer = ADAMW_BYTES * self._own / reached + CLIPPED_BYTES * self._own / hardware.memory_bytes_per_s
-        optimizer = np.where(rows.flag("offload"), 0, optimizer)
+        optimizer = self._optimizer()
         host = self._host_copies(compute)
         steady = pipelined + filling + exchange.step_s + optimizer + messages + host
         skew = rows["microbatches"] * self._layers * exchange.layer_skew_s
@@ -164,7 +203,7 @@ class _Estimate:
         return Estimates(
             candidates=rows, step_s=steady + straggling, compute_s=compute, waiting_s=waiting + filling + messages,
             exchange_s=pipelined - waiting - compute + exchange.step_s + host, optimizer_s=optimizer,
-            straggling_s=straggling, memory=self.memory(),
+            straggling_s=straggling, memory=self.memory(), host_bytes=self._host_bytes(),
         )  # fmt: skip
 
     def _layer_times(self) -> tuple[dict[str, Floats], dict[str, Floats], Floats, Floats]:
@@ -196,14 +235,17 @@ class _Estimate:
         return dict(zip(_TIMES, layers)), dict(zip(_TIMES, layers[len(_TIMES) :])), embedding, head
 
     def _share(self, microbatch: int, tp: int, cp: int, ep: int, precision: int, compiled: int,
-               fused_norms: int, attention: int, *_: int) -> Share:  # fmt: skip
-        device, name = self._cluster.accelerator.device, self._rows.labels["precision"][precision]
+               fused_norms: int, attention: int, tuning: int, rank: int, targets: int, *_: int) -> Share:  # fmt: skip
+        device, labels = self._cluster.accelerator.device, self._rows.labels
+        name, tuned = labels["precision"][precision], labels["tuning"][tuning]
+        lora = None if tuned == "full" else Lora(rank=rank, projections=projections_of(labels["lora_targets"][targets]))
         return Share(
             sequences=microbatch, seq_len=self._seq_len, tp=tp, cp=cp, ep=ep,
             precision=name,  # type: ignore[arg-type]
             fused=bool(compiled), fused_norms=bool(fused_norms) and device == "cuda",
             fused_attention=not makes_scores(self._model, fp32=name == "fp32", device=device),
-            attention=self._rows.labels["attention"][attention],  # type: ignore[arg-type]
+            attention=labels["attention"][attention],  # type: ignore[arg-type]
+            lora=lora, quantised=tuned == "qlora",
         )  # fmt: skip
 
     def _checkpointed(self) -> tuple[Floats, Floats]:
@@ -228,6 +270,42 @@ class _Estimate:
         found: Floats = np.where(ranks > 1, times * hop, 0.0)
         return found
 
+    def _optimizer(self) -> Floats:
+        """Seconds of the optimizer over the rank's part, and of clipping its gradients; with offloading, all ranks of a
+        node share its memory's rate.
+        """
+        rows, hardware, own = self._rows, self._cluster.accelerator, self._updated
+        updated = rows.mapped("optimizer", lambda name: float(UPDATED_BYTES[name])) * own
+        reached = hardware.optimizer_bytes_per_s or hardware.memory_bytes_per_s
+        on_gpu = updated / reached + CLIPPED_BYTES * own / hardware.memory_bytes_per_s
+        if (muon := rows.where("optimizer", "muon")).any():
+            rate, flops = hardware.matmul["bf16"], _newton_schulz_flops(self._model)
+            on_gpu = on_gpu + np.where(muon, flops / (rate.peak * rate.efficiency), 0)
+        if not rows.flag("offload").any():
+            return on_gpu
+        host = self._cluster.host_memory_bytes_per_s
+        if not host:
+            raise SpecError(
+                "offload: the cluster's host_memory_bytes_per_s must be known, got 0; add it to the profile with its "
+                "source"
+            )
+        on_node = np.minimum(rows["gpus"], self._cluster.ranks_per_node)
+        return np.where(rows.flag("offload"), (updated + CLIPPED_BYTES * own) * on_node / host, on_gpu)
+
+    def _host_bytes(self) -> Floats:
+        """Bytes of a node's memory that offloading takes: masters, gradients and state of all of its ranks."""
+        rows = self._rows
+        on_node = np.minimum(rows["gpus"], self._cluster.ranks_per_node)
+        return np.where(rows.flag("offload"), (2 * MASTER_BYTES + self._state()) * self._updated * on_node, 0.0)
+
+    def _state(self) -> Floats:
+        """Bytes of the optimizer's state for an element."""
+        rows, model = self._rows, self._model
+        state = rows.mapped("optimizer", STATE_BYTES.__getitem__)
+        matrices = sum(m * n for m, n in _block_matrices(model)) * model.n_layers
+        rest = 1 - matrices / model.params
+        return np.where(rows.where("optimizer", "muon"), state + rest * (STATE_BYTES["adamw"] - state), state)
+
     def _host_copies(self, compute_s: Floats) -> Floats:
         """Seconds per step for copies of masters from the host at each gather, and of gradients to it at each
         reduction; they overlap its compute.
@@ -251,7 +329,41 @@ class _Estimate:
         """The memory of the rank that needs most: a pipeline's first, its second (unless that is the last) or last."""
         ranks, kept = self._rows["pp"], self._kept()
         held = [self._held(np.minimum(place, ranks - 1), kept) for place in (0, 1)] if ranks.max(initial=1) > 1 else []
-        return memory_of(self._rows, [*held, self._held(ranks - 1, kept)], self._element, self._reduction)
+        full = memory_of(self._rows, [*held, self._held(ranks - 1, kept)], self._element, self._reduction)
+        if not self._tuned.any():
+            return full
+        tuned = self._tuned_memory()
+        return Memory(**{part: np.where(self._tuned, getattr(tuned, part), getattr(full, part)) for part in PARTS})
+
+    def _tuned_memory(self) -> Memory:
+        """The same of rows that train adapters: the higher of the loss and the backward of the last layer."""
+        rows, model, e, shards = self._rows, self._model, self._element, self._rows.shards
+        of = self._tuned_layers()
+        layers, ends = model.n_layers, e * (self._embedding + self._head)
+        frozen, zero = layers * of["frozen"] + ends, np.zeros_like(ends)
+        divided, by_unit = rows.cost("shards_optimizer") > 0, rows.cost("shards_parameters") > 0
+        stays = by_unit & ((rows.cost("keeps") > 0) | ~rows.flag("reshard"))
+        gathers, around = by_unit & ~stays, rows.cost("around") > 0
+        part, some = self._checkpointed()
+        kept = (1 - part - some) * of["none"] + part * of["full"] + some * of["selective"]
+        activations = layers * kept + of["hidden"] - np.where(part + some > 0, 0, of["unneeded"])
+        recomputed = np.where(part > 0, of["none"], np.where(some > 0, of["none"] - of["selective"], 0))
+        at_ends = np.where(around, ends, e * np.where(model.tied, self._embedding, self._head))
+        last = np.where(rows.cost("holds_last") > 0, of["frozen"], 0)
+        # FSDP1's flat parameter has a gradient as a whole, that of frozen weights with it.
+        flat = np.where(rows.cost("divides") > 0, of["frozen"], 0)
+        backward = 2 * of["frozen"] + flat + np.where(around, ends, 0)
+        same = {
+            "masters": np.where(divided, frozen / shards, frozen) + e * self._updated,
+            "optimizer": e / MASTER_BYTES * self._state() * self._updated,
+            "gradients": e * np.where(rows.cost("summed_bytes") > MASTER_BYTES, 2, 1) * self._updated,
+            "unsharded": np.where(stays | (divided & ~by_unit), frozen, zero), "activations": activations,
+        }  # fmt: skip
+        workspaces = (
+            np.where(gathers, at_ends + last, 0) + of["loss"],
+            np.where(gathers, backward, 0) + recomputed + of["workspace"],
+        )
+        return highest([Memory(**same, workspace=workspace) for workspace in workspaces])
 
     def _kept(self) -> dict[str, Floats]:
         """Bytes by purpose, of one microbatch of a rank that has layers and both ends; of a layer, those of a dense one
@@ -306,7 +418,7 @@ class _Estimate:
             feed_forward=self._feed_forward,
             down=self._feed_forward / (3 if self._model.gated else 2), embedding=embedding, head=head,
             looked_up=np.where(first, self._looked_up, 0.0),
-            casts=parameters - recasts - (0 if self._model.tied else embedding), recasts=recasts, kept=layer,
+            state=self._state(), casts=parameters - recasts - (0 if self._model.tied else embedding), recasts=recasts, kept=layer,
             first=np.where(part > 0, full, layer),
             last=np.where(part > 0, np.where(part < 1, none, full), layer),
             recomputed=np.where(part > 0, none, np.where(some > 0, none - kept["selective"], 0)),
@@ -317,6 +429,18 @@ class _Estimate:
             in_flight_later=np.where(first, held_by_first_backward(rows), flying - 1 / parts),
             delays=delayed_weights(rows, rank),
         )  # fmt: skip
+
+
+def _block_matrices(model: ModelSpec) -> list[tuple[int, int]]:
+    """The matrices of an average layer that Muon steps, those of experts one by one."""
+    linears = [*attention_linears(model), *feed_forward_linears(model, dense=model.experts is None)]
+    return [(one.k, one.n) for one in linears for _ in range(one.count)]
+
+
+def _newton_schulz_flops(model: ModelSpec) -> float:
+    """FLOPs of Muon's step over all layers."""
+    sides = [(min(sides), max(sides)) for sides in _block_matrices(model)]
+    return NEWTON_SCHULZ * model.n_layers * sum(4.0 * m * m * n + 2.0 * m**3 for m, n in sides)
 
 
 def routed_layers(model: ModelSpec) -> int:

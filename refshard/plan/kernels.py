@@ -14,6 +14,7 @@ from refshard.plan.cost_models import MASTER_BYTES
 from refshard.specs.hardware import AttentionKernel, Dtype
 from refshard.specs.job import Precision
 from refshard.specs.model import ModelSpec
+from refshard.specs.tuning import Lora
 
 Split = Literal["columns", "rows", "whole"]
 """How tensor-parallel ranks divide a matrix; one that is whole is on each of them."""
@@ -75,7 +76,8 @@ class Share:
 
     ``ep`` ranks divide a mixture's experts, which are whole then; ``tp`` ranks split each expert only if ``ep`` is 1.
     ``fused``: elementwise kernels are a compiler's. ``fused_norms``: each
-    norm is one kernel. Without ``fused_attention``, torch multiplies and stores every score.
+    norm is one kernel. Without ``fused_attention``, torch multiplies and stores every score. With ``lora``, only these
+    adapters are trained, and weights may be ``quantised``, in NF4.
     """
 
     sequences: int
@@ -88,6 +90,8 @@ class Share:
     fused_norms: bool = True
     fused_attention: bool = True
     attention: AttentionKernel = "flash"
+    lora: Lora | None = None
+    quantised: bool = False
 
     @cached_property
     def tokens(self) -> float:

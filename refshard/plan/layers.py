@@ -23,6 +23,7 @@ from refshard.costs import (
     move_seconds,
     product_seconds,
 )
+from refshard.plan.adapters import adapter_moves, adapter_products, dequantising_moves
 from refshard.plan.cost_models import MASTER_BYTES
 from refshard.plan.kernels import (
     Move,
@@ -199,19 +200,22 @@ class LayerCosts:
         attention, attention_back = (self._attention(backward=b) for b in (False, True))
         sent, returned = self._context(attention), self._context(attention_back, backward=True)
         around, again = self._tensor(sum(product_s), "forward"), self._tensor(sum(product_s), "again")
+        moved = [*adapter_moves(model, share), *dequantising_moves(model, share)]
+        adapters = [self._product(one) for one in adapter_products(model, share)]
+        forward, backward = forward + moved, backward + moved
         kernels = len(products) + 1 + (0.0 if dense or self._within.fused_experts else ROUTED_KERNELS)
-        device_s, last = sum(product_s) + attention + self._moves(forward), product_s[-1]
+        kernels += len(adapters)
+        own_s = sum(product_s) + sum(adapters)
+        device_s, last = own_s + attention + self._moves(forward), product_s[-1]
         forward_s = self._at_least_launched(device_s, kernels + len(forward))
         again_s = self._at_least_launched(device_s - last, kernels + len(forward) - 1)
-        input_s = self._at_least_launched(
-            sum(product_s) + attention_back + self._moves(backward), kernels + len(backward)
-        )
+        input_s = self._at_least_launched(own_s + attention_back + self._moves(backward), kernels + len(backward))
         experts, experts_back = (0.0, 0.0) if dense else map(self._experts, (forward_s, input_s + sum(product_s)))
         comm = around + sent + experts
         return LayerTimes(
             forward_s=forward_s + comm,
             input_s=input_s + around + returned + experts_back,
-            weight_s=sum(product_s),
+            weight_s=sum(adapters if share.lora else product_s),
             full_s=again_s + comm - around + again,
             selective_s=sum(product_s[1::2]) - last * (len(product_s) % 2 == 0)
             + self._moves(forward) + again + experts,
@@ -226,7 +230,7 @@ class LayerCosts:
         return LayerTimes(
             forward_s=self._moves([Move(2 * width)]) + self._over_tensor(around_embedding(model, share, "forward")),
             input_s=0.0,
-            weight_s=self._moves([Move(cleared, fresh=cleared), Move(3 * width)])
+            weight_s=0.0 if share.lora else self._moves([Move(cleared, fresh=cleared), Move(3 * width)])
             + self._over_tensor(around_embedding(model, share, "backward")),
         )  # fmt: skip
 
@@ -244,7 +248,7 @@ class LayerCosts:
         return LayerTimes(
             forward_s=product + self._moves(loss) + self._over_tensor(around_head(model, share, "forward")),
             input_s=product + self._moves(gradient) + self._over_tensor(around_head(model, share, "backward")),
-            weight_s=product,
+            weight_s=0.0 if share.lora else product,
         )  # fmt: skip
 
     def _attention(self, *, backward: bool) -> float:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from refshard.plan.cost_models import ADAM_BYTES, MASTER_BYTES
+from refshard.plan.cost_models import MASTER_BYTES
 from refshard.plan.kernels import Share, attention_width, hidden_bytes, inner_tokens_width, projected_width
 from refshard.plan.space import Candidates, Floats, Mask
 from refshard.quantities import GIB
@@ -157,6 +157,7 @@ class Held:
 
     Bytes:
 
+    - ``state``: those of the optimizer for each element that it updates.
     - ``kept``: what a layer keeps for backward, on average.
     - ``first``: what the first layer keeps, which is checkpointed if any layer is; ``last``: what the last layer keeps,
       which is checkpointed only if all are.
@@ -184,6 +185,7 @@ class Held:
     looked_up: Floats
     casts: Floats
     recasts: Floats
+    state: Floats
     kept: Floats
     first: Floats
     last: Floats
@@ -208,7 +210,11 @@ def memory_of(candidates: Candidates, ranks: Sequence[Held], element: Floats, re
     """The highest moment of the rank that needs most. ``element`` and ``reduction`` are bytes of a parameter in compute
     and of a gradient as it is reduced.
     """
-    moments = [moment for held in ranks for moment in _Rank(candidates, held, element, reduction).moments()]
+    return highest([moment for held in ranks for moment in _Rank(candidates, held, element, reduction).moments()])
+
+
+def highest(moments: Sequence[Memory]) -> Memory:
+    """The moment of each row that has the highest peak."""
     at = np.argmax([moment.peak for moment in moments], axis=0)
     rows = np.arange(len(at))
     return Memory(**{part: np.array([getattr(moment, part) for moment in moments])[at, rows] for part in PARTS})
@@ -224,6 +230,7 @@ class _Rank:
         self._own = np.where(self._is("shards_optimizer"), sharded, held.parameters)
         self._by_unit, self._around = self._is("shards_parameters"), self._is("around")
         self._casts = self._is("casts") & (element < MASTER_BYTES)
+        self._buckets = candidates.cost("summed_bytes") > MASTER_BYTES
         self._pipelined, self._offload = candidates["pp"] > 1, candidates.flag("offload")
         self._several = candidates["microbatches"] > 1
         self._stays = self._by_unit & (self._pipelined | ~candidates.flag("reshard") | self._is("keeps"))
@@ -364,7 +371,8 @@ class _Rank:
         """
         held = self._held
         whole = held.parameters + held.looked_up - held.embedding
-        summed = self._candidates.cost("summed_bytes") - np.where(self._casts & ~self._several, MASTER_BYTES, 0)
+        summed = self._candidates.cost("summed_bytes")
+        summed = summed - np.where(self._casts & ~self._several & self._buckets, MASTER_BYTES, 0)
         found = np.where(self._by_unit, MASTER_BYTES * self._own, summed * held.parameters)
         once = self._by_unit & self._several & ~self._pipelined & ~self._candidates.flag("reduce_each")
         found = found + np.where(once, MASTER_BYTES * whole, 0)
@@ -378,16 +386,17 @@ class _Rank:
         """
         held, parts = self._held, self._parts
         bucket = np.where(parts > 1, held.layers * held.unit * (1 - 1 / parts), held.parameters)
-        return np.where(self._is("casts"), MASTER_BYTES * bucket, 0)
+        return np.where(self._is("casts") & self._buckets, MASTER_BYTES * bucket, 0)
 
     def _coming(self) -> Floats:
         """Gradients that are not there before the backward of a step's first microbatch; later ones find them there."""
         held = self._held
-        only = ~self._several & self._by_unit
+        none = self._is("casts") & ~self._buckets
+        only = ~self._several & (self._by_unit | none)
         # A pipeline with no more microbatches than it holds at once has none before some of them go.
         filling = self._pipelined & (self._candidates["microbatches"] <= held.in_flight)
-        comes = (only | filling) & (self._by_unit | (self._candidates.cost("summed_bytes") > MASTER_BYTES))
-        kept = np.where(self._by_unit, 0, MASTER_BYTES * held.parameters)
+        comes = (only | filling) & (self._by_unit | self._buckets | none)
+        kept = np.where(self._by_unit | none, 0, MASTER_BYTES * held.parameters)
         return np.where(comes & ~self._offload, self._gradients - kept, 0)
 
     def _all_whole(self) -> Floats:
@@ -402,7 +411,7 @@ class _Rank:
     def _moment(self, gradients: Floats, unsharded: Floats, activations: Floats, workspace: Floats) -> Memory:
         return Memory(
             masters=np.where(self._offload, 0, MASTER_BYTES * self._own),
-            optimizer=np.where(self._offload, 0, ADAM_BYTES * self._own),
+            optimizer=np.where(self._offload, 0, self._held.state * self._own),
             gradients=gradients, unsharded=unsharded, activations=activations,
             workspace=workspace + self._held.messages,
         )  # fmt: skip

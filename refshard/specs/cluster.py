@@ -80,7 +80,8 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     multiprocessors; on a CPU its threads hold cores) and the collective at ``communication_beside_compute`` of its own.
     Kernels that prepare a reduction during compute get ``preparation_beside_compute`` of the device, and compute the
     rest (YaFSDP's give-way effect). With each doubling of the nodes a step takes longer by the part ``straggling`` of
-    itself, for the slowest of more ranks. ``measured`` are collectives timed on this very cluster, which go before what
+    itself, for the slowest of more ranks. ``host_memory_bytes`` are those of a node's memory, and
+    ``host_memory_bytes_per_s`` what all its cores together reach of it; 0 if not known. ``measured`` are collectives timed on this very cluster, which go before what
     ``within`` and ``between`` would say. ``not_measured`` names the pieces that a calibration could not measure, and
     why.
     """
@@ -98,6 +99,8 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     communication_beside_compute: float = 1.0
     preparation_beside_compute: float = 0.5
     straggling: float = 0.0
+    host_memory_bytes: int = 0
+    host_memory_bytes_per_s: float = 0.0
     measured: tuple[MeasuredCollective, ...] = ()
     not_measured: dict[str, str] = {}
     about: str = ""
