@@ -363,6 +363,12 @@ def plan(
     offload: Annotated[
         bool, typer.Option("--offload", help="Keep masters, gradients and optimizer state in the host's memory.")
     ] = False,
+    tuning: Annotated[str, typer.Option(help="What is trained: full, lora, or qlora (LoRA on NF4 weights).")] = "full",
+    lora_rank: Annotated[int, typer.Option(help="Rank of LoRA's adapters.")] = 8,
+    lora_targets: Annotated[
+        str, typer.Option(help="Layers with adapters: all-linear, or some, such as q_proj,v_proj.")
+    ] = "all-linear",
+    optimizer: Annotated[str, typer.Option(help="adamw, adamw-8bit or muon.")] = "adamw",
     price: Annotated[float, typer.Option(help="USD per GPU-hour.")] = 2.5,
     mtbf: Annotated[float, typer.Option(help="Hours between failures of one GPU, for goodput and cost.")] = 50_700.0,
     top: Annotated[int, typer.Option(help="Number of configurations to list.")] = 8,
@@ -398,7 +404,8 @@ def plan(
         model=model, cluster=cluster, gpus=gpus, seq_len=seq_len, tokens_per_step=tokens_per_step, search=search,
         strategies=strategy, microbatch=microbatch, accumulate=accumulate, checkpointing=checkpointing,
         dp_replicate=dp_replicate, tp=tp, cp=cp, pp=pp, interleave=interleave, schedule=schedule, ep=ep,
-        precision=precision, reduction=reduction, compiled=compile_, offload=offload, price_usd=price,
+        precision=precision, reduction=reduction, compiled=compile_, offload=offload, tuning=tuning,
+        lora_rank=lora_rank, lora_targets=lora_targets, optimizer=optimizer, price_usd=price,
         mtbf_hours=mtbf, top=top, dry_runs=dry_runs,
     )  # fmt: skip
     return command.plan(options, page=html, tool=emit, out=out)

@@ -28,10 +28,11 @@ from refshard.report.plan.answer import plan_answer
 from refshard.report.plan.text import short_text
 from refshard.specs.cluster import ClusterSpec, load_cluster
 from refshard.specs.hardware import ELEMENT_BYTES
-from refshard.specs.job import Implementation, Precision, Schedule
+from refshard.specs.job import Implementation, Optimizer, Precision, Schedule, Tuning
 from refshard.specs.layers import POLICY
 from refshard.specs.model import ModelSpec, is_factory, load_model
 from refshard.specs.reading import within
+from refshard.specs.tuning import ALL_LINEAR, Lora, projections_of
 from refshard.strategies.table import ROWS
 
 DRY_RUNS, DRY_RUN_S, DRY_RUNS_S = 4, 120.0, 60.0
@@ -45,6 +46,9 @@ SEARCHED = ("ddp", "fsdp1", "fsdp2", "megatron", "refshard-zero1", "refshard-zer
 LARGE_MODEL, TOKENS, LARGE_TOKENS = 100 * 10**9, 4 * 2**20, 16 * 2**20
 """Tokens of a step of ``--search`` where none are given, and those of a model of 100 B parameters and more: the batch
 that Llama 3 405B was trained with in the end (Grattafiori et al., 2024)."""
+ONE_GPU, ONE_GPU_SEQUENCES = "single", 16
+"""The strategy of one GPU; and sequences of its step, in microbatches of any size, where no batch is given: QLoRA's
+(Dettmers et al., 2023)."""
 UPSTREAM = "yafsdp"
 """Also the end of the name of one of the engine's strategies."""
 Name = TypeVar("Name", bound=str)
@@ -80,6 +84,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     reduction: str = "fp32"
     compiled: str | None = None
     offload: bool = False
+    tuning: str = "full"
+    lora_rank: int = Lora().rank
+    lora_targets: str = ALL_LINEAR
+    optimizer: str = "adamw"
     price_usd: float = 2.5
     mtbf_hours: float = Failures().mtbf_hours
     top: int = 8
@@ -92,7 +100,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             SpecError: one is out of range.
         """
         try:
-            for field in ("seq_len", "accumulate", "top"):
+            for field in ("seq_len", "accumulate", "top", "lora_rank"):
                 within(_option(field), getattr(self, field), 1)
             within(_option("dry_runs"), self.dry_runs or 0, 0)
         except ValueError as error:
@@ -128,7 +136,7 @@ def plan(options: Options, *, page: Path | None = None, tool: str | None = None,
     cluster, spread = load_cluster(options.cluster), load_spread()
     sizes = sized(options.gpus, cluster)
     failures = Failures(mtbf_hours=options.mtbf_hours)
-    options = _for_tool(options, tool)
+    options = _for_tool(options, tool, sizes[-1].world_size)
     # By default, --search dry-runs some if the fake device can be made.
     fakes = cluster.accelerator.device == "cuda" and bool(cluster.accelerator.device_name)
     count = options.dry_runs if options.dry_runs is not None else DRY_RUNS if options.search and fakes else 0
@@ -159,7 +167,7 @@ def plan(options: Options, *, page: Path | None = None, tool: str | None = None,
     return answer
 
 
-def _for_tool(options: Options, tool: str | None) -> Options:
+def _for_tool(options: Options, tool: str | None, ranks: int) -> Options:
     """The options with the tool's strategies and checkpointing policies, unless some are named.
 
     Raises:
@@ -170,7 +178,7 @@ def _for_tool(options: Options, tool: str | None) -> Options:
     if tool not in TOOLS:
         raise SpecError(f"emit: no tool '{tool}'; {nearest(tool, list(TOOLS))}")
     if options.strategies is None:
-        runs = [name for name in strategies_of(options) if name in RUNS.get(tool, (name,))]
+        runs = [name for name in strategies_of(options, ranks) if name in RUNS.get(tool, (name,))]
         options = msgspec.structs.replace(options, strategies=",".join(runs) or None)
     if options.checkpointing is None and tool in POLICIES:
         options = msgspec.structs.replace(options, checkpointing=",".join(POLICIES[tool]))
@@ -259,16 +267,25 @@ def space_of(options: Options, model: ModelSpec, cluster: ClusterSpec) -> Space:
         SpecError: a value is not known, or they do not fit each other.
     """
     axes: dict[str, Any] = {
-        name: _axis(name, getattr(options, name), searched=_searched(name, options))
+        name: _axis(name, getattr(options, name), searched=_searched(name, options, cluster))
         for name in ("tp", "cp", "pp", "interleave", "ep", "dp_replicate", "microbatch")
     }
     reduction = _known("reduction", options.reduction, tuple(ELEMENT_BYTES))
+    try:
+        projections_of(options.lora_targets)
+    except ValueError as error:
+        raise SpecError(str(error)) from None
+    tuned: dict[str, Any] = {
+        "tuning": _known("tuning", options.tuning, get_args(Tuning)),
+        "optimizer": _known("optimizer", options.optimizer, get_args(Optimizer)),
+        "lora_rank": options.lora_rank, "lora_targets": options.lora_targets,
+    }  # fmt: skip
     return Space(
-        strategies=strategies_of(options), schedules=_schedules(options), checkpointing=_checkpointing(options),
+        strategies=strategies_of(options, cluster.world_size), schedules=_schedules(options), checkpointing=_checkpointing(options),
         precisions=_precisions(options, cluster), compiled=_compiled(options), model=options.model,
         gpus=cluster.world_size, cluster=_cluster_name(options.cluster, cluster), seq_len=options.seq_len,
         global_batch=global_batch_of(options, model, cluster), offload=options.offload,
-        implementation=Implementation(reduction=reduction), **axes,
+        implementation=Implementation(reduction=reduction), **axes, **tuned,
     )  # fmt: skip
 
 
@@ -280,9 +297,11 @@ def _cluster_name(given: str, cluster: ClusterSpec) -> str:
     return f"{profile}x{cluster.nodes}"
 
 
-def _searched(name: str, options: Options) -> bool:
+def _searched(name: str, options: Options, cluster: ClusterSpec) -> bool:
     """Whether an axis that is not given takes all sizes."""
     if options.search or name == "dp_replicate":
+        return True
+    if name == "microbatch" and _chooses_batch(options, cluster):
         return True
     return options.tokens_per_step is not None and name in ("tp", "microbatch")
 
@@ -293,12 +312,20 @@ def _axis(name: str, given: str | None, *, searched: bool) -> tuple[int, ...]:
     return ALL if given.strip() == "all" else tuple(dict.fromkeys(numbers(name, given)))
 
 
+def _chooses_batch(options: Options, cluster: ClusterSpec) -> bool:
+    """Whether the batch of one GPU is not given in any way."""
+    given = options.tokens_per_step is not None or options.microbatch is not None or options.accumulate > 1
+    return cluster.world_size == 1 and not options.search and not given
+
+
 def global_batch_of(options: Options, model: ModelSpec, cluster: ClusterSpec) -> int:
     """Sequences of a step.
 
     Raises:
         SpecError: the tokens are no whole number of sequences.
     """
+    if _chooses_batch(options, cluster):
+        return ONE_GPU_SEQUENCES
     if options.tokens_per_step is None and not options.search:
         microbatch = max(_axis("microbatch", options.microbatch, searched=False))
         return cluster.world_size * max(microbatch, 1) * options.accumulate
@@ -329,14 +356,18 @@ def tokens_of(given: str) -> int:
     return int(found[1]) * _FACTORS[found[2]]
 
 
-def strategies_of(options: Options) -> tuple[str, ...]:
-    """The strategies to plan.
+def strategies_of(options: Options, ranks: int) -> tuple[str, ...]:
+    """The strategies to plan on so many ranks.
 
     Raises:
-        SpecError: one has no closed form, or does not exist.
+        SpecError: one has no closed form, or not of this, or does not exist.
     """
+    whole = options.optimizer == "muon"
     if options.strategies is None:
-        return SEARCHED if options.search else PLANNED
+        if ranks == 1:
+            return (ONE_GPU,)
+        names = SEARCHED if options.search else PLANNED
+        return tuple(name for name in names if not (whole and find_cost_model(name).shards_optimizer))
     names = _names(options.strategies)
     if not names:
         raise SpecError(
@@ -345,7 +376,13 @@ def strategies_of(options: Options) -> tuple[str, ...]:
     for name in names:
         if name in ROWS and name not in COST_MODELS:
             raise SpecError(f"strategy: {_without_form(name, options)}")
-        find_cost_model(name)
+        if name == ONE_GPU and ranks > 1:
+            raise SpecError(f"strategy: '{ONE_GPU}' is one GPU's, got {ranks} GPUs; give --gpus 1, or another strategy")
+        if find_cost_model(name).shards_optimizer and whole:
+            raise SpecError(
+                f"optimizer: muon has no closed form where its state is sharded, as '{name}' does; plan "
+                "'ddp' or 'refshard-replicate', or dry-run it"
+            )
     return names
 
 

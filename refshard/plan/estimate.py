@@ -129,6 +129,8 @@ class _Estimate:
         """
         if self._model.experts:
             raise SpecError("tuning: adapters of a mixture of experts have no closed form; dry-run your own script")
+        if self._rows.flag("offload")[self._tuned].any():
+            raise SpecError("offload: with adapters it has no closed form; leave it out")
         if any((self._rows[axis][self._tuned] > 1).any() for axis in ("tp", "cp", "pp", "ep")):
             raise SpecError("tuning: adapters have closed forms of data parallelism alone; leave tp, cp, pp and ep at 1")
 

@@ -71,7 +71,7 @@ _FAMILIES = {
 
 def kind_of(job: Job, model: ModelSpec, hardware: HardwareSpec) -> str:
     """The kind of a job: one kind is predicted about equally well. It tells mixtures of experts, the axes that divide
-    the model, the precision and the family of GPUs.
+    the model, the precision, the family of GPUs, and adapters.
     """
     if job.pp > 1:
         divided = "pipeline"
@@ -80,7 +80,8 @@ def kind_of(job: Job, model: ModelSpec, hardware: HardwareSpec) -> str:
     else:
         divided = "data"
     family = _FAMILIES.get(hardware.capability) or hardware.device_name or hardware.device.upper()
-    return f"{'experts' if model.experts else 'dense'}, {divided} parallel, {job.precision}, {family}"
+    tuning = "" if job.tuning == "full" else f", {job.tuning}"
+    return f"{'experts' if model.experts else 'dense'}, {divided} parallel, {job.precision}, {family}{tuning}"
 
 
 def load_spread() -> Spread:

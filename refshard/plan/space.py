@@ -16,8 +16,9 @@ import numpy.typing as npt
 
 from refshard.plan.cost_models import COST_MODELS, find_cost_model
 from refshard.specs.cluster import ClusterSpec
-from refshard.specs.job import Implementation, Job, Precision, Schedule
+from refshard.specs.job import Implementation, Job, Optimizer, Precision, Schedule, Tuning
 from refshard.specs.model import ModelSpec
+from refshard.specs.tuning import ALL_LINEAR, Lora
 
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -161,6 +162,10 @@ class Space:
     model: str = ""
     cluster: str = ""
     offload: bool = False
+    tuning: Tuning = "full"
+    lora_rank: int = Lora().rank
+    lora_targets: str = ALL_LINEAR
+    optimizer: Optimizer = "adamw"
     implementation: Implementation = field(default_factory=Implementation)
     tp: tuple[int, ...] = (1,)
     pp: tuple[int, ...] = (1,)
@@ -175,6 +180,10 @@ class Space:
     compiled: tuple[bool, ...] = (False,)
 
 
+_FIXED = (
+    "gpus", "global_batch", "seq_len", "model", "cluster", "offload", "tuning", "lora_rank", "lora_targets",
+    "optimizer",
+)  # fmt: skip
 _VARYING = (
     "strategy", "tp", "cp", "pp", "interleave", "schedule", "ep", "dp_replicate", "microbatches", "reduce_each",
     "precision", "compiled", "checkpointing",
@@ -191,7 +200,7 @@ def candidates(space: Space, model: ModelSpec, cluster: ClusterSpec) -> Candidat
         rows += [(*meshed, *chosen, policy) for chosen in kernels[str(meshed[0])] for policy in policies]
     varying = dict(zip(_VARYING, zip(*rows))) if rows else dict.fromkeys(_VARYING, ())
     same = {field.name: field.default for field in msgspec.structs.fields(Job)}
-    same |= {name: getattr(space, name) for name in ("gpus", "global_batch", "seq_len", "model", "cluster", "offload")}
+    same |= {name: getattr(space, name) for name in _FIXED}
     same |= msgspec.structs.asdict(space.implementation)
     found = Candidates.of_columns({name: varying.get(name, (same[name],)) for name in FIELDS}, len(rows))
     own = found.where("strategy", *OWN_KERNELS) if rows else np.zeros(0, np.bool_)
