@@ -24,8 +24,8 @@ Models beyond Llama:
 
 from typing import Literal
 
-from refshard.specs.job import Tuning, Workload
 from refshard.errors import SpecError
+from refshard.specs.job import Tuning, Workload
 from refshard.specs.model import ModelSpec, active_parameter_count, position_parameters
 from refshard.specs.tuning import Lora
 

@@ -184,5 +184,7 @@ def test_positions_are_looked_up() -> None:
 
 
 def test_adapters_are_of_layers_that_the_blocks_have() -> None:
-    with pytest.raises(SpecError, match="lora_targets: adapters of this model are known for .*, got gate_proj; choose"):
+    with pytest.raises(
+        SpecError, match=r"lora_targets: adapters of this model are known for .*, got gate_proj; choose"
+    ):
         flops.flops_per_token(small_spec(gated=False), 32, lora=Lora())

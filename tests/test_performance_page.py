@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 from statistics import median
 
-from refshard.dryrun.overheads import COMMUNICATOR_BYTES, context
 from refshard.measure.store import read_run
+from refshard.outside_memory import COMMUNICATOR_BYTES, context
 from refshard.quantities import GIB, MIB
 from refshard.specs.hardware import load_hardware
 from tests.printed import as_json

@@ -19,7 +19,6 @@ from refshard.engine.placement import MODES
 from refshard.errors import SpecError, nearest
 from refshard.folders import replace_file
 from refshard.plan.cost_models import COST_MODELS, find_cost_model
-from refshard.plan.memory import usable
 from refshard.plan.plan import VARIANTS, Failures, Plan, Reader, Row, Size, listed, load_spread, with_dry_rows
 from refshard.plan.search import AUTO, search
 from refshard.plan.space import ALL, Space, candidates
@@ -28,7 +27,7 @@ from refshard.report.plan.answer import plan_answer
 from refshard.report.plan.text import short_text
 from refshard.specs.cluster import ClusterSpec, load_cluster
 from refshard.specs.hardware import ELEMENT_BYTES
-from refshard.specs.job import Implementation, Optimizer, Precision, Schedule, Tuning
+from refshard.specs.job import REFERENCE_STRATEGY, Implementation, Optimizer, Precision, Schedule, Tuning
 from refshard.specs.layers import POLICY
 from refshard.specs.model import ModelSpec, is_factory, load_model
 from refshard.specs.reading import within
@@ -46,9 +45,9 @@ SEARCHED = ("ddp", "fsdp1", "fsdp2", "megatron", "refshard-zero1", "refshard-zer
 LARGE_MODEL, TOKENS, LARGE_TOKENS = 100 * 10**9, 4 * 2**20, 16 * 2**20
 """Tokens of a step of ``--search`` where none are given, and those of a model of 100 B parameters and more: the batch
 that Llama 3 405B was trained with in the end (Grattafiori et al., 2024)."""
-ONE_GPU, ONE_GPU_SEQUENCES = "single", 16
-"""The strategy of one GPU; and sequences of its step, in microbatches of any size, where no batch is given: QLoRA's
-(Dettmers et al., 2023)."""
+ONE_GPU_SEQUENCES = 16
+"""Sequences of one GPU's step where no batch is given, in microbatches of any size: QLoRA's (Dettmers et al., 2023).
+"""
 UPSTREAM = "yafsdp"
 """Also the end of the name of one of the engine's strategies."""
 Name = TypeVar("Name", bound=str)
@@ -150,7 +149,7 @@ def plan(options: Options, *, page: Path | None = None, tool: str | None = None,
         shown.append(msgspec.structs.replace(size, rows=rows, unfit=size.unfit[:most]))
     found = Plan(
         sizes=tuple(shown), global_batch=global_batch_of(options, model, sizes[-1]), seq_len=options.seq_len,
-        available_bytes=cluster.accelerator.memory_bytes, usable_bytes=usable(cluster.accelerator),
+        available_bytes=cluster.accelerator.memory_bytes,
         price_usd=options.price_usd, failures=failures, varied=varied,
     )  # fmt: skip
     title = (
@@ -189,7 +188,7 @@ def _size(options: Options, model: ModelSpec, cluster: ClusterSpec, failures: Fa
     found = candidates(space_of(options, model, cluster), model, cluster)
     if not len(found):
         return Size(gpus=cluster.world_size, considered=0, fitting=0, rows=(), front=(), unfit=())
-    best = search(model, cluster, options.seq_len, found, usable(cluster.accelerator))
+    best = search(model, cluster, options.seq_len, found)
     reader = Reader(
         model=model, cluster=cluster, seq_len=options.seq_len, price_usd=options.price_usd, failures=failures,
         spread=load_spread(),
@@ -207,7 +206,7 @@ def _with_dry_runs(size: Size, options: Options, model: ModelSpec, cluster: Clus
     extension()  # builds the fake device if it is missing
     setting = Setting(model=model, cluster=cluster)
     rounds = Rounds(
-        count=count, usable_bytes=usable(cluster.accelerator), each_s=DRY_RUN_S, all_s=DRY_RUNS_S
+        count=count, usable_bytes=size.usable_bytes, each_s=DRY_RUN_S, all_s=DRY_RUNS_S
     )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="refshard-plan-") as made:
         run = partial(dry_run_many, on_progress=tell)
@@ -217,7 +216,7 @@ def _with_dry_runs(size: Size, options: Options, model: ModelSpec, cluster: Clus
     for place, row in enumerate(size.rows):
         dry = found.get(place, "not among the first; raise --dry-runs")
         if isinstance(dry, Extrapolated):
-            rows.append(row.dried(dry.step_s, dry.allocated_bytes, dry.reserved_bytes, rounds.usable_bytes))
+            rows.append(row.dried(dry.step_s, dry.allocated_bytes, dry.reserved_bytes))
         elif place < options.top:
             rows.append(msgspec.structs.replace(row, not_dry=dry))
     return with_dry_rows(size, rows)
@@ -281,7 +280,8 @@ def space_of(options: Options, model: ModelSpec, cluster: ClusterSpec) -> Space:
         "lora_rank": options.lora_rank, "lora_targets": options.lora_targets,
     }  # fmt: skip
     return Space(
-        strategies=strategies_of(options, cluster.world_size), schedules=_schedules(options), checkpointing=_checkpointing(options),
+        strategies=strategies_of(options, cluster.world_size), schedules=_schedules(options),
+        checkpointing=_checkpointing(options),
         precisions=_precisions(options, cluster), compiled=_compiled(options), model=options.model,
         gpus=cluster.world_size, cluster=_cluster_name(options.cluster, cluster), seq_len=options.seq_len,
         global_batch=global_batch_of(options, model, cluster), offload=options.offload,
@@ -365,7 +365,7 @@ def strategies_of(options: Options, ranks: int) -> tuple[str, ...]:
     whole = options.optimizer == "muon"
     if options.strategies is None:
         if ranks == 1:
-            return (ONE_GPU,)
+            return (REFERENCE_STRATEGY,)
         names = SEARCHED if options.search else PLANNED
         return tuple(name for name in names if not (whole and find_cost_model(name).shards_optimizer))
     names = _names(options.strategies)
@@ -376,8 +376,8 @@ def strategies_of(options: Options, ranks: int) -> tuple[str, ...]:
     for name in names:
         if name in ROWS and name not in COST_MODELS:
             raise SpecError(f"strategy: {_without_form(name, options)}")
-        if name == ONE_GPU and ranks > 1:
-            raise SpecError(f"strategy: '{ONE_GPU}' is one GPU's, got {ranks} GPUs; give --gpus 1, or another strategy")
+        if name == REFERENCE_STRATEGY and ranks > 1:
+            raise SpecError(f"strategy: '{name}' is one GPU's, got {ranks} GPUs; give --gpus 1, or another strategy")
         if find_cost_model(name).shards_optimizer and whole:
             raise SpecError(
                 f"optimizer: muon has no closed form where its state is sharded, as '{name}' does; plan "

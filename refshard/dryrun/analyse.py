@@ -15,7 +15,7 @@ from refshard.dryrun.as_trace import as_trace
 from refshard.dryrun.device import Rates
 from refshard.dryrun.measured_prices import Coverage, MeasuredTrace, coverage, seconds_of
 from refshard.dryrun.memory import MemoryAccount, account_memory
-from refshard.dryrun.overheads import Overhead, overheads
+from refshard.dryrun.overheads import overheads
 from refshard.dryrun.phases import PhaseMemory, account_phases
 from refshard.dryrun.price import Prices, price
 from refshard.dryrun.races import Race, find_races
@@ -24,6 +24,7 @@ from refshard.dryrun.replay import NS, Replayed, replay
 from refshard.dryrun.run import DryRun
 from refshard.dryrun.steps import Step, settled, steps_of
 from refshard.events.table import TraceFile
+from refshard.outside_memory import Overhead
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.hardware import HardwareSpec
 

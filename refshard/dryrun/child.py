@@ -19,7 +19,6 @@ import msgspec
 from refshard.dryrun.exchange import Exchange, read_values, write_values
 from refshard.dryrun.failures import before_capture_failed, is_missing_module, message, of_script, place
 from refshard.dryrun.launchers import Launchers, is_program, run_python
-from refshard.dryrun.overheads import COMMUNICATOR_BYTES, context
 from refshard.dryrun.request import UNLIMITED_BYTES, Answer, Choice, Outcome, Request, read_routing
 from refshard.errors import RefshardError, first_line
 from refshard.fakecuda import activate
@@ -27,6 +26,7 @@ from refshard.fakecuda.bitsandbytes import managed_bytes
 from refshard.fakecuda.inductor import keep_apart
 from refshard.fakecuda.torch_c import places, visible_devices
 from refshard.fakecuda.without_triton import Refused
+from refshard.outside_memory import COMMUNICATOR_BYTES, context
 from refshard.specs.cluster import load_cluster
 
 if TYPE_CHECKING:

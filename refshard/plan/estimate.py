@@ -132,7 +132,7 @@ class _Estimate:
         if self._rows.flag("offload")[self._tuned].any():
             raise SpecError("offload: with adapters it has no closed form; leave it out")
         if any((self._rows[axis][self._tuned] > 1).any() for axis in ("tp", "cp", "pp", "ep")):
-            raise SpecError("tuning: adapters have closed forms of data parallelism alone; leave tp, cp, pp and ep at 1")
+            raise SpecError("tuning: adapters have closed forms of data parallelism alone; leave tp, cp, pp, ep at 1")
 
     def _tuned_layers(self) -> dict[str, Floats]:
         """The fields of :class:`TunedLayer`, and bytes of the loss and of hidden states; 0 in rows that train
@@ -420,7 +420,8 @@ class _Estimate:
             feed_forward=self._feed_forward,
             down=self._feed_forward / (3 if self._model.gated else 2), embedding=embedding, head=head,
             looked_up=np.where(first, self._looked_up, 0.0),
-            state=self._state(), casts=parameters - recasts - (0 if self._model.tied else embedding), recasts=recasts, kept=layer,
+            state=self._state(), casts=parameters - recasts - (0 if self._model.tied else embedding), recasts=recasts,
+            kept=layer,
             first=np.where(part > 0, full, layer),
             last=np.where(part > 0, np.where(part < 1, none, full), layer),
             recomputed=np.where(part > 0, none, np.where(some > 0, none - kept["selective"], 0)),

@@ -14,28 +14,31 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from refshard.outside_memory import COMMUNICATOR_BYTES, context
 from refshard.plan.cost_models import MASTER_BYTES
 from refshard.plan.kernels import Share, attention_width, hidden_bytes, inner_tokens_width, projected_width
 from refshard.plan.space import Candidates, Floats, Mask
-from refshard.quantities import GIB
 from refshard.specs.hardware import HardwareSpec
 from refshard.specs.model import ModelSpec
 
-OUTSIDE_BYTES = 2 * GIB
-"""Memory of a GPU outside torch's allocator: a CUDA context and loaded kernels, some 0.7 GiB (PyTorch forums,
-"High gpu memory overhead"), and two communicators of 0.5 to 0.7 GiB each (NVIDIA/nccl issue 964, "Question about GPU
-memory consumption of NCCL": 544 MB for 2 A100s, 688 MB for more).
-"""
 FRAGMENTATION = 0.04
-"""The share of the rest that lies unused between an allocator's blocks. SimuMax's runs on 8 B200 reserve 2 to 7 % more
-than they allocate (validation/published/simumax-b200.toml).
+"""The part of the usable memory that a plan leaves free, for what lies unused between an allocator's blocks. SimuMax's
+runs on 8 B200 reserve 2 to 7 % more than they allocate (validation/published/simumax-b200.toml).
 """
 
 
-def usable(hardware: HardwareSpec) -> int:
-    """Bytes of a device's memory that tensors can fill; on a CPU, nothing lies outside torch's allocator."""
-    outside = OUTSIDE_BYTES if hardware.asynchronous else 0
-    return int((hardware.memory_bytes - outside) * (1 - FRAGMENTATION))
+def usable_bytes(hardware: HardwareSpec, candidates: Candidates) -> Floats:
+    """Bytes that torch's allocator can reserve on each row's ranks: all but a GPU's CUDA context, and a communicator
+    for each axis of the mesh. On a CPU, nothing lies outside of it.
+    """
+    if not hardware.asynchronous:
+        return np.full(len(candidates), float(hardware.memory_bytes))
+    first, further = COMMUNICATOR_BYTES
+    axes = [candidates["tp"], candidates["cp"], candidates["pp"], candidates["ep"]]
+    axes += [candidates.data_ranks * candidates["cp"] // candidates["dp_replicate"], candidates["dp_replicate"]]
+    groups = sum((size > 1).astype(np.int64) for size in axes)
+    outside = context(hardware).bytes + np.where(groups > 0, first + (groups - 1) * further, 0)
+    return (hardware.memory_bytes - outside).astype(np.float64)
 
 
 SCORE_BYTES = 4

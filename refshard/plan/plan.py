@@ -101,7 +101,8 @@ SLOW, LESS = 1.5, 0.9
 """The Pareto front ends at this many times the shortest step; each point needs at most this part of the last one's
 memory."""
 _FAMILY = ("strategy", "tp", "cp", "pp", "schedule", "precision", "compiled")
-"""Configurations that differ in none of these are variants; a plan lists the best of them."""
+"""Configurations that differ in none of these are variants; a plan lists the best of them. On one GPU, that has
+nothing else to choose, they also differ in their microbatch."""
 
 VARIANTS = ("precision", "compiled")
 """Fields of a configuration that say how a rank computes its part, not which part it has."""
@@ -135,7 +136,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     ``low_s`` and ``high_s`` bound 8 of 10 published step times of this ``kind`` around their predictions; None if too
     few are published. ``parts`` are
-    the step's seconds, ``memory`` the peak's bytes on the rank that needs most. ``checkpointed`` of its ``layers``
+    the step's seconds, ``memory`` the peak's bytes on the rank that needs most, of the ``usable_bytes`` that torch's
+    allocator can reserve. ``checkpointed`` of its ``layers``
     layers recompute. ``gpu_hours`` and ``cost_usd`` are those of a trillion tokens, at ``goodput``.
 
     If the real code was dry-run, ``dry_step_s`` is its step time and ``reserved_bytes`` what the caching allocator
@@ -153,6 +155,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     mfu: float
     parts: dict[str, float]
     peak_bytes: int
+    usable_bytes: int
     memory: dict[str, int]
     checkpointed: int
     layers: int
@@ -179,10 +182,14 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         """Reserved by the dry run if there is one, else allocated in closed form."""
         return self.reserved_bytes or self.peak_bytes
 
-    def dried(self, step_s: float, allocated_bytes: int, reserved_bytes: int, usable_bytes: int) -> "Row":
-        """This row by a dry run, on GPUs with ``usable_bytes`` for tensors. An allocator with nothing left to reserve
-        gives back what it does not use.
-        """
+    @property
+    def headroom_bytes(self) -> int:
+        """What is left of the usable memory at the peak; below 0 if it does not fit."""
+        return self.usable_bytes - self.memory_bytes
+
+    def dried(self, step_s: float, allocated_bytes: int, reserved_bytes: int) -> "Row":
+        """This row by a dry run. An allocator with nothing left to reserve gives back what it does not use."""
+        usable_bytes = self.usable_bytes
         times = step_s / self.step_s
         return msgspec.structs.replace(
             self, dry_step_s=step_s, fits=allocated_bytes <= usable_bytes,
@@ -206,6 +213,11 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
     front: tuple[Row, ...]
     unfit: tuple[Row, ...]
 
+    @property
+    def usable_bytes(self) -> int:
+        """The least that any of its rows can reserve; 0 without one."""
+        return min((row.usable_bytes for row in (*self.rows, *self.unfit)), default=0)
+
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome for each size, in ascending order; memory is in bytes of one rank, the price in USD per
@@ -216,7 +228,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     global_batch: int
     seq_len: int
     available_bytes: int
-    usable_bytes: int
     price_usd: float
     failures: Failures
     varied: tuple[str, ...] = ()
@@ -241,7 +252,8 @@ class Reader:
     def size(self, found: Found, most: int) -> Size:
         """Read the best ``most`` families, the front, and the least memory of each strategy that does not fit."""
         candidates = found.estimates.candidates
-        best = _firsts(candidates, _FAMILY, found.order)
+        family = _FAMILY if candidates["gpus"][0] > 1 else (*_FAMILY, "microbatch")
+        best = _firsts(candidates, family, found.order)
         strategies = candidates["strategy"]
         left = np.flatnonzero(~found.fits & ~np.isin(strategies, strategies[found.fits]))
         smallest = left[np.argsort(found.estimates.memory.peak[left], kind="stable")]
@@ -273,7 +285,7 @@ class Reader:
             tokens_per_s_gpu=speed, tflops=flops / 1e12,
             mfu=flops / self.cluster.accelerator.matmul[precision].peak,
             parts={part: float(getattr(estimates, f"{part}_s")[place]) for part in TIME_PARTS},
-            peak_bytes=int(estimates.memory.peak[place]),
+            peak_bytes=int(estimates.memory.peak[place]), usable_bytes=int(found.usable_bytes[place]),
             memory={part: int(getattr(estimates.memory, part)[place]) for part in PARTS},
             checkpointed=checkpointed_layers(job.checkpointing, layers), layers=layers, goodput=goodput,
             gpu_hours=hours, cost_usd=hours * self.price_usd,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from refshard.plan.estimate import Estimates, estimate, memory
+from refshard.plan.memory import FRAGMENTATION, usable_bytes
 from refshard.plan.space import Candidates, Floats, Integers, Mask
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.model import ModelSpec
@@ -18,29 +19,36 @@ form is up to 1.6 % below SimuMax's published runs and up to 2.8 % below dry run
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Found:
-    """Estimates of all configurations, ``fits`` those within ``usable_bytes``; ``order`` has the rows that fit, those
-    with most tokens a second and GPU first.
+    """Estimates of all configurations, ``fits`` those that leave :data:`FRAGMENTATION` of ``usable_bytes`` free, which
+    are each row's; ``order`` has the rows that fit, those with most tokens a second and GPU first.
     """
 
     estimates: Estimates
-    usable_bytes: int
+    usable_bytes: Floats
     fits: Mask
     tokens_per_s_gpu: Floats
     order: Integers
 
 
-def search(model: ModelSpec, cluster: ClusterSpec, seq_len: int, candidates: Candidates, usable_bytes: int) -> Found:
-    """Estimate and rank all. Where checkpointing is :data:`AUTO` it is replaced by the fewest layers that fit."""
+def search(
+    model: ModelSpec, cluster: ClusterSpec, seq_len: int, candidates: Candidates, usable: Floats | float | None = None
+) -> Found:
+    """Estimate and rank all. Where checkpointing is :data:`AUTO` it is replaced by the fewest layers that fit.
+
+    ``usable`` is by default what the cluster's GPUs have; ``--offload`` must also fit into its nodes' memory.
+    """
+    given = usable_bytes(cluster.accelerator, candidates) if usable is None else usable
+    usable = np.broadcast_to(np.asarray(given, np.float64), len(candidates))
     divided = candidates["tp"] * candidates["cp"] * candidates["pp"] > 1
-    limits = np.where(divided, MODEL_PARALLEL_PART * usable_bytes, float(usable_bytes))
+    limits = np.where(divided, MODEL_PARALLEL_PART, 1.0) * (1 - FRAGMENTATION) * usable
     resolved = _fewest(model, cluster, seq_len, candidates, limits)
     found = estimate(model, cluster, seq_len, resolved)
-    fits = found.memory.peak <= limits
+    fits = (found.memory.peak <= limits) & (found.host_bytes <= max(0, cluster.host_memory_bytes))
     speed = resolved["global_batch"] * seq_len / found.step_s / resolved["gpus"]
     rows = np.flatnonzero(fits)
     # The order of enumeration decides between equals: less splitting comes first.
     order = rows[np.argsort(-speed[rows], kind="stable")]
-    return Found(estimates=found, usable_bytes=usable_bytes, fits=fits, tokens_per_s_gpu=speed, order=order)
+    return Found(estimates=found, usable_bytes=usable, fits=fits, tokens_per_s_gpu=speed, order=order)
 
 
 def _fewest(model: ModelSpec, cluster: ClusterSpec, seq_len: int, rows: Candidates, limits: Floats) -> Candidates:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from refshard.plan.cost_models import COST_MODELS, find_cost_model
 from refshard.specs.cluster import ClusterSpec
-from refshard.specs.job import Implementation, Job, Optimizer, Precision, Schedule, Tuning
+from refshard.specs.job import REFERENCE_STRATEGY, Implementation, Job, Optimizer, Precision, Schedule, Tuning
 from refshard.specs.model import ModelSpec
 from refshard.specs.tuning import ALL_LINEAR, Lora
 
@@ -241,7 +241,8 @@ def _batches(
             continue
         for ep in _sizes(space.ep, data * cp * tp, experts):
             for strategy in space.strategies:
-                if not _composes(strategy, tp, cp, pp, schedule):
+                alone = strategy == REFERENCE_STRATEGY and space.gpus > 1
+                if alone or not _composes(strategy, tp, cp, pp, schedule):
                     continue
                 for dp_replicate in _replicas(space, strategy, data):
                     head = (strategy, tp, cp, pp, interleave, schedule, ep, dp_replicate)

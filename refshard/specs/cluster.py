@@ -81,9 +81,9 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     Kernels that prepare a reduction during compute get ``preparation_beside_compute`` of the device, and compute the
     rest (YaFSDP's give-way effect). With each doubling of the nodes a step takes longer by the part ``straggling`` of
     itself, for the slowest of more ranks. ``host_memory_bytes`` are those of a node's memory, and
-    ``host_memory_bytes_per_s`` what all its cores together reach of it; 0 if not known. ``measured`` are collectives timed on this very cluster, which go before what
-    ``within`` and ``between`` would say. ``not_measured`` names the pieces that a calibration could not measure, and
-    why.
+    ``host_memory_bytes_per_s`` what all its cores together reach of it; 0 if not known. ``measured`` are collectives
+    timed on this very cluster, which go before what ``within`` and ``between`` would say. ``not_measured`` names the
+    pieces that a calibration could not measure, and why.
     """
 
     hardware: str | HardwareSpec

@@ -23,7 +23,7 @@ from refshard.plan.space import Candidates
 from refshard.records import CollectiveCount
 from refshard.specs.case import Case, Protocol
 from refshard.specs.cluster import load_cluster
-from refshard.specs.job import Job, Precision, Schedule
+from refshard.specs.job import Job, Precision, Schedule, Tuning
 from refshard.specs.model import ModelSpec, load_model, parameter_count
 from refshard.specs.writing import to_toml
 from tests.fakecuda.needs import needs_device
@@ -58,11 +58,12 @@ class Cell:
     interleave: int = 1
     zero_bubble: bool = False
     fp32: bool = False
+    tuning: Tuning = "full"
 
     def __str__(self) -> str:
         layers = f"x{self.layers}" if self.layers else ""
         axes = f"r{self.replicas}t{self.tp}c{self.cp}p{self.pp}i{self.interleave}"
-        flags = "zero-bubble" * self.zero_bubble + "fp32" * self.fp32
+        flags = "zero-bubble" * self.zero_bubble + "fp32" * self.fp32 + self.tuning * (self.tuning != "full")
         name = f"{self.strategy}-{self.model}{layers}-{self.policy}-w{self.ranks}m{self.microbatches}-{axes}-{flags}"
         return name.removesuffix("-")
 
@@ -132,7 +133,23 @@ def split_grid() -> list[Cell]:
 
 FP32 = [Cell("fsdp2", MODELS[0], policy, 8, 1, fp32=True) for policy in POLICIES]
 """With grouped heads CUDA has no fused kernel in fp32: 8 GiB of scores a layer."""
-CELLS = [*grid(), *split_grid(), *FP32]
+
+
+def tuned_grid() -> list[Cell]:
+    """One GPU, and adapters there and over the strategies."""
+    one = [
+        Cell("single", model, policy, 1, microbatches, layers=layers, tuning=tuning)
+        for tuning, policy in product(("full", "lora", "qlora"), POLICIES)
+        for model, microbatches, layers in ((MODELS[0], 1, 3), (MODELS[1], 2, None))
+    ]
+    several = product((*PEERS, *ENGINE), ("lora", "qlora"))
+    return one + [
+        Cell(strategy, MODELS[0], POLICIES[place % 3], 8, 1 + place % 2, layers=4, tuning=tuning)
+        for place, (strategy, tuning) in enumerate(several)
+    ]
+
+
+CELLS = [*grid(), *split_grid(), *FP32, *tuned_grid()]
 FEW = [cell for cell in CELLS if str(cell) in {
     "refshard-fsdp-llama3-8bx3-none-w64m2-r8t1c1p1i1", "fsdp2-llama3-8bx3-none-w8m2-r1t1c2p1i1",
     "fsdp2-llama3-8bx4-none-w8m4-r1t1c1p2i1",
@@ -146,7 +163,7 @@ def job_of(cell: Cell, model: str = "") -> Job:
         strategy=cell.strategy, model=model or cell.model, gpus=cell.ranks, cluster=CLUSTER, seq_len=cell.seq_len,
         global_batch=cell.data_ranks * cell.microbatches, microbatches=cell.microbatches, checkpointing=cell.policy,
         precision=cell.precision, dp_replicate=cell.replicas, tp=cell.tp, sequence_parallel=cell.tp > 1, cp=cell.cp,
-        pp=cell.pp, interleave=cell.interleave, schedule=_schedule(cell),
+        pp=cell.pp, interleave=cell.interleave, schedule=_schedule(cell), tuning=cell.tuning,
     )  # fmt: skip
 
 

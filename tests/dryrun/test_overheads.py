@@ -6,7 +6,8 @@ from statistics import median
 
 import pytest
 
-from refshard.dryrun.overheads import COMMUNICATOR_BYTES, context, overheads
+from refshard.dryrun.overheads import overheads
+from refshard.outside_memory import COMMUNICATOR_BYTES, context
 from refshard.quantities import GIB, MIB
 from refshard.specs.hardware import load_hardware
 from tests.dryrun.made import Made

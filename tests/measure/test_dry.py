@@ -10,7 +10,6 @@ import pytest
 
 from refshard.analysis.kineto import read_timeline
 from refshard.analysis.overlap import collectives_per_step
-from refshard.dryrun.overheads import COMMUNICATOR_BYTES, context
 from refshard.dryrun.request import Pool
 from refshard.errors import SpecError
 from refshard.measure.dry.rank import DryCase, DryResult, StepResult, rank_folder, ranks_of, result_file
@@ -20,6 +19,7 @@ from refshard.measure.launchers.local import LocalLauncher
 from refshard.measure.rank import trace_file
 from refshard.measure.run import blank_record, check_suite, run_suite
 from refshard.measure.worker import request_file
+from refshard.outside_memory import COMMUNICATOR_BYTES, context
 from refshard.quantities import GIB, MIB, format_bytes
 from refshard.records import DERIVED, METRICS, Census, CollectiveCount, LaunchRecord, RunRecord, StepTrace
 from refshard.specs.case import Case

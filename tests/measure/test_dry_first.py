@@ -5,11 +5,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from refshard.dryrun.overheads import COMMUNICATOR_BYTES, context
 from refshard.errors import SpecError
 from refshard.measure.dry.first import cases_to_skip, folder_of_dry_runs
 from refshard.measure.run import resume_run, run_suite
 from refshard.measure.store import read_run
+from refshard.outside_memory import COMMUNICATOR_BYTES, context
 from refshard.quantities import MIB
 from refshard.records import Run
 from refshard.specs.case import Case

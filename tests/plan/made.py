@@ -2,14 +2,17 @@
 
 from typing import Any
 
+from refshard.plan.cost_models import COST_MODELS
 from refshard.plan.estimate import Estimates, estimate
 from refshard.plan.space import Candidates
 from refshard.specs.cluster import ClusterSpec, LinkSpec, load_cluster
 from refshard.specs.hardware import HardwareSpec, Rate
-from refshard.specs.job import Implementation, Job
+from refshard.specs.job import REFERENCE_STRATEGY, Implementation, Job
 from refshard.specs.model import load_model
 
 SOURCE = "made for a test"
+SHARED = sorted(COST_MODELS.keys() - {REFERENCE_STRATEGY})
+"""Strategies of several ranks."""
 
 
 def job(**fields: Any) -> Job:
@@ -53,6 +56,7 @@ def cluster(**changes: Any) -> ClusterSpec:
     """Nodes of 8 ranks, 100 GB/s within and 50 GB/s between them, without latency."""
     fields: dict[str, Any] = {
         "hardware": hardware(), "library": "nccl", "ranks_per_node": 8, "nodes": 1,
+        "host_memory_bytes": 2**41, "host_memory_bytes_per_s": 1e11,
         "within": LinkSpec(bytes_per_s=100e9, latency_s=0.0), "between": LinkSpec(bytes_per_s=50e9, latency_s=0.0),
     }  # fmt: skip
     fields |= changes

@@ -4,10 +4,11 @@ import pytest
 
 from refshard.engine.placement import MODES
 from refshard.errors import SpecError
+from refshard.outside_memory import COMMUNICATOR_BYTES, context
 from refshard.plan.cost_models import COST_MODELS, find_cost_model
-from refshard.plan.memory import usable
+from refshard.plan.memory import usable_bytes
 from refshard.quantities import GIB
-from tests.plan.made import hardware
+from tests.plan.made import columns, hardware, job
 
 
 @pytest.mark.parametrize("name", MODES)
@@ -41,8 +42,10 @@ def test_a_strategy_without_a_row_is_refused_with_the_nearest() -> None:
         find_cost_model("fsdp3")
 
 
-def test_tensors_can_fill_what_context_and_fragmentation_leave() -> None:
-    """A GPU keeps 2 GiB for its context and communicators, a CPU nothing, and 4 % lie between blocks."""
-    for device, expected in (("cuda", 78), ("cpu", 80)):
-        one = hardware(memory_bytes=80 * GIB, device=device)
-        assert usable(one) == int(expected * GIB * 0.96)
+def test_the_allocator_has_what_the_context_and_communicators_leave() -> None:
+    """The figure of dry runs: one communicator for each axis of the mesh; a CPU keeps nothing."""
+    rows = columns(job(), job(dp_shard=8), job(dp_shard=4, dp_replicate=2, tp=2))
+    gpu, first, further = hardware(memory_bytes=80 * GIB), *COMMUNICATOR_BYTES
+    left = 80 * GIB - context(gpu).bytes
+    assert usable_bytes(gpu, rows).tolist() == [left, left - first, left - first - 2 * further]
+    assert usable_bytes(hardware(memory_bytes=80 * GIB, device="cpu"), rows).tolist() == [80 * GIB] * 3

@@ -15,7 +15,7 @@ from refshard.plan.kernels import sizes_of
 from refshard.specs.cluster import ClusterSpec, LinkSpec, MeasuredCollective
 from refshard.specs.hardware import Rate
 from refshard.specs.model import load_model
-from tests.plan.made import cluster, estimated, hardware, job
+from tests.plan.made import SHARED, cluster, estimated, hardware, job
 
 MODEL = load_model("llama3-8b")
 SIZES = sizes_of(MODEL, 1, 1)
@@ -93,7 +93,7 @@ def test_half_as_wide_reductions_take_half_as_long() -> None:
     assert wide - half == pytest.approx(reduced / 2, rel=1e-3)
 
 
-@pytest.mark.parametrize("strategy", sorted(COST_MODELS))
+@pytest.mark.parametrize("strategy", SHARED)
 def test_one_rank_exchanges_nothing(strategy: str) -> None:
     """Copies around what would be exchanged are left where the strategy makes them."""
     (found,) = exchanged(job(strategy=strategy), on=linked())
@@ -101,7 +101,7 @@ def test_one_rank_exchanges_nothing(strategy: str) -> None:
 
 
 @given(
-    strategy=st.sampled_from(sorted(COST_MODELS)), dp_shard=st.sampled_from([8, 64]),
+    strategy=st.sampled_from(SHARED), dp_shard=st.sampled_from([8, 64]),
     dp_replicate=st.sampled_from([1, 2]), microbatch=st.sampled_from([1, 4]), microbatches=st.sampled_from([1, 4]),
     flags=st.tuples(*[st.booleans()] * 3),
 )  # fmt: skip

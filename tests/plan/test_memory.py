@@ -11,13 +11,13 @@ from refshard.plan.cost_models import COST_MODELS
 from refshard.plan.memory import PARTS
 from refshard.quantities import GIB, MIB
 from refshard.specs.model import load_model
-from tests.plan.made import estimated, job
+from tests.plan.made import SHARED, estimated, job
 
 RECORDED = Path(__file__).parents[2] / "profiles" / "recorded" / "dryrun" / "llama3_8b_h100"
 POLICIES = ("none", "selective", "full")
 ROWS = [
     job(strategy=strategy, microbatch=microbatch, microbatches=microbatches, checkpointing=policy, dp_shard=ranks)
-    for strategy, policy, microbatch, microbatches, ranks in product(COST_MODELS, POLICIES, (1, 2), (1, 2), (8, 128))
+    for strategy, policy, microbatch, microbatches, ranks in product(SHARED, POLICIES, (1, 2), (1, 2), (8, 128))
 ]
 
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refshard.flops import flops_per_token
+from refshard.plan.memory import FRAGMENTATION
 from refshard.plan.plan import (
     HOUR,
     LESS,
@@ -48,7 +49,7 @@ def found(usable: int = 40 * GIB) -> Found:
         cp=(1, 2), interleave=ALL, dp_replicate=ALL, microbatch=(1, 2), checkpointing=(AUTO, "selective"),
     gpus=16, global_batch=64, seq_len=8192,
     )  # fmt: skip
-    return search(MODEL, CLUSTER, SEQ_LEN, candidates(space, MODEL, CLUSTER), usable)
+    return search(MODEL, CLUSTER, SEQ_LEN, candidates(space, MODEL, CLUSTER), usable / (1 - FRAGMENTATION))
 
 
 def family(row: Row) -> tuple[Any, ...]:
@@ -173,15 +174,15 @@ def test_failures_are_as_frequent_as_in_the_training_of_llama_3() -> None:
 def row(ranks: int, step_s: float, gpu_hours: float) -> Row:
     return Row(
         job=job(dp_shard=ranks), fits=True, kind="data, bf16", step_s=step_s, low_s=step_s,
-        high_s=step_s, tokens_per_s_gpu=1.0, tflops=1.0, mfu=0.5, parts={}, peak_bytes=1, memory={}, checkpointed=0,
-        layers=1, goodput=1.0, gpu_hours=gpu_hours, cost_usd=gpu_hours,
+        high_s=step_s, tokens_per_s_gpu=1.0, tflops=1.0, mfu=0.5, parts={}, peak_bytes=1, usable_bytes=1,
+        memory={}, checkpointed=0, layers=1, goodput=1.0, gpu_hours=gpu_hours, cost_usd=gpu_hours,
     )  # fmt: skip
 
 
 def plan(*sizes: tuple[Row, ...]) -> Plan:
     made = [Size(gpus=2**n, considered=9, fitting=9, rows=s, front=(), unfit=()) for n, s in enumerate(sizes)]
     return Plan(
-        sizes=tuple(made), global_batch=1, seq_len=1, available_bytes=1, usable_bytes=1, price_usd=1.0,
+        sizes=tuple(made), global_batch=1, seq_len=1, available_bytes=1, price_usd=1.0,
         failures=Failures(),
     )  # fmt: skip
 

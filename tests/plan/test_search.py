@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from refshard.plan.memory import FRAGMENTATION
 from refshard.plan.search import AUTO, MODEL_PARALLEL_PART, Found, search
 from refshard.plan.space import ALL, Candidates, Space, candidates
 from refshard.quantities import GIB
@@ -33,7 +34,7 @@ def automatic(*rows: Job) -> Candidates:
 
 
 def found(rows: Candidates, usable: float, model: str = "llama3-8b") -> Found:
-    return search(load_model(model), load_cluster("dgx-h100x16"), SEQ_LEN, rows, int(usable))
+    return search(load_model(model), load_cluster("dgx-h100x16"), SEQ_LEN, rows, int(usable) / (1 - FRAGMENTATION))
 
 
 @cache
@@ -78,7 +79,7 @@ def test_policies_that_are_named_stay() -> None:
 
 def all_of(usable: int) -> tuple[Candidates, Found]:
     rows = candidates(SPACE, load_model("llama3-8b"), ON)
-    return rows, search(load_model("llama3-8b"), ON, SEQ_LEN, rows, usable)
+    return rows, search(load_model("llama3-8b"), ON, SEQ_LEN, rows, usable / (1 - FRAGMENTATION))
 
 
 def test_every_configuration_is_estimated_once_and_those_that_fit_are_ranked() -> None:

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refshard.plan.cost_models import COST_MODELS
 from refshard.plan.space import ALL, LEAST_TOKENS, Candidates, Space, candidates
 from refshard.specs.cluster import load_cluster
 from refshard.specs.job import Implementation, Job
 from refshard.specs.model import load_model
+from tests.plan.made import SHARED
 
 EVERY_AXIS: dict[str, Any] = dict.fromkeys(("tp", "pp", "interleave", "cp", "ep", "dp_replicate", "microbatch"), ALL)
 CLUSTER = load_cluster("dgx-h100")
@@ -43,7 +43,7 @@ def listed(rows: Candidates) -> list[Job]:
     model=st.sampled_from(["llama3-8b", "llama3.2-1b", "llama3.1-405b", "mixtral-8x7b", "gemma3-1b", "deepseek-v3"]),
     ranks=st.sampled_from([1, 2, 6, 8, 12, 16, 24, 48, 64, 128, 72]), batch=st.integers(1, 96),
     seq_len=st.sampled_from([2048, 8192, 6144, 32768]),
-    strategies=st.lists(st.sampled_from(sorted(COST_MODELS)), min_size=1, max_size=3, unique=True),
+    strategies=st.lists(st.sampled_from(SHARED), min_size=1, max_size=3, unique=True),
 )  # fmt: skip
 def test_every_configuration_divides_the_ranks_the_batch_and_the_model(
     model: str, ranks: int, batch: int, seq_len: int, strategies: list[str]
@@ -114,13 +114,13 @@ def test_axes_that_are_given_are_these() -> None:
 
 
 def test_strategies_without_code_for_an_axis_are_left_out() -> None:
-    every = space(*COST_MODELS, ranks=16, batch=64, **{**EVERY_AXIS, "microbatch": (1,)})
+    every = space(*SHARED, ranks=16, batch=64, **{**EVERY_AXIS, "microbatch": (1,)})
     found = listed(enumerated(every))
     piped = {one.strategy for one in found if one.pp > 1 or one.cp > 1}
     assert piped == {"ddp", "fsdp2", "megatron"}
     tensor = {one.strategy for one in found if one.tp > 1}
-    assert tensor == {"fsdp2", "megatron"} | {name for name in COST_MODELS if name.startswith("refshard-")}
-    assert {one.strategy for one in found} == COST_MODELS.keys()
+    assert tensor == {"fsdp2", "megatron"} | {name for name in SHARED if name.startswith("refshard-")}
+    assert {one.strategy for one in found} == {*SHARED}
 
 
 def test_replicas_are_for_what_shards_parameters() -> None:
@@ -168,9 +168,7 @@ def test_precisions_and_compilation_are_axes_except_where_there_is_nothing_to_co
     rows = enumerated(
         space("fsdp2", "megatron", "simplefsdp", precisions=("bf16", "fp8"), compiled=(False, True), batch=8)
     )
-    of = {
-        name: {v[1:] for v in only(rows, "strategy", "precision", "compiled") if v[0] == name} for name in COST_MODELS
-    }
+    of = {name: {v[1:] for v in only(rows, "strategy", "precision", "compiled") if v[0] == name} for name in SHARED}
     assert of["fsdp2"] == {("bf16", False), ("bf16", True), ("fp8", False), ("fp8", True)}
     assert of["megatron"] == of["simplefsdp"] == {("bf16", True), ("fp8", True)}
     assert len(rows) == 8, "none is there twice"

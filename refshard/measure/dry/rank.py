@@ -13,13 +13,13 @@ from typing import NoReturn, TypeVar
 
 import msgspec
 
-from refshard.dryrun.overheads import COMMUNICATOR_BYTES, context
 from refshard.dryrun.request import UNLIMITED_BYTES, Pool
 from refshard.errors import RefshardError
 from refshard.fakecuda import activate
 from refshard.fakecuda.inductor import keep_apart
 from refshard.folders import replace_file
 from refshard.measure.worker import end_with_parent, request_file
+from refshard.outside_memory import COMMUNICATOR_BYTES, context
 from refshard.records import Census, CollectiveCount, State, StepTrace
 from refshard.resources import available_cores
 from refshard.specs.case import Case

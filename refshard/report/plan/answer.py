@@ -78,7 +78,7 @@ def plan_answer(plan: Plan, spread: Spread, title: str, *, model: str, cluster: 
         data={
             "model": model, "cluster": cluster, "fidelity": "plan", "seq_len": plan.seq_len,
             "global_batch": plan.global_batch, "tokens_per_step": plan.global_batch * plan.seq_len,
-            "available_bytes": plan.available_bytes, "usable_bytes": plan.usable_bytes,
+            "available_bytes": plan.available_bytes, "usable_bytes": shown.usable_bytes,
             "price_usd_per_gpu_hour": plan.price_usd, "failures": msgspec.to_builtins(plan.failures),
             "sizes": [msgspec.to_builtins(size) for size in plan.sizes], "verdict": verdict,
             "warnings": [*warnings, *assumptions],
@@ -98,7 +98,7 @@ def _charts(name: str, size: Size, plan: Plan, spread: Spread) -> "list[Chart]":
         return [charts.tradeoff(size, plan, spread)]
     if name == "scaling":
         return [charts.scaling_chart(plan)]
-    return [charts.time_chart(size.rows) if name == "time" else charts.memory_chart(size.rows, plan)]
+    return [charts.time_chart(size.rows) if name == "time" else charts.memory_chart(size)]
 
 
 def _flat(row: Row) -> dict[str, Any]:
@@ -134,6 +134,7 @@ def _summary(rows: Sequence[Row], varied: Sequence[str]) -> list[Mapping[str, Ce
             **({"by": "dry run" if row.dry_step_s else "closed form only"} if dry else {}),
             "MFU": Quantity(row.mfu, "share"),
             "peak memory": Quantity(row.memory_bytes, "B"),
+            "headroom": Quantity(row.headroom_bytes, "B"),
             "tokens/s/GPU": Quantity(row.tokens_per_s_gpu, "rate"),
             "TFLOPS": Quantity(row.tflops, "rate"),
             "USD for 10^12 tokens": f"{row.cost_usd:,.0f}",

@@ -23,7 +23,7 @@ def tradeoff(size: Size, plan: Plan, spread: Spread) -> Chart:
     points = [_point(row, place, plan.varied) for place, row in enumerate(rows)]
     error = spread.of(rows[0].kind)
     frame = Frame(
-        memory="peak memory", limit=plan.usable_bytes, limit_text=f"{format_bytes(plan.usable_bytes)} usable",
+        memory="peak memory", limit=size.usable_bytes, limit_text=f"{format_bytes(size.usable_bytes)} usable",
         tie=(1 + error.median) * points[0].time if error else None,
     )  # fmt: skip
     front = "; ".join(
@@ -91,16 +91,17 @@ def time_chart(rows: Sequence[Row]) -> Chart:
     return chart("time", "Time of a step", figure, f"Time of a step: {_listed(rows, totals)}.")
 
 
-def memory_chart(rows: Sequence[Row], plan: Plan) -> Chart:
-    """The parts of each peak, and what tensors can fill."""
+def memory_chart(shown: Size) -> Chart:
+    """The parts of each peak, and what the allocator can reserve."""
+    rows = shown.rows
     totals = [format_bytes(row.peak_bytes) for row in rows]
     figure = _bars(rows, [row.memory for row in rows], totals, "B", "per rank")
     highest = max(row.peak_bytes for row in rows)
     _, size = axis_unit("B", highest)
-    usable = plan.usable_bytes / size
+    usable = shown.usable_bytes / size
     figure.add_vline(x=usable, line={"color": RED, "dash": "dash", "width": 2})
     figure.update_xaxes(range=[0, min(max(1.05 * highest / size, 1.05 * usable), _CUT * usable)])
-    limit = f"Dashed: usable memory, {format_bytes(plan.usable_bytes)}."
+    limit = f"Dashed: usable memory, {format_bytes(shown.usable_bytes)}."
     return chart("memory", "Memory at the peak", figure, f"Memory at the peak: {_listed(rows, totals)}. {limit}")
 
 

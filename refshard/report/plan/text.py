@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from refshard.plan.cost_models import find_cost_model
+from refshard.plan.memory import FRAGMENTATION
 from refshard.plan.plan import Plan, Row, Spread, cheapest, fastest, ranked
 from refshard.plan.space import OWN_KERNELS
 from refshard.quantities import format_bytes, format_percent, format_seconds
@@ -20,6 +21,8 @@ def mesh_text(one: Job) -> str:
     'TP 8 x HSDP 2 x 64 x PP 16 (1F1B)'
     """
     way = find_cost_model(one.strategy)
+    if one.gpus == 1:
+        return "1 GPU"
     if not way.shards_optimizer:
         data = f"DP {one.data_ranks}"
     elif not way.by_unit:
@@ -107,7 +110,7 @@ def verdict(plan: Plan, spread: Spread) -> list[str]:
         f"{checkpointing_text(best)}: {format_seconds(best.time_s)} ({range_text(best, 'error not known')}) per step, "
         f"{format_percent(best.mfu, 0)} MFU, "
         f"{format_bytes(best.peak_bytes if best.reserved_bytes is None else best.reserved_bytes)}{reserved} of "
-        f"{format_bytes(plan.usable_bytes)} usable.",
+        f"{format_bytes(best.usable_bytes)} usable.",
         *_others(rows, spread, plan.varied),
         *([cheapest_text] if cheap is not best else []),
     ]
@@ -154,7 +157,9 @@ def _nothing_fits(plan: Plan) -> list[str]:
             "No configuration can run: no choice of axes divides the ranks and the global batch of "
             f"{plan.global_batch:,} sequences; change --tokens-per-step or the axes."
         ]
-    found = [f"Nothing fits: {format_bytes(plan.usable_bytes)} of {format_bytes(plan.available_bytes)} are usable."]
+    free = f"{format_percent(FRAGMENTATION, 0)} of which stay free for fragmentation"
+    usable = f"{format_bytes(size.usable_bytes)} of {format_bytes(plan.available_bytes)}"
+    found = [f"Nothing fits: {usable} are usable, {free}."]
     if size.unfit:
         least = size.unfit[0]
         found.append(
@@ -202,8 +207,9 @@ def assumptions(plan: Plan) -> list[str]:
         "experts (refshard dryrun --routing has other assumptions). Megatron has Transformer "
         "Engine's fused kernels and cuDNN's attention; other strategies have eager blocks, unless --compile yes, and "
         "FlashAttention-2.",
-        f"Tensors can use {format_bytes(plan.usable_bytes)} of {format_bytes(plan.available_bytes)}; the rest is for "
-        "the CUDA context, NCCL's buffers and fragmentation.",
+        f"torch's allocator can reserve {format_bytes(plan.largest.usable_bytes)} of "
+        f"{format_bytes(plan.available_bytes)}; the rest is for the CUDA context and NCCL's communicators. A plan "
+        f"leaves {format_percent(FRAGMENTATION, 0)} of it free, for fragmentation.",
         f"Cost: {plan.price_usd:g} USD per GPU-hour (--price), at the goodput with one failure per GPU every "
         f"{failures.mtbf_hours:,.0f} hours (--mtbf), {failures.save_s:g} s to save a checkpoint and "
         f"{failures.restart_s:g} s to restart.",

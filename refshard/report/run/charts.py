@@ -18,8 +18,8 @@ from refshard.analysis.evidence import Evidence, Setting, machine, shared
 from refshard.analysis.history import series_of
 from refshard.analysis.rankings import ALIKE, Ranking, step_time
 from refshard.analysis.ratios import ratios
-from refshard.dryrun.overheads import COMMUNICATOR_BYTES, context
 from refshard.errors import SpecError
+from refshard.outside_memory import COMMUNICATOR_BYTES, context
 from refshard.plan.memory import usable
 from refshard.quantities import GIB, axis_unit, format_bytes, format_part, format_percent, format_seconds
 from refshard.records import Run

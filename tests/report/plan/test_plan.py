@@ -6,7 +6,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from refshard.plan.memory import usable
 from refshard.plan.plan import TIME_PARTS, Failures, KindSpread, Plan, Reader, Row, Size, Spread
 from refshard.plan.search import search
 from refshard.plan.space import Space, candidates
@@ -43,7 +42,7 @@ def row(
     return Row(
         job=one, fits=peak_gib < 70, kind=kind, step_s=step_s, low_s=low and low * step_s,
         high_s=high and high * step_s, tokens_per_s_gpu=4096 / step_s, tflops=400.0, mfu=0.4,
-        parts=dict.fromkeys(TIME_PARTS, step_s / 5), peak_bytes=int(peak_gib * GIB),
+        parts=dict.fromkeys(TIME_PARTS, step_s / 5), peak_bytes=int(peak_gib * GIB), usable_bytes=70 * GIB,
         memory={**MEMORY, "activations": int((peak_gib - 30) * GIB)}, checkpointed=0, layers=16, goodput=0.9,
         gpu_hours=gpu_hours, cost_usd=2 * gpu_hours,
     )  # fmt: skip
@@ -55,8 +54,7 @@ def size(*found: Row, ranks: int = 16, unfit: tuple[Row, ...] = (), front: tuple
 
 def plan(*sizes: Size) -> Plan:
     return Plan(
-        sizes=sizes, global_batch=32, seq_len=2048, available_bytes=80 * GIB, usable_bytes=70 * GIB, price_usd=2.0,
-        failures=Failures(),
+        sizes=sizes, global_batch=32, seq_len=2048, available_bytes=80 * GIB, price_usd=2.0, failures=Failures(),
     )  # fmt: skip
 
 
@@ -70,12 +68,9 @@ def searched(memory: int = 80 * GIB) -> Plan:
     on = cluster(hardware=hardware(memory_bytes=memory), nodes=2, between=between)
     space = Space(strategies=("fsdp2", "ddp", "refshard-fsdp"), tp=(1, 2), gpus=16, global_batch=32, seq_len=2048,
                   model="llama3.2-1b")  # fmt: skip
-    limit = usable(on.accelerator)
-    found = search(model, on, 2048, candidates(space, model, on), limit)
+    found = search(model, on, 2048, candidates(space, model, on))
     reader = Reader(model=model, cluster=on, seq_len=2048, price_usd=2.0, failures=Failures(), spread=SPREAD)
-    return msgspec.structs.replace(
-        plan(reader.size(found, 8)), available_bytes=on.accelerator.memory_bytes, usable_bytes=limit
-    )
+    return msgspec.structs.replace(plan(reader.size(found, 8)), available_bytes=on.accelerator.memory_bytes)
 
 
 def test_the_verdict_begins_with_what_to_use_and_what_to_expect() -> None:
@@ -149,7 +144,7 @@ def test_where_nothing_fits_the_closest_is_named_and_what_would_help() -> None:
     least = row(1.0, peak_gib=90, tp=2)
     found = answer(size(unfit=(least, row(1.0, peak_gib=99))))
     assert verdict(found) == [
-        "Nothing fits: 70.0 GiB of 80.0 GiB are usable.",
+        "Nothing fits: 70.0 GiB of 80.0 GiB are usable, 4 % of which stay free for fragmentation.",
         "Closest: fsdp2 with TP 2 x FSDP 8, no checkpointing, needs 90.0 GiB. Use more nodes, a smaller microbatch, or "
         "--search.",
     ]
@@ -359,18 +354,18 @@ def test_the_charts_hold_what_the_tables_do() -> None:
     scale = 1e3 if best[0].step_s < 1 else 1
     for place, one in enumerate(best):
         assert sum(bar["x"][place] for bar in bars) == pytest.approx(scale * one.step_s, rel=1e-3)
-    chart = charts.memory_chart(best, made)
+    chart = charts.memory_chart(made.largest)
     labels = [line["text"] for line in chart.figure["layout"]["meta"]["rows"]]
     assert labels == [f"{place} {one.job.strategy} {format_bytes(one.peak_bytes)}" for place, one in enumerate(best, 1)]
     for place, one in enumerate(best):
         assert sum(bar["x"][place] for bar in chart.figure["data"]) == pytest.approx(one.peak_bytes / GIB, rel=1e-3)
-    assert chart.alternative.endswith(f"Dashed: usable memory, {format_bytes(made.usable_bytes)}.")
+    assert chart.alternative.endswith(f"Dashed: usable memory, {format_bytes(made.largest.usable_bytes)}.")
     assert charts.time_chart(best).alternative.count(format_seconds(best[0].step_s))
 
 
 def test_memory_that_dwarfs_the_limit_is_cut() -> None:
     """Else the limit, and what fits, could not be seen."""
-    layout = charts.memory_chart([row(1.0, peak_gib=400)], plan(size())).figure["layout"]
+    layout = charts.memory_chart(size(row(1.0, peak_gib=400))).figure["layout"]
     (limit,) = [shape["x0"] for shape in layout["shapes"]]
     assert limit == pytest.approx(70)
     assert layout["xaxis"]["range"] == [0, pytest.approx(1.6 * limit)]
