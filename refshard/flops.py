@@ -30,6 +30,8 @@ from refshard.specs.model import ModelSpec, active_parameter_count, position_par
 from refshard.specs.tuning import Lora
 
 Convention = Literal["A", "B", "C"]
+CONVENTION: Convention = "C"
+"""By which refshard counts, everywhere: only the half of attention that a causal mask leaves is computed."""
 
 FORMULAS: dict[Workload, dict[Convention, str]] = {
     "training": {
@@ -106,7 +108,7 @@ def attention_flops_per_token(model: ModelSpec, seq_len: int, *, causal_half: bo
 def flops_per_token(
     model: ModelSpec,
     seq_len: int,
-    convention: Convention = "A",
+    convention: Convention = CONVENTION,
     workload: Workload = "training",
     lora: Lora | None = None,
 ) -> int:

@@ -159,7 +159,7 @@ def test_a_token_pays_for_the_experts_that_it_uses() -> None:
     """What torchtitan counts for its deepseek_v3 671B: 6 (N active - E) + 6 L H (192 + 128) T."""
     spec = load_model("deepseek-v3")
     by_hand = 6 * (37_552_282_624 - 129_280 * 7168) + 6 * 61 * 128 * (192 + 128) * 4096
-    assert flops.flops_per_token(spec, 4096) == by_hand
+    assert flops.flops_per_token(spec, 4096, "A") == by_hand
     # Megatron's: attention's causal half, and no router (256 x 7168 in 58 layers).
     assert flops.flops_per_token(spec, 4096, "C") == by_hand - 3 * 61 * 128 * (192 + 128) * 4096
 
@@ -172,7 +172,7 @@ def test_a_window_bounds_what_a_token_attends_to(seq_len: int, mean_keys: float)
     count = flops.attention_flops_per_token
     assert count(spec, seq_len) == per_key * (seq_len + 5 * min(16, seq_len))
     assert count(spec, seq_len, causal_half=True) == per_key * (seq_len / 2 + 5 * mean_keys)
-    assert flops.flops_per_token(full, seq_len) - flops.flops_per_token(spec, seq_len) == per_key * 5 * (
+    assert flops.flops_per_token(full, seq_len, "A") - flops.flops_per_token(spec, seq_len, "A") == per_key * 5 * (
         seq_len - min(16, seq_len)
     )
 

@@ -219,7 +219,7 @@ def _with_dry_runs(size: Size, options: Options, model: ModelSpec, cluster: Clus
             rows.append(row.dried(dry.step_s, dry.allocated_bytes, dry.reserved_bytes))
         elif place < options.top:
             rows.append(msgspec.structs.replace(row, not_dry=dry))
-    return with_dry_rows(size, rows)
+    return with_dry_rows(size, rows, load_spread())
 
 
 def _emitted(

@@ -16,13 +16,12 @@ from refshard.analysis.figures import Breakdown
 from refshard.analysis.kineto import read_timeline
 from refshard.analysis.overlap import collectives_per_step, mean_ratio, step_breakdowns
 from refshard.errors import TraceError
-from refshard.flops import formula
+from refshard.flops import CONVENTION, formula
 from refshard.measure.flight import read_flights, waited_for
 from refshard.measure.launchers.base import LaunchOutcome
 from refshard.measure.load import load_of
 from refshard.measure.rank import RankResult, rank_file, trace_file
 from refshard.measure.reduced import Reduced
-from refshard.measure.trainer import CONVENTION
 from refshard.records import (
     DERIVED,
     METRICS,

@@ -86,7 +86,7 @@ def _estimated_s(case: Case, *, gpus: bool) -> float | None:
         return None
     steps = case.protocol.warmup_steps + case.protocol.measured_steps + case.protocol.traced_steps
     tokens = job.global_batch * job.seq_len * case.processes // job.gpus
-    flops = flops_per_token(model, job.seq_len, "A", workload=job.workload) * tokens * steps
+    flops = flops_per_token(model, job.seq_len, workload=job.workload) * tokens * steps
     return _START_S + flops / (_PART_OF_GEMM * _gemm_flops_per_s())
 
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from refshard.engine.grouping import find_blocks, group_units
 from refshard.errors import RefshardError
-from refshard.flops import Convention, flops_per_token
+from refshard.flops import flops_per_token
 from refshard.models.activation import checkpoint_layers, recompute
 from refshard.models.data import Batch, Tokens, open_source, rank_batch
 from refshard.models.llama import Llama, initialise
@@ -99,10 +99,6 @@ def _mark(what: str, name: str) -> None:
         pass
 
 
-CONVENTION: Convention = "A"
-"""By which a Llama's FLOPs are counted."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
     """What a case trains. ``model`` is bare, with its dropout off; ``drops`` says whether ``begin_dropout`` turns any
@@ -136,7 +132,7 @@ def llama_subject(case: Case, spec: ModelSpec, device: torch.device) -> Subject:
 
         switch_dropout(model, on=True)
 
-    flops = float(flops_per_token(spec, case.job.seq_len, CONVENTION, case.job.workload, case.job.lora))
+    flops = float(flops_per_token(spec, case.job.seq_len, workload=case.job.workload, lora=case.job.lora))
     return Subject(
         model=model, drops=case.job.tuning != "full", flops_per_token=flops, batch=batch, begin_dropout=begin_dropout
     )

@@ -24,7 +24,7 @@ _LARGEST = 2**22
 def count_flops(own: OwnModel, seq_len: int, *, backward: bool) -> float:
     """FLOPs of one sequence over ``seq_len``: matrix products, attention and convolutions.
 
-    Attention counts as two full matrix products, as in this project's convention A. An operator that torch has no
+    Attention counts as two full matrix products, since only the module knows its mask. An operator that torch has no
     formula for counts as nothing.
 
     Raises:

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from refshard import resources
-from refshard.flops import Convention, flops_per_token
+from refshard.flops import CONVENTION, Convention, flops_per_token
 from refshard.plan.estimate import checkpointed_layers
 from refshard.plan.memory import PARTS
 from refshard.plan.search import Found
@@ -48,6 +48,13 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """The figures of a kind; None if fewer than :data:`LEAST_RUNS` runs were published of it."""
         found = self.kinds.get(kind)
         return found if found is not None and found.count >= LEAST_RUNS else None
+
+    def lead(self, kind: str) -> float:
+        """The lead that a strategy without any GPU run must have to count, relative to its step time: 9 of 10
+        published runs of its kind were slower by less; if its kind is not known, those of all kinds.
+        """
+        known = {name: one.high for name, one in self.kinds.items() if one.count >= LEAST_RUNS}
+        return max(0.0, known.get(kind, max(known.values(), default=1.0)) - 1)
 
     def why_unknown(self, kind: str) -> str:
         """Why there are no figures of a kind."""
@@ -93,7 +100,6 @@ def load_spread() -> Spread:
     return convert(read_toml(resources.spread()), Spread, where="spread")
 
 
-CONVENTION: Convention = "A"
 TRILLION = 10**12
 HOUR = 3600.0
 TIME_PARTS = ("compute", "exchange", "waiting", "optimizer", "straggling")
@@ -262,7 +268,7 @@ class Reader:
         return Size(
             gpus=int(candidates["gpus"][0]),
             considered=len(candidates), fitting=int(found.fits.sum()),
-            rows=tuple(self.row(found, place) for place in best[:most]),
+            rows=_settled([self.row(found, place) for place in best[:most]], self.spread),
             front=tuple(self.row(found, place) for place in front),
             unfit=tuple(self.row(found, place) for place in closest[:most]),
         )  # fmt: skip
@@ -272,7 +278,7 @@ class Reader:
         estimates = found.estimates
         job, step_s = estimates.candidates.job(place), float(estimates.step_s[place])
         speed = float(found.tokens_per_s_gpu[place])
-        flops = speed * flops_per_token(self.model, self.seq_len, CONVENTION)
+        flops = speed * flops_per_token(self.model, self.seq_len, lora=job.lora)
         kind = kind_of(job, self.model, self.cluster.accelerator)
         bounds = self.spread.bounds(kind)
         goodput = self.failures.goodput(job.gpus)
@@ -305,6 +311,21 @@ def _firsts(candidates: Candidates, fields: Sequence[str], order: Iterable[int])
     return firsts
 
 
+def _settled(rows: Sequence[Row], spread: Spread) -> tuple[Row, ...]:
+    """The rows, fastest first; but where one of this project's own engine leads by less than the model's error, the
+    first of them is the fastest that others have measured on GPUs: no GPU has shown such a lead.
+    """
+    if not rows or not _own(rows[0]):
+        return tuple(rows)
+    most = rows[0].time_s * (1 + spread.lead(rows[0].kind))
+    peer = next((row for row in rows if not _own(row) and row.time_s <= most), rows[0])
+    return (peer, *(row for row in rows if row is not peer))
+
+
+def _own(row: Row) -> bool:
+    return row.job.strategy.startswith("refshard-")
+
+
 def _front(found: Found) -> list[int]:
     """The Pareto front of time and memory, fastest first, each row with relevantly less memory than the last."""
     least, step_s = np.inf, found.estimates.step_s
@@ -319,14 +340,14 @@ def _front(found: Found) -> list[int]:
     return front
 
 
-def with_dry_rows(size: Size, rows: Sequence[Row]) -> Size:
+def with_dry_rows(size: Size, rows: Sequence[Row], spread: Spread) -> Size:
     """The size with these rows instead of its own: dry-run ones by their dry run, then those in closed form only. Dry
     runs that do not fit join those out of memory.
     """
     dry = sorted((row for row in rows if row.dry_step_s and row.fits), key=lambda row: row.time_s)
     closed = [row for row in rows if not row.dry_step_s]
     unfit = [row for row in rows if not row.fits]
-    return msgspec.structs.replace(size, rows=(*dry, *closed), unfit=(*unfit, *size.unfit))
+    return msgspec.structs.replace(size, rows=(*_settled(dry, spread), *closed), unfit=(*unfit, *size.unfit))
 
 
 def ranked(rows: Sequence[Row], spread: Spread) -> tuple[list[Row], Row | None]:

@@ -12,7 +12,6 @@ from refshard.flops import flops_per_token
 from refshard.measure.launchers.base import Launcher, LaunchOutcome, Program, RankEnd, Ranks, check_fits_machine
 from refshard.measure.rank import RankResult, rank_file, series_folder, trace_file
 from refshard.measure.run import Observer
-from refshard.measure.trainer import CONVENTION
 from refshard.measure.worker import request_file
 from refshard.quantities import GIB
 from refshard.records import Census, CollectiveCount, Environment, LaunchRecord
@@ -46,7 +45,7 @@ def rank_result(case: Case, rank: int, **changes: Any) -> RankResult:
         "announced": () if alone else ANNOUNCED,
         "parameters_sha256": "same",
         "census": CENSUS,
-        "flops_per_token": float(flops_per_token(load_model(job.model), job.seq_len, CONVENTION, job.workload)),
+        "flops_per_token": float(flops_per_token(load_model(job.model), job.seq_len, workload=job.workload)),
     }
     return RankResult(**{**fields, **changes})
 

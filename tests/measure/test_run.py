@@ -269,8 +269,8 @@ def test_flops_of_inference_are_those_of_forward_and_the_convention_says_so(tmp_
     suite = make_suite(matrix={**AXES, "workload": ["training", "inference"]})
     found = {(r.case.job.strategy, r.case.job.workload): r for r in run(tmp_path, FakeLauncher(), suite).launches}
     training, inference = (found["ddp", workload] for workload in ("training", "inference"))
-    assert training.flops_convention == "A: 6(N-E) + 12LHQT (torchtitan)"
-    assert inference.flops_convention.startswith("A: 2(N-E) + 4LHQT, forward only")
+    assert training.flops_convention == "C: 6(N-E) + 6LHQT, causal half (Megatron)"
+    assert inference.flops_convention.startswith("C: 2(N-E) + 2LHQT, causal half, forward only")
     assert training.flops_per_token is not None
     assert inference.flops_per_token == training.flops_per_token / 3
     assert inference.metrics["mfu"] == pytest.approx((training.metrics["mfu"] or 0) / 3)

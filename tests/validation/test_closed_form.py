@@ -12,11 +12,14 @@ import msgspec
 import pytest
 
 from refshard import resources
+from refshard.plan.estimate import estimate
 from refshard.plan.plan import kind_of
+from refshard.plan.space import Candidates
 from refshard.specs.cluster import load_cluster
+from refshard.specs.job import Implementation, Job
 from validation import fit
 from validation.closed_form import Published, load_runs, predicted, published_of
-from validation.schema import Run, Source, load_sources
+from validation.schema import Run, Source, load_sources, model_of
 
 
 @cache
@@ -50,6 +53,27 @@ def test_mixtures_of_experts_are_as_far_off_as_the_docs_say() -> None:
         assert len(found) >= 60
         assert median(found) <= middle
         assert found[int(0.9 * (len(found) - 1))] <= most
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [("lora-batch4-a100x1", 0.04), ("lora-batch8-a100x1", 0.03), ("qlora-batch4-a100x1", 0.18)]
+)
+def test_published_adapters_are_as_fast_as_the_docs_say(name: str, error: float) -> None:
+    """On one A100, by transformers and PEFT. QLoRA ran in autocast, which casts what the closed form has in bf16."""
+    source = load_sources()["fms-acceleration"]
+    run = next(one for one in source.runs if one.name == f"mistral-7b-{name}-2025-02")
+    assert run.script is not None
+    assert run.script.adapter is not None
+    adapter, tuning = run.script.adapter, "qlora" if run.script.quantised else "lora"
+    job = Job(
+        strategy="single", model=run.model, gpus=1, seq_len=4096, global_batch=run.microbatch or 1, precision="bf16",
+        checkpointing="full", tuning=tuning, lora_rank=adapter.rank or 8, lora_targets=",".join(adapter.targets),
+        implementation=Implementation(fused_norms=False),
+    )  # fmt: skip
+    on = load_cluster("dgx-a100").of_world_size(1)
+    found = estimate(model_of(source, run), on, 4096, Candidates.of([job]))
+    speed = job.global_batch * 4096 / found.step_s[0]
+    assert speed / (run.tokens_per_s_gpu or 0) - 1 == pytest.approx(error, abs=0.01)
 
 
 def test_memory_of_simumaxs_mixtures_is_predicted_within_2_percent() -> None:

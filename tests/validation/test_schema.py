@@ -83,7 +83,7 @@ def test_nemo_counts_by_convention_a() -> None:
     for run in found:
         assert run.seq_len is not None
         assert run.tokens_per_s_gpu is not None
-        counted = run.tokens_per_s_gpu * flops_per_token(model_of(table, run), run.seq_len) / 1e12
+        counted = run.tokens_per_s_gpu * flops_per_token(model_of(table, run), run.seq_len, "A") / 1e12
         assert counted == pytest.approx(run.tflops_per_gpu, rel=2e-3)
 
 
@@ -111,12 +111,12 @@ def test_nvidias_recipes_count_llama_and_gpt_by_convention_a() -> None:
             assert run.seconds is not None
             assert run.global_batch is not None
             tokens_per_s_gpu = run.global_batch * run.seq_len / run.seconds / run.gpus
-        flops = tokens_per_s_gpu * flops_per_token(model_of(table, run), run.seq_len) / 1e12
+        flops = tokens_per_s_gpu * flops_per_token(model_of(table, run), run.seq_len, "A") / 1e12
         peak = peaks[run.hardware] * (2 if run.precision == "fp8" else 1)
         assert flops / peak == pytest.approx(run.mfu, rel=0.02)
         seen.add(run.model)
     assert seen == {"gpt3-175b", "llama2-70b", "llama3-8b", "llama3-70b", "llama3.1-405b", "llama3.1-405b-16kv"}
-    assert flops_per_token(load_model("nemotron4-15b"), 4096) * 4096 == pytest.approx(3.85e14, rel=1e-3)
+    assert flops_per_token(load_model("nemotron4-15b"), 4096, "A") * 4096 == pytest.approx(3.85e14, rel=1e-3)
 
 
 def test_llm_foundry_counts_by_convention_b() -> None:

@@ -25,7 +25,6 @@ from refshard.measure.assemble import (
 from refshard.measure.dry.rank import DryCase, DryResult, ranks_of, read_results
 from refshard.measure.launchers.base import Launcher, LaunchOutcome, Program
 from refshard.measure.rank import trace_file
-from refshard.measure.trainer import CONVENTION
 from refshard.measure.worker import request_file
 from refshard.quantities import format_bytes
 from refshard.records import DERIVED, METRICS, LaunchRecord, Proof
@@ -176,7 +175,7 @@ def _named(blank: LaunchRecord, results: Sequence[DryResult]) -> LaunchRecord:
     n_layers = spec.n_layers if spec is not None else len(built.blocks) if built is not None else 0
     flops = built.flops_per_token if built is not None else None
     if spec is not None:
-        flops = float(flops_per_token(spec, case.job.seq_len, CONVENTION, case.job.workload, case.job.lora))
+        flops = float(flops_per_token(spec, case.job.seq_len, workload=case.job.workload, lora=case.job.lora))
     hardware = load_cluster(case.job.cluster).accelerator
     return msgspec.structs.replace(
         blank,

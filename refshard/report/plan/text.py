@@ -147,7 +147,9 @@ def _others(rows: Sequence[Row], spread: Spread, varied: Sequence[str]) -> list[
 
 
 def _slower(row: Row, best: Row) -> str:
-    return f"{format_percent(row.time_s / best.time_s - 1, 0)} slower"
+    """How much longer its step takes; a row that was not measured may be named second though its step is shorter."""
+    more = row.time_s / best.time_s - 1
+    return f"{format_percent(abs(more), 0)} {'slower' if more >= 0 else 'faster'}"
 
 
 def _nothing_fits(plan: Plan) -> list[str]:
