@@ -62,7 +62,9 @@ def checkpointing_text(row: Row) -> str:
 
 
 def short_text(job: Job, varied: Sequence[str] = ()) -> str:
-    """Strategy, the fields that are ``varied``, and mesh."""
+    """Strategy, the fields that are ``varied``, and mesh; on one GPU, where these are alike, the batch."""
+    if job.gpus == 1:
+        return f"{batch_text(job)}{variant_text(job, varied).rstrip(',')}"
     return f"{job.strategy}{variant_text(job, varied)} with {mesh_text(job)}"
 
 
@@ -105,8 +107,9 @@ def verdict(plan: Plan, spread: Spread) -> list[str]:
     cheapest_text = (
         f"Cheapest: {cheap.job.gpus:,} ranks, {cheap.cost_usd:,.0f} USD per 10^12 tokens (here {best.cost_usd:,.0f})."
     )
+    which = f"{one.strategy}{variant_text(one, plan.varied)}{on} with {mesh_text(one)}, {batch_text(one)}"
     return [
-        f"Use {one.strategy}{variant_text(one, plan.varied)}{on} with {mesh_text(one)}, {batch_text(one)}, "
+        f"Use {short_text(one, plan.varied) if one.gpus == 1 else which}, "
         f"{checkpointing_text(best)}: {format_seconds(best.time_s)} ({range_text(best, 'error not known')}) per step, "
         f"{format_percent(best.mfu, 0)} MFU, "
         f"{format_bytes(best.peak_bytes if best.reserved_bytes is None else best.reserved_bytes)}{reserved} of "
@@ -187,7 +190,7 @@ def warnings(plan: Plan, spread: Spread) -> list[str]:
             f"{format_percent(error.median)}; 8 of 10 lie within the range."
         )
     if any(row.job.offload for row in rows):
-        found.append("With --offload the host runs AdamW. That is not in the step time: steps take longer than this.")
+        found.append("With --offload the host runs AdamW, at the rate of its memory: with few threads it takes longer.")
     far = [abs(row.dry_step_s / row.step_s - 1) for size in plan.sizes for row in size.rows if row.dry_step_s]
     more = "-v lists what the model assumes and leaves out."
     if not far:
@@ -205,7 +208,7 @@ def assumptions(plan: Plan) -> list[str]:
     return [
         "The model leaves out: other jobs on the network; reading data and saving checkpoints; fragmentation of the "
         "allocator, beyond a fixed allowance.",
-        "It assumes fp32 masters, fused AdamW, clipped gradients, synthetic data, and balanced routing of tokens to "
+        "It assumes fp32 masters (with adapters bf16 ones), a fused optimizer, clipped gradients, synthetic data, and balanced routing of tokens to "
         "experts (refshard dryrun --routing has other assumptions). Megatron has Transformer "
         "Engine's fused kernels and cuDNN's attention; other strategies have eager blocks, unless --compile yes, and "
         "FlashAttention-2.",
