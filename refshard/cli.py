@@ -329,7 +329,7 @@ def plan(
     schedule: Annotated[
         str | None, typer.Option(help="Pipeline schedules: 1f1b, interleaved, zero-bubble (default: all).")
     ] = None,
-    ep: Annotated[str | None, typer.Option(help=f"Ranks of expert parallelism: {_OF_AXIS}")] = None,
+    ep: Annotated[str | None, typer.Option(help="Ranks of expert parallelism: numbers or all (default: all).")] = None,
     dp_replicate: Annotated[
         str | None, typer.Option(help="Number of model replicas, each sharded (HSDP): numbers or all (default: all).")
     ] = None,

@@ -58,7 +58,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """The options of the command line.
 
     Lists are separated by commas; ``all`` is every size that can run. An axis that is None is 1, or ``all`` with
-    ``search``; ``dp_replicate`` is ``all`` in any case, and so are ``tp`` and microbatches of a given batch.
+    ``search``; ``dp_replicate`` is ``all`` in any case, and so are ``ep`` of a mixture of experts, and ``tp`` and
+    microbatches of a given batch.
     ``compiled`` is a list of ``no`` and ``yes``; None is ``no``.
     """
 
@@ -266,7 +267,7 @@ def space_of(options: Options, model: ModelSpec, cluster: ClusterSpec) -> Space:
         SpecError: a value is not known, or they do not fit each other.
     """
     axes: dict[str, Any] = {
-        name: _axis(name, getattr(options, name), searched=_searched(name, options, cluster))
+        name: _axis(name, getattr(options, name), searched=_searched(name, options, model, cluster))
         for name in ("tp", "cp", "pp", "interleave", "ep", "dp_replicate", "microbatch")
     }
     reduction = _known("reduction", options.reduction, tuple(ELEMENT_BYTES))
@@ -297,9 +298,9 @@ def _cluster_name(given: str, cluster: ClusterSpec) -> str:
     return f"{profile}x{cluster.nodes}"
 
 
-def _searched(name: str, options: Options, cluster: ClusterSpec) -> bool:
+def _searched(name: str, options: Options, model: ModelSpec, cluster: ClusterSpec) -> bool:
     """Whether an axis that is not given takes all sizes."""
-    if options.search or name == "dp_replicate":
+    if options.search or name == "dp_replicate" or (name == "ep" and model.experts):
         return True
     if name == "microbatch" and _chooses_batch(options, cluster):
         return True

@@ -36,6 +36,8 @@ MOST_CONTEXT, MOST_STRETCHES, MOST_MICROBATCH = 64, 12, 32
 _N_DIMENSIONAL = ("ddp", "fsdp2", "megatron")
 """Strategies that compose with pipelines and context parallelism, here or in the tool of their name."""
 _TENSOR = ("fsdp2", "megatron", *(name for name in COST_MODELS if name.startswith("refshard-")))
+_EXPERT = (*_TENSOR, "fsdp2-tuned")
+"""Strategies with code for expert parallelism, here or in the tool of their name."""
 _ZERO_BUBBLE = ("fsdp2",)
 """Zero-bubble schedules of torch split each backward, which neither DDP's hooks nor checkpointing can follow.
 Megatron-LM has none."""
@@ -242,7 +244,7 @@ def _batches(
         for ep in _sizes(space.ep, data * cp * tp, experts):
             for strategy in space.strategies:
                 alone = strategy == REFERENCE_STRATEGY and space.gpus > 1
-                if alone or not _composes(strategy, tp, cp, pp, schedule):
+                if alone or not _composes(strategy, tp, cp, pp, schedule) or (ep > 1 and strategy not in _EXPERT):
                     continue
                 for dp_replicate in _replicas(space, strategy, data):
                     head = (strategy, tp, cp, pp, interleave, schedule, ep, dp_replicate)
