@@ -210,7 +210,7 @@ def assumptions(plan: Plan) -> list[str]:
         "allocator, beyond a fixed allowance.",
         "It assumes fp32 masters (with adapters bf16 ones), a fused optimizer, clipped gradients, synthetic data, and "
         "balanced routing of tokens to experts (refshard dryrun --routing has other assumptions). Megatron has "
-        "Transformer Engine's fused kernels and cuDNN's attention; other strategies have eager blocks, unless --compile "
+        "Transformer Engine's fused kernels and cuDNN's attention; others have eager blocks, unless --compile "
         "yes, and FlashAttention-2.",
         f"torch's allocator can reserve {format_bytes(plan.largest.usable_bytes)} of "
         f"{format_bytes(plan.available_bytes)}; the rest is for the CUDA context and NCCL's communicators. A plan "
