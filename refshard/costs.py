@@ -37,6 +37,15 @@ ADAMW_BYTES = 28
 """Bytes that fused AdamW reads and writes for each fp32 parameter: four numbers read, three written."""
 BACKWARD_PRODUCTS = 2.5
 """Products of attention's backward per product of its forward: it computes the scores again (FlashAttention)."""
+RATED_WIDTH = 128
+"""The head dimension at which profiles have attention's rate."""
+SCORE_WIDTHS = (75, 44)
+"""In cuDNN's kernels, a score's exponential takes as long as so many elements of a narrower head's products, forward
+and backward: 4,096 tokens, head dimensions 64 and 128, one H200 (``attention_points`` of its profile). Slower kernels
+hide it: FlashAttention-2's rates at both dimensions differ little (arXiv 2307.08691, figure 4)."""
+_H200_PEAK, _TWICE_THE_EXPONENTIALS = 989e12 / 132, (10, 3)
+"""FLOP/s of one multiprocessor. The faster its products are, the more an exponential weighs, of which each has as many
+a cycle but Blackwell Ultra's, which have twice as many (``attention`` in the sources of gb300's profile)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +86,28 @@ def product_seconds(hardware: HardwareSpec, dtype: ProductDtype, flops: float, n
 
 def attention_seconds(
     hardware: HardwareSpec, dtype: Dtype, *, heads: float, seq_len: int, head_dim: int, backward: bool = False,
-    kernel: AttentionKernel = "flash",
+    kernel: AttentionKernel = "flash", fp8: bool = False,
 ) -> float:  # fmt: skip
-    """What causal attention takes, forward or backward; ``heads`` are query heads, of all sequences together."""
+    """What causal attention takes, forward or backward; ``heads`` are query heads, of all sequences together. With
+    ``fp8`` products, exponentials stay as they are.
+    """
     scores = heads * seq_len**2 / 2
     rate = hardware.attention[dtype]
     flops_per_s = rate.flops_per_s * hardware.attention_kernels.get(kernel, 1.0)
-    flops = 4 * head_dim * (BACKWARD_PRODUCTS if backward else 1)
+    extra = _exponential_width(hardware, backward=backward)
+    narrow = RATED_WIDTH * (head_dim + extra) / (RATED_WIDTH + extra) if kernel == "cudnn" else 0.0
+    flops = 4 * max(head_dim, narrow) * (BACKWARD_PRODUCTS if backward else 1)
     measured = _score_seconds(hardware, dtype, kernel, seq_len, head_dim, backward=backward)
-    return hardware.kernel_s + rate.overhead_s + scores * (measured or flops / flops_per_s)
+    each = (measured or flops / flops_per_s) * ((head_dim / 2 + extra) / (head_dim + extra) if fp8 else 1.0)
+    return hardware.kernel_s + rate.overhead_s + scores * each
+
+
+def _exponential_width(hardware: HardwareSpec, *, backward: bool) -> float:
+    """As many elements of a head's products take as long as a score's exponential."""
+    if not hardware.multiprocessors:
+        return 0.0
+    products = hardware.matmul["bf16"].peak / hardware.multiprocessors / _H200_PEAK
+    return SCORE_WIDTHS[backward] * products / (2 if hardware.capability == _TWICE_THE_EXPONENTIALS else 1)
 
 
 def _score_seconds(

@@ -23,12 +23,12 @@ BUDGETS = {
     "refshard/fakecuda": 1_985,
     "refshard/measure": 8_450,
     "refshard/models": 1_300,
-    "refshard/plan": 2_650,
+    "refshard/plan": 3_135,
     "refshard/report": 9_605,
-    "refshard/specs": 2_360,
+    "refshard/specs": 2_485,
     "refshard/strategies": 3_150,
-    "refshard/*.py": 2_230,
-    "tests": 77_790,
+    "refshard/*.py": 2_325,
+    "tests": 78_130,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

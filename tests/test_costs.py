@@ -25,7 +25,7 @@ from refshard.specs.cluster import (
     MeasuredCollective,
     QuickProtocol,
 )
-from refshard.specs.hardware import AttentionPoint, HardwareSpec, Rate
+from refshard.specs.hardware import AttentionPoint, HardwareSpec, Rate, load_hardware
 
 REDUCING: tuple[CollectiveOp, ...] = ("all_gather", "reduce_scatter", "all_reduce")
 SOURCES = dict.fromkeys(
@@ -286,6 +286,34 @@ def test_another_attention_kernel_runs_as_many_times_as_fast_as_its_profile_says
     flash = attention_seconds(made, "bf16", **about)
     assert attention_seconds(made, "bf16", **about, kernel="efficient") == flash
     assert attention_seconds(made, "bf16", **about, kernel="cudnn") - 1 == pytest.approx((flash - 1) / 2)
+
+
+def test_a_narrower_head_takes_more_than_its_part() -> None:
+    """In cuDNN's kernels: backward of 16 heads, 4,096 tokens, on RTX PRO 6000, 558.2 us at head dimension 64 and 920.7
+    at 128 (NVIDIA/cudnn-frontend pull request 505).
+    """
+
+    def narrow(profile: str, *, backward: bool = True, kernel: Any = "cudnn") -> float:
+        device = msgspec.structs.replace(load_hardware(profile), attention_points=(), kernel_s=0.0)
+        about: dict[str, Any] = {"heads": 16, "seq_len": 4096, "backward": backward, "kernel": kernel}
+        times = [attention_seconds(device, "bf16", head_dim=width, **about) for width in (64, 128)]
+        return times[0] / times[1]
+
+    assert narrow("rtx-5090") == pytest.approx(558.2 / 920.7, rel=0.15)
+    # The faster products are, the more exponentials weigh; Blackwell Ultra has twice as many.
+    assert 0.5 < narrow("rtx-5090") < narrow("a100-sxm-80gb") < narrow("b300") < narrow("b200") < 1
+    assert narrow("h200-sxm") == pytest.approx(1.84 / 2.93, rel=0.01), "as measured"
+    assert narrow("b200", kernel="flash") == pytest.approx(0.5)
+
+
+def test_attention_in_fp8_halves_its_products_alone() -> None:
+    device, about = load_hardware("gb300"), {"heads": 64, "seq_len": 4096, "head_dim": 128}
+    for backward in (False, True):
+        plain, fp8 = (
+            attention_seconds(device, "bf16", **about, backward=backward, kernel="cudnn", fp8=low)
+            for low in (False, True)
+        )
+        assert 0.5 < fp8 / plain < 0.75
 
 
 def test_attention_is_read_between_what_was_measured() -> None:

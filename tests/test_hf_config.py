@@ -115,7 +115,9 @@ def test_fields_of_each_family_become_those_of_the_spec(tmp_path: Path) -> None:
     mixtral = load_model(write(tmp_path, MIXTRAL))
     assert mixtral.experts == Experts(count=4, active=2, ffn_dim=96)
     deepseek = load_model(write(tmp_path, {**DEEPSEEK, "quantization_config": {"quant_method": "fp8"}}))
-    assert deepseek.experts == Experts(count=8, active=2, ffn_dim=32, shared_ffn_dim=64, dense_layers=1)
+    assert deepseek.experts == Experts(
+        count=8, active=2, ffn_dim=32, shared_ffn_dim=64, dense_layers=1, groups=2, active_groups=1
+    )
     assert deepseek.latent == LatentAttention(query_rank=24, kv_rank=16, nope_dim=8, rope_dim=4, value_dim=12)
     assert deepseek.head_dim == 12
     gemma = load_model(write(tmp_path, {"model_type": "gemma3", "text_config": without(GEMMA3, "model_type")}))

@@ -133,6 +133,8 @@ def published_of(name: str, source: Source, run: Run) -> Published | str:
     if batch is None:
         return "the batch is not stated"
     microbatch, microbatches = batch
+    if run.regression:
+        return f"the source calls it a regression: {run.regression}"
     rate = run.tokens_per_s or (run.tokens_per_s_gpu or 0) * run.gpus
     if not run.seconds and not rate:
         return "no speed in tokens or seconds"
@@ -141,8 +143,11 @@ def published_of(name: str, source: Source, run: Run) -> Published | str:
         return "the pipeline's interleaving is not stated"
     own = {key: value for key, value in assumed.items() if key in Implementation.__struct_fields__}
     own |= {"compiled": bool(run.compiled)} if run.compiled is not None else {}
-    own |= {"fused_experts": True, "dispatch": "overlapped"} if run.fused_experts else {}
-    own |= {"attention": run.attention} if run.attention else {}
+    stated = (
+        "fp8_attention", "fp8_head", "fused_experts", "graphs", "dispatch", "recomputes", "expert_tp", "stages",
+        "attention",
+    )  # fmt: skip
+    own |= {field: value for field in stated if (value := getattr(run, field))}
     own |= {"overlap_tensor": True} if "asynchronous" in run.strategy else {}
     fields = {
         "strategy": strategy, "model": run.model, "cluster": cluster_name, "gpus": run.gpus, "seq_len": seq_len,

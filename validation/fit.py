@@ -104,11 +104,16 @@ EVERYWHERE = (
     Constant("straggling", 0.004, UNKNOWN),
 )
 """Constants of the closed forms, and of all clusters alike."""
-EXPERTS = (Constant("ROUTED_KERNELS", 50.0, UNKNOWN), Constant("GROUPED_FILL", 256.0, UNKNOWN))
+EXPERTS = (
+    Constant("ROUTER_KERNELS", 30.0, UNKNOWN), Constant("EXPERT_KERNELS", 20.0, UNKNOWN),
+    Constant("EACH_EXPERT", 2.0, UNKNOWN), Constant("OVERLAP_KERNELS", 50.0, UNKNOWN),
+    Constant("GROUPED_TILE_S", 1e-6, UNKNOWN),
+)  # fmt: skip
 """Constants of mixtures of experts, on all clusters alike."""
 MODULES: dict[str, Any] = {
     "EAGER_PART": layers, "RING_PART": layers, "QUANTISED_BYTES": kernels, "SKEW": collectives,
-    "ROUTED_KERNELS": layers, "GROUPED_FILL": layers,
+    "ROUTER_KERNELS": layers, "EXPERT_KERNELS": layers, "EACH_EXPERT": layers,
+    "OVERLAP_KERNELS": layers, "GROUPED_TILE_S": layers,
 }  # fmt: skip
 """Where the closed forms hold theirs."""
 DRY_RUNS = {

@@ -13,7 +13,7 @@ from refshard.quantities import format_percent, format_seconds
 from refshard.report.blocks import Answer, Column, Notes, Table, Verdict, table
 from validation.closed_form import Predicted, PredictedClaim, load_runs, predicted, predicted_claims
 from validation.dry_runs import Compared, Prediction, RecordedCase, caveats, predict_all, recorded_cases
-from validation.schema import HALVES, Figure, load_sources, read_source, scripted_runs
+from validation.schema import HALVES, Figure, Run, load_sources, read_source, scripted_runs
 
 _CLAIM_COLUMNS = (
     Column("claim, and its setting", "left"),
@@ -77,6 +77,8 @@ def closed_form_answer(
         )
     if any(one.published.half == "fit" for one in found):
         notes.append("Constants were fitted on half of the settings (python -m validation.fit).")
+    if years := by_half_year([(one.published.run, one.error) for one in found]):
+        notes.append(f"Step time, bias by half-year of the release: {years}.")
     verdict = _verdict(found) or [f"No run was held out; median error of all {len(found)}: {_median(found)}."]
     tables = (
         _by_source(found), _scaling_by_source(curves), _own_predictions(found), claims_table(claims),
@@ -102,6 +104,20 @@ def closed_form_answer(
             Verdict(sentences=verdict, style="plain"),
         ],
     )  # fmt: skip
+
+
+def by_half_year(errors: Sequence[tuple[Run, float]]) -> str:
+    """The median of the signed errors by half-year, of the runs with a known one; empty if they are all of one.
+
+    A bias that grows from one to the next says that constants describe older software.
+    """
+    groups: dict[str, list[float]] = defaultdict(list)
+    for run, error in errors:
+        if run.half_year:
+            groups[run.half_year].append(error)
+    if len(groups) < 2:
+        return ""
+    return ", ".join(f"{name} {_signed(median(some))} ({len(some)} runs)" for name, some in sorted(groups.items()))
 
 
 def _verdict(found: Sequence[Predicted]) -> list[str]:
@@ -330,6 +346,12 @@ def dry_run_answer(found: Sequence[Prediction], recorded: Sequence[RecordedCase]
     stated = sum(one.published.run.states_all for one in found)
     verdict = [f"{stated} of {len(found)} published runs state all settings that decide memory"] if found else []
     verdict += [f"{label}: {summary(some)}" for label, some in errors.items() if some]
+    speeds = [
+        (one.published.run, figure.error)
+        for one in found for figure in one.compared if not figure.is_memory and figure.counts
+    ]  # fmt: skip
+    if years := by_half_year(speeds):
+        verdict.append(f"tokens/s/GPU, bias by half-year: {years}")
     if unknown := [figure for one in found for figure in one.compared if not figure.counts]:
         verdict.append(_not_counted(unknown))
     heads = ("run", "figure", "published", "dry run", "error", "allocator mode")

@@ -6,6 +6,7 @@ written down before any dry run of it, from the source and from the repository's
 """
 
 import datetime
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ _FIGURES = (
 )  # fmt: skip
 _NOT_OF_MEMORY = {"hardware", "cluster", "entry", "date"}
 """Fields that do not decide memory, so that a source need not state them."""
+_RELEASE = re.compile(r"(?:^|\s)(2\d)\.(\d\d)(?!\d)")
 _AGREEMENT = 0.02
 """Relative difference up to which printed figures agree: sources round, and average steps differently."""
 
@@ -59,6 +61,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     query_norm: bool = False
     learned_positions: bool = False
     head_dim: int = 0
+    yarn: bool = False
     window: int = 0
     global_every: int = 0
     experts: Experts | None = None
@@ -154,12 +157,15 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     - ``microbatch`` is in sequences per data-parallel rank, ``global_batch`` in sequences.
     - ``checkpointing`` is "none", "full", "selective" (by operator), "every-2" (each second layer), a number of layers,
       or as the source describes it. ``compiled`` may name the parts that torch.compile compiles, each for itself.
-      ``fused_experts``: CUDA graphs of whole steps and fused kernels of experts, from a recipe of the run's day.
-      ``attention`` is the kernel, if it is not the source's.
+      ``fp8_attention``, ``fp8_head``, ``fused_experts``, ``graphs``, ``dispatch``, ``recomputes``, ``expert_tp`` and
+      ``stages`` are those of
+      :class:`~refshard.specs.job.Implementation`, from a recipe of the run's day. ``attention`` is the kernel, if it is
+      not the source's.
       ``precision`` is "fp8-rowwise" only if a source has runs with scales by row beside others.
     - ``seconds`` is the step time, ``tokens_per_s`` the rate of all GPUs, ``mfu`` a fraction by the source's
       convention, memory a peak of torch's allocator on one rank (``reserved_first_step_gib`` apart if it is given).
       ``predicted_*`` are the source's own predictions.
+    - ``regression``: the source calls the figure one of a defect, and says where that is reported.
     - ``where`` tells runs of one source apart; ``name`` is unique among runs with a script. ``assumed`` names fields
       that the source does not state, filled in by the repository's defaults at that commit. ``seen_before``: a
       prototype had been run on it, so it is no blind test.
@@ -190,7 +196,14 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     precision: Literal["bf16", "fp8", "fp8-rowwise", "nvfp4"] | None = None
     checkpointing: str | None = None
     compiled: bool | tuple[Literal["attention", "loss", "blocks", "model"], ...] | None = None
+    fp8_attention: bool = False
+    fp8_head: bool = False
     fused_experts: bool = False
+    graphs: str = ""
+    recomputes: str = ""
+    dispatch: str = ""
+    expert_tp: int = 0
+    stages: str = ""
     attention: AttentionKernel | None = None
     seconds: float | None = None
     tokens_per_s: float | None = None
@@ -207,6 +220,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     script: Script | None = None
     assumed: tuple[str, ...] = ()
     seen_before: bool = False
+    regression: str = ""
     notes: str = ""
 
     def __post_init__(self) -> None:
@@ -233,6 +247,19 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     def model_parallel(self) -> int:
         """Ranks that hold one replica of the model together."""
         return self.tp * self.pp * self.cp
+
+    @property
+    def half_year(self) -> str:
+        """When it ran, as "2025 H2": by its date, or by a release of NVIDIA's containers, which is YY.MM; empty if not
+        known.
+        """
+        if self.date is not None:
+            year, month = self.date.year, self.date.month
+        elif release := _RELEASE.search(self.where):
+            year, month = 2000 + int(release[1]), int(release[2])
+        else:
+            return ""
+        return f"{year} H{1 if month <= 6 else 2}"
 
     def printed(self, figure: Figure) -> float | None:
         """A figure as the source printed it: tokens per second and GPU, seconds, or GiB."""

@@ -60,7 +60,7 @@ class Groups:
     def __init__(self, cluster: ClusterSpec, candidates: Candidates) -> None:
         self._cluster = cluster
         inner, shards, replicas = candidates["tp"], candidates.shards, candidates.replicas
-        apart = np.where(candidates["ep"] > 1, candidates["ep"], inner)
+        apart = candidates["ep"] * candidates.expert_split
         self._axes: dict[Axis, tuple[Integers, Integers]] = {
             "shards": (shards, inner), "experts": (candidates.expert_shards, apart),
             "replicas": (replicas, inner * shards), "all": (replicas * shards, inner),
@@ -244,7 +244,7 @@ def issued_by_rank(model: ModelSpec, one: Job, rank: int = 0) -> dict[str, tuple
     is left out.
     """
     share = Share(sequences=one.microbatch, seq_len=one.seq_len, tp=one.tp, cp=one.cp, precision=one.precision)
-    stages = layers_of_stages(model.n_layers, one.pp * one.interleave)
+    stages = layers_of_stages(model.n_layers, one.pp * one.interleave, one.implementation.stages)
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     hidden_size = hidden_bytes(model, share, casts=find_cost_model(one.strategy).casts)

@@ -27,8 +27,9 @@ _TIMES = tuple(field.name for field in fields(LayerTimes))
 _MEMORY = tuple(field.name for field in fields(LayerMemory))
 _TUNED = tuple(field.name for field in fields(TunedLayer))
 _SHARE = (
-    "microbatch", "tp", "cp", "ep", "precision", "compiled", "fused_norms", "attention", "tuning", "lora_rank",
-    "lora_targets", "overlap_tensor", "context_by", "dispatch", "fused_experts",
+    "microbatch", "tp", "cp", "ep", "expert_tp", "precision", "compiled", "fused_norms", "attention", "tuning",
+    "lora_rank", "lora_targets", "overlap_tensor", "context_by", "dispatch", "fp8_attention", "fp8_head",
+    "fused_experts", "graphs", "recomputes",
 )  # fmt: skip
 """Fields on which a layer's time and memory depend."""
 
@@ -78,8 +79,10 @@ class _Estimate:
         self._alone = candidates["pp"] == 1
         # A model may have some dense layers and mixtures of experts in the others: figures are of the average layer.
         self._routed = routed_layers(model) / model.n_layers
-        # Its dense layers come first. The part of the layers that are mixtures, of a pipeline's first rank and others.
-        dense, first = model.n_layers - routed_layers(model), np.maximum(1, self._stages.first)
+        # Its dense layers come first, and those of the first stage count. The part of the layers that are mixtures, of
+        # a pipeline's first rank and others.
+        first = np.maximum(1, self._stages.first)
+        dense = np.minimum(model.n_layers - routed_layers(model), self._stages.begin)
         self._routed_first = np.where(self._alone, self._routed, np.maximum(0, first - dense) / first)
         self._routed_later = np.where(self._alone, self._routed, float(self._routed > 0))
         self._sizes()
@@ -87,13 +90,16 @@ class _Estimate:
     def _sizes(self) -> None:
         rows, model, stages = self._rows, self._model, self._stages
 
-        def sizes(tensor: int, expert: int) -> tuple[float, ...]:
-            found = sizes_of(model, tensor, expert)
+        def sizes(tensor: int, expert: int, expert_tp: int) -> tuple[float, ...]:
+            found = sizes_of(model, tensor, expert, expert_tp)
             return found.dense, found.routed, found.experts, found.feed_forward, found.embedding, found.head
 
         self._dense, self._plain, self._experts, self._feed_forward, self._embedding, self._head = by_distinct(
-            [rows["tp"], rows["ep"]], sizes
+            [rows["tp"], rows["ep"], rows["expert_tp"]], sizes
         )
+        if model.predictions:
+            # A pipeline's last rank has the embedding, too, for the next tokens.
+            self._head = self._head + np.where(self._alone, 0, self._embedding)
         mixed = self._plain + self._experts > self._dense
         self._unit = Elements(np.where(mixed, self._plain, self._dense), np.where(mixed, self._experts, 0))
         self._looked_up = self._embedding * np.where(self._megatron, 1, rows["tp"])
@@ -156,8 +162,8 @@ class _Estimate:
 
     def all(self) -> Estimates:
         rows, stages, model = self._rows, self._stages, self._model
-        dense_s, mixed_s, embedding_s, head_s = self._layer_times()
-        head_s = head_s * (1 + model.predictions)
+        dense_s, mixed_s, embedding_s, head_s, prediction_s = self._layer_times()
+        head_s = head_s + model.predictions * prediction_s
         full, some = self._checkpointed()
         routed = self._routed
         layer_s = {name: dense_s[name] * (1 - routed) + mixed_s[name] * routed for name in _TIMES}
@@ -208,41 +214,47 @@ class _Estimate:
             straggling_s=straggling, memory=self.memory(), host_bytes=self._host_bytes(),
         )  # fmt: skip
 
-    def _layer_times(self) -> tuple[dict[str, Floats], dict[str, Floats], Floats, Floats]:
-        """Seconds of a dense layer and of a mixture by field of :class:`LayerTimes`, of the embedding and of the
-        head.
+    def _layer_times(self) -> tuple[dict[str, Floats], dict[str, Floats], Floats, Floats, Floats]:
+        """Seconds of a dense layer and of a mixture by field of :class:`LayerTimes`, of the embedding, of the head, and
+        of a module of multi-token prediction besides its layer.
         """
         rows, model, cluster = self._rows, self._model, self._cluster
 
         def times(megatron: int, *key: int) -> tuple[float, ...]:
-            share, (overlaps, by, dispatch, fused_experts) = self._share(*key), key[-4:]
-            experts, given = group_of(cluster, share.ep, 1), rows.labels["dispatch"][dispatch]
-            own = "copies" if not megatron else "overlapped" if experts.nodes > 1 else "once"
+            share, (overlaps, by, dispatch, fp8_attention, fp8_head, fused_experts, graphs, recomputes) = (
+                self._share(*key), key[-8:]
+            )  # fmt: skip
+            experts, given = group_of(cluster, share.ep, share.expert_split), rows.labels["dispatch"][dispatch]
+            own = "copies" if not megatron else "once-overlapped" if experts.nodes > 1 else "once"
             within = Within(
                 tensor_shape=group_of(cluster, share.tp, 1),
                 context_shape=group_of(cluster, share.cp, share.tp),
-                expert_shape=experts,
+                expert_shape=experts, split_shape=group_of(cluster, share.expert_split, 1),
                 dispatch=own if given == "default" else given,  # type: ignore[arg-type]
-                fused_experts=bool(fused_experts),
+                fp8_attention=bool(fp8_attention), fp8_head=bool(fp8_head),
+                fused_experts=bool(fused_experts), recomputes=rows.labels["recomputes"][recomputes],
+                graphs=rows.labels["graphs"][graphs],  # type: ignore[arg-type]
                 overlaps=bool(overlaps), exchanges=rows.labels["context_by"][by] == "exchange", dtensors=not megatron,
             )  # fmt: skip
             costs = LayerCosts(model, cluster, share, within)
             dense = costs.layer(dense=True)
             mixed = costs.layer(dense=False) if self._routed else dense
             layers = [getattr(kind, name) for kind in (dense, mixed) for name in _TIMES]
-            ends = [part.forward_s + part.backward_s for part in (costs.embedding(), costs.head())]
+            ends = [part.forward_s + part.backward_s for part in (costs.embedding(), costs.head(), costs.prediction())]
             return (*layers, *ends)
 
-        *layers, embedding, head = by_distinct([self._megatron.astype(np.int64), *(rows[f] for f in _SHARE)], times)
-        return dict(zip(_TIMES, layers)), dict(zip(_TIMES, layers[len(_TIMES) :])), embedding, head
+        *layers, embedding, head, prediction = by_distinct(
+            [self._megatron.astype(np.int64), *(rows[f] for f in _SHARE)], times
+        )
+        return dict(zip(_TIMES, layers)), dict(zip(_TIMES, layers[len(_TIMES) :])), embedding, head, prediction
 
-    def _share(self, microbatch: int, tp: int, cp: int, ep: int, precision: int, compiled: int,
+    def _share(self, microbatch: int, tp: int, cp: int, ep: int, expert_tp: int, precision: int, compiled: int,
                fused_norms: int, attention: int, tuning: int, rank: int, targets: int, *_: int) -> Share:  # fmt: skip
         device, labels = self._cluster.accelerator.device, self._rows.labels
         name, tuned = labels["precision"][precision], labels["tuning"][tuning]
         lora = None if tuned == "full" else Lora(rank=rank, projections=projections_of(labels["lora_targets"][targets]))
         return Share(
-            sequences=microbatch, seq_len=self._seq_len, tp=tp, cp=cp, ep=ep,
+            sequences=microbatch, seq_len=self._seq_len, tp=tp, cp=cp, ep=ep, expert_tp=expert_tp,
             precision=name,  # type: ignore[arg-type]
             fused=bool(compiled), fused_norms=bool(fused_norms) and device == "cuda",
             fused_attention=not makes_scores(self._model, fp32=name == "fp32", device=device),

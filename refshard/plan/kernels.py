@@ -13,7 +13,7 @@ from typing import Literal
 from refshard.plan.cost_models import MASTER_BYTES
 from refshard.specs.hardware import AttentionKernel, Dtype
 from refshard.specs.job import Precision
-from refshard.specs.model import ModelSpec
+from refshard.specs.model import ModelSpec, prediction_parameters
 from refshard.specs.tuning import Lora
 
 Split = Literal["columns", "rows", "whole"]
@@ -74,10 +74,10 @@ class Share:
     """One rank's share of a microbatch: ``sequences`` of ``seq_len`` tokens, divided by ``cp`` ranks, and each
     matrix divided by ``tp`` ranks.
 
-    ``ep`` ranks divide a mixture's experts, which are whole then; ``tp`` ranks split each expert only if ``ep`` is 1.
-    ``fused``: elementwise kernels are a compiler's. ``fused_norms``: each
-    norm is one kernel. Without ``fused_attention``, torch multiplies and stores every score. With ``lora``, only these
-    adapters are trained, and weights may be ``quantised``, in NF4.
+    ``ep`` ranks divide a mixture's experts, and ``expert_tp`` ranks split each (0: ``tp`` if ``ep`` is 1, else 1).
+    ``fused``: elementwise kernels are a compiler's. ``fused_norms``: each norm is one kernel. Without
+    ``fused_attention``, torch multiplies and stores every score. With ``lora``, only these adapters are trained, and
+    weights may be ``quantised``, in NF4.
     """
 
     sequences: int
@@ -85,6 +85,7 @@ class Share:
     tp: int = 1
     cp: int = 1
     ep: int = 1
+    expert_tp: int = 0
     precision: Precision = "bf16"
     fused: bool = False
     fused_norms: bool = True
@@ -99,6 +100,11 @@ class Share:
         return self.sequences * self.seq_len / self.cp
 
     @property
+    def expert_split(self) -> int:
+        """Ranks that split each expert."""
+        return expert_split(self.tp, self.ep, self.expert_tp)
+
+    @property
     def element(self) -> int:
         """Bytes of an activation's element."""
         return MASTER_BYTES if self.precision == "fp32" else 2
@@ -107,6 +113,11 @@ class Share:
     def dtype(self) -> Dtype:
         """The dtype of all computation except fp8's products."""
         return "fp32" if self.precision == "fp32" else "bf16"
+
+
+def expert_split(tp: int, ep: int, expert_tp: int) -> int:
+    """Ranks that split each expert: as many as given or, by default, those of tensor parallelism if ``ep`` is 1."""
+    return expert_tp or (tp if ep == 1 else 1)
 
 
 def attention_linears(model: ModelSpec) -> tuple[Linear, ...]:
@@ -157,7 +168,7 @@ def feed_forward_linears(model: ModelSpec, *, dense: bool = True) -> tuple[Linea
 
 def product_of(model: ModelSpec, linear: Linear, share: Share) -> Product:
     """A rank's part of a linear layer's forward product. Tokens are taken to be dealt to the experts evenly."""
-    split = share.tp if linear.count == 1 or share.ep == 1 else 1
+    split = share.tp if linear.count == 1 else share.expert_split
     k = linear.k / split if linear.split == "rows" else linear.k
     n = linear.n / split if linear.split == "columns" else linear.n
     if linear.count == 1:
@@ -253,10 +264,45 @@ def _rotated_width(model: ModelSpec) -> float:
 
 def _dispatch_moves(model: ModelSpec, share: Share) -> Iterator[Move]:
     """A mixture's tokens are put in the experts' order, and back, weighted."""
-    assert model.experts is not None
-    sent = share.tokens * model.experts.active * model.dim / share.tp
+    sent = expert_rows(model, share) * model.dim
     yield Move(2 * share.element * sent)
     yield Move(3 * share.element * sent)
+
+
+def expert_rows(model: ModelSpec, share: Share) -> float:
+    """Tokens that a rank's experts compute, each once for each expert that computes it."""
+    assert model.experts is not None
+    return share.tokens / share.tp * share.expert_split * model.experts.active
+
+
+def bias_moves(model: ModelSpec, share: Share, *, backward: bool) -> list[Move]:
+    """Biases of experts' products, unless a kernel of the product adds them: that of the last is weighted by the
+    router's probabilities, which are fp32, and so are the weighted bias, its sum with the output, and the sums of all
+    experts; backward the other way round, with the sums of both biases' gradients. One expert is computed after the
+    other, by 2 kernels forward and 5 backward (Megatron's ``TEGroupedMLP``).
+    """
+    assert model.experts is not None
+    rows, local = expert_rows(model, share) * model.dim, max(1, model.experts.count // share.ep)
+    if not backward:
+        half = (3 * MASTER_BYTES + share.element) * rows
+        return [*[Move(half / local / 2)] * (2 * local), Move(half)]
+    inner = expert_rows(model, share) * (2 if model.gated else 1) * model.experts.ffn_dim / share.expert_split
+    each = (8 * MASTER_BYTES + 2 * share.element) * rows / local
+    return [*[Move(each / 5)] * (5 * local), Move(share.element * inner)]
+
+
+def unfused_moves(model: ModelSpec, share: Share, *, dense: bool, backward: bool) -> list[Move]:
+    """What Megatron's fused kernels leave to torch: YaRN's rotation, whose attention factor they do not have
+    (``rope_utils.py``), and the clamping of experts' activations (``fused_bias_geglu.py``).
+    """
+    found = []
+    if model.yarn:
+        rotated = share.tokens * _rotated_width(model) / share.tp
+        found.append(Move(share.element * (11 if backward else 10) * rotated))
+    if not dense and model.experts is not None and model.experts.clamped:
+        inner = (2 if model.gated else 1) * model.experts.ffn_dim / share.expert_split
+        found.append(Move(share.element * (5 if backward else 4) * expert_rows(model, share) * inner))
+    return found
 
 
 def _norm_forward(share: Share, elements: float) -> list[Move]:
@@ -298,8 +344,10 @@ class Sizes:
     feed_forward: float
 
 
-def sizes_of(model: ModelSpec, tensor: int, expert: int) -> Sizes:
-    """The parts on a rank of ``tensor`` ranks that divide each matrix, and ``expert`` that divide the experts."""
+def sizes_of(model: ModelSpec, tensor: int, expert: int, expert_tp: int = 0) -> Sizes:
+    """The parts on a rank of ``tensor`` ranks that divide each matrix, ``expert`` that divide the experts, and
+    ``expert_tp`` that split each of these.
+    """
     norm = model.dim * (2 if model.biased or model.norm_biases else 1)
     norms = (4 if model.extra_norms else 2) * norm + (2 * model.head_dim if model.query_norm else 0)
     norms += model.latent.query_rank + model.latent.kv_rank if model.latent else 0
@@ -307,15 +355,17 @@ def sizes_of(model: ModelSpec, tensor: int, expert: int) -> Sizes:
     dense = _numel([*attention, *feed_forward_linears(model)], tensor, 1, biased=model.biased) + norms
     mixture = feed_forward_linears(model, dense=False) if model.experts else ()
     routed = _numel([*attention, *(one for one in mixture if one.count == 1)], tensor, 1, biased=model.biased) + norms
-    split = tensor if expert == 1 else 1
-    experts = _numel([one for one in mixture if one.count > 1], split, expert, biased=False)
+    split = expert_split(tensor, expert, expert_tp)
+    biases = model.experts is not None and model.experts.biased
+    experts = _numel([one for one in mixture if one.count > 1], split, expert, biased=biases)
     inner = _numel([*feed_forward_linears(model)], tensor, 1, biased=model.biased)
     mixed = _numel([one for one in mixture if one.count == 1], tensor, 1, biased=model.biased) + experts
     ends = model.vocab * model.dim / tensor
     positions = model.positions * model.dim
     return Sizes(
         dense=dense, routed=routed if model.experts else 0.0, experts=experts, embedding=ends + positions,
-        head=norm + (0.0 if model.tied else ends), feed_forward=mixed if routed + experts > dense else inner,
+        head=norm + (0.0 if model.tied else ends) + prediction_parameters(model) / tensor,
+        feed_forward=mixed if routed + experts > dense else inner,
     )  # fmt: skip
 
 
@@ -325,5 +375,5 @@ def _numel(linears: list[Linear], tensor: int, expert: int, *, biased: bool) -> 
         part = tensor if one.split != "whole" else 1
         total += one.numel / part / (expert if one.count > 1 else 1)
         if biased:
-            total += one.n / (tensor if one.split == "columns" else 1)
+            total += one.n * one.count / (tensor if one.split == "columns" else 1) / (expert if one.count > 1 else 1)
     return total

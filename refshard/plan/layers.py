@@ -32,11 +32,15 @@ from refshard.plan.kernels import (
     attention_linears,
     attention_width,
     backward_moves,
+    bias_moves,
+    expert_rows,
     feed_forward_linears,
     forward_moves,
+    inner_tokens_width,
     product_of,
     projected_width,
     quantising_moves,
+    unfused_moves,
 )
 from refshard.specs.cluster import ClusterSpec, CollectiveOp
 from refshard.specs.model import ModelSpec
@@ -72,13 +76,15 @@ class Issued:
         return Issued(self.op, self.nbytes, self.count * number)
 
 
-def around_products(model: ModelSpec, share: Share, which: Pass) -> tuple[Issued, ...]:
+def around_products(model: ModelSpec, share: Share, which: Pass, *, dense: bool = True) -> tuple[Issued, ...]:
     """Within one layer over tensor-parallel ranks: a sublayer's input is gathered and its sum scattered, twice; the
-    last sum is not computed again.
+    last sum is not computed again. Experts that other ranks divide get each rank's part of the sequence.
     """
     if share.tp == 1:
         return ()
-    nbytes = _stream(model, share)
+    nbytes, experts = _stream(model, share), None if dense else model.experts
+    if experts is not None and not experts.shared_ffn_dim and (share.ep > 1 or share.expert_split == 1):
+        return Issued("all_gather", nbytes), Issued("reduce_scatter", nbytes)
     return Issued("all_gather", nbytes, 2), Issued("reduce_scatter", nbytes, 1 if which == "again" else 2)
 
 
@@ -127,12 +133,15 @@ CHUNKS = 4
 RING_PART = 0.69
 """The part of attention's rate that its kernels reach on the pieces of a ring: each piece is short, and results are
 corrected in fp32."""
-ROUTED_KERNELS = 88.0
-"""Kernels that the host launches in a pass through a mixture beyond those that are priced: small ones that choose,
-count and sort. None in CUDA graphs."""
-GROUPED_FILL = 1370.0
-"""Products of many experts are narrow: each tile takes longer by what so many more elements of its sums would take,
-which also stands for what is moved around the products."""
+ROUTER_KERNELS, EXPERT_KERNELS, EACH_EXPERT, OVERLAP_KERNELS = 22.1, 9.58, 4.20, 50.3
+"""Kernels that the host launches in a pass through a mixture beyond those that are priced: small ones that choose and
+count, and those that send and sort. Transformer Engine casts operands to fp8 for each of the rank's experts, one after
+the other. What overlaps another microbatch's compute takes the host as long as so many more."""
+TILE = 128
+"""Queries and keys of a tile of attention: of a window, whole tiles are computed (FlashAttention-3)."""
+GROUPED_TILE_S = 5.64e-6
+"""Seconds by which each tile of an expert's product takes longer, which also stands for what is moved around it. The
+faster a multiprocessor computes, the larger a part that is."""
 EAGER_PART = 0.88
 """The part of the memory's rate that torch's eager elementwise kernels reach; they also cast, broadcast and reduce."""
 
@@ -141,18 +150,24 @@ EAGER_PART = 0.88
 class Within:
     """How the ranks of one layer communicate.
 
-    ``tensor_shape``, ``context_shape`` and ``expert_shape`` say how their groups lie on nodes. ``dispatch`` and
-    ``fused_experts`` are those of :class:`~refshard.specs.job.Implementation`. ``overlaps``: products
-    are cut into pieces that overlap tensor parallelism's collectives. ``exchanges``: heads are exchanged for tokens
-    instead of a ring. With torch's ``dtensors``, the embedding's gradient is whole on each tensor-parallel rank, and
-    the ring gathers keys and values at once.
+    ``tensor_shape``, ``context_shape``, ``expert_shape`` and ``split_shape`` (ranks that split each expert) say how
+    their groups lie on nodes. ``dispatch``, ``fp8_attention``, ``fp8_head``, ``fused_experts``, ``graphs`` and
+    ``recomputes`` are those of :class:`~refshard.specs.job.Implementation`. ``overlaps``: products are cut into pieces
+    that overlap tensor parallelism's collectives. ``exchanges``: heads are exchanged for tokens instead of a ring. With
+    torch's ``dtensors``, the embedding's gradient is whole on each tensor-parallel rank, and the ring gathers keys and
+    values at once.
     """
 
     tensor_shape: GroupShape
     context_shape: GroupShape
     expert_shape: GroupShape
-    dispatch: Literal["copies", "once", "overlapped"] = "copies"
+    split_shape: GroupShape
+    dispatch: Literal["copies", "copies-overlapped", "once", "once-overlapped"] = "copies"
+    fp8_attention: bool = False
+    fp8_head: bool = False
     fused_experts: bool = False
+    graphs: Literal["none", "routers", "blocks", "steps"] = "none"
+    recomputes: str = ""
     overlaps: bool = False
     exchanges: bool = False
     dtensors: bool = False
@@ -197,19 +212,34 @@ class LayerCosts:
             cast = [p for p in products if p.count == 1 or not self._within.fused_experts]
             forward += quantising_moves([p.m * p.k * p.count for p in cast])
             backward += quantising_moves([p.m * p.n * p.count for p in cast])
+            if self._within.fp8_attention:
+                width = share.tokens / share.tp * projected_width(model)
+                values = share.tokens / share.tp * model.n_heads * attention_width(model)
+                forward, backward = [*forward, *quantising_moves([width])], [*backward, *quantising_moves([values])]
+        if not dense and share.ep > 1 and self._within.dispatch.startswith("copies"):
+            # An all-to-all leaves tokens in the order of ranks, which the rank's experts do not have, and back.
+            sorting = [Move(2 * share.element * expert_rows(model, share) * model.dim)] * 2
+            forward, backward = forward + sorting, backward + sorting
+        if not dense and model.experts is not None and model.experts.biased and not self._within.fused_experts:
+            forward += bias_moves(model, share, backward=False)
+            backward += bias_moves(model, share, backward=True)
+        if share.fused and not self._within.dtensors:
+            plain = dense or self._within.fused_experts
+            forward += unfused_moves(model, share, dense=plain, backward=False)
+            backward += unfused_moves(model, share, dense=plain, backward=True)
         attention, attention_back = (self._attention(backward=b) for b in (False, True))
         sent, returned = self._context(attention), self._context(attention_back, backward=True)
-        around, again = self._tensor(sum(product_s), "forward"), self._tensor(sum(product_s), "again")
         moved = [*adapter_moves(model, share), *dequantising_moves(model, share)]
         adapters = [self._product(one) for one in adapter_products(model, share)]
         forward, backward = forward + moved, backward + moved
-        kernels = len(products) + 1 + (0.0 if dense or self._within.fused_experts else ROUTED_KERNELS)
-        kernels += len(adapters)
-        own_s = sum(product_s) + sum(adapters)
+        around, again = (self._tensor(sum(product_s), which, dense=dense) for which in ("forward", "again"))
+        kernels, own_s = len(products) + len(adapters) + 1, sum(product_s) + sum(adapters)
         device_s, last = own_s + attention + self._moves(forward), product_s[-1]
-        forward_s = self._at_least_launched(device_s, kernels + len(forward))
-        again_s = self._at_least_launched(device_s - last, kernels + len(forward) - 1)
-        input_s = self._at_least_launched(own_s + attention_back + self._moves(backward), kernels + len(backward))
+        forward_s = self._at_least_launched(device_s, kernels + len(forward), dense=dense)
+        again_s = self._at_least_launched(device_s - last, kernels + len(forward) - 1, dense=dense)
+        modules_s = self._modules_again({one.name: seconds for one, seconds in zip(linears, product_s)}, dense=dense)
+        back_s = own_s + attention_back + self._moves(backward) + modules_s
+        input_s = self._at_least_launched(back_s, kernels + len(backward), dense=dense)
         experts, experts_back = (0.0, 0.0) if dense else map(self._experts, (forward_s, input_s + sum(product_s)))
         comm = around + sent + experts
         return LayerTimes(
@@ -238,7 +268,8 @@ class LayerCosts:
         """Final norm, head and loss, the vocabulary divided by tensor-parallel ranks."""
         share, model = self._share, self._model
         logits = share.tokens * model.vocab / share.tp
-        product = self._product(Product(share.tokens, model.dim, model.vocab / share.tp), plain=True)
+        plain = not self._within.fp8_head
+        product = self._product(Product(share.tokens, model.dim, model.vocab / share.tp), plain=plain)
         e = share.element
         if share.fused:
             loss, gradient = [Move(e * logits, logits)], [Move(2 * e * logits, logits)]
@@ -251,6 +282,29 @@ class LayerCosts:
             weight_s=0.0 if share.lora else product,
         )  # fmt: skip
 
+    def _modules_again(self, product_s: dict[str, float], *, dense: bool) -> float:
+        """Seconds of the modules that selective recomputation runs again."""
+        model, share, names = self._model, self._share, self._within.recomputes.split(",")
+        again = ["q up", "kv up"] * ("mla_up_proj" in names) + ["up", "down"] * ("mlp" in names and dense)
+        moves = [Move(2 * share.element * share.tokens / share.tp * model.dim)] * (2 * ("layernorm" in names))
+        if "moe_act" in names and not dense:
+            inner = inner_tokens_width(model, share, dense=False)
+            moves += [Move((3 if model.gated else 2) * share.element * inner, inner)]
+            moves += [] if self._within.fused_experts else unfused_moves(model, share, dense=False, backward=False)[-1:]
+        return sum(product_s.get(name, 0.0) for name in again) + self._moves(moves)
+
+    def prediction(self) -> LayerTimes:
+        """What a module of multi-token prediction computes besides its layer: the next tokens are looked up, two hidden
+        states projected to one, and go through the head.
+        """
+        share, model = self._share, self._model
+        product = self._product(Product(share.tokens, 2 * model.dim, model.dim / share.tp))
+        embedding, head = self.embedding(), self.head()
+        return LayerTimes(
+            forward_s=embedding.forward_s + product + head.forward_s, input_s=product + head.input_s,
+            weight_s=embedding.weight_s + (0.0 if share.lora else product) + head.weight_s,
+        )  # fmt: skip
+
     def _attention(self, *, backward: bool) -> float:
         """Seconds of attention, averaged over layers with a window and layers without."""
         share, model = self._share, self._model
@@ -258,7 +312,7 @@ class LayerCosts:
         heads = share.sequences * model.n_heads / share.tp / share.cp
         seconds = attention_seconds(
             self._hardware, share.dtype, heads=heads, seq_len=length, head_dim=round(attention_width(model)),
-            backward=backward, kernel=share.attention,
+            backward=backward, kernel=share.attention, fp8=self._within.fp8_attention,
         )  # fmt: skip
         if share.cp > 1 and not self._within.exchanges:
             seconds /= RING_PART
@@ -301,9 +355,9 @@ class LayerCosts:
         share = cluster.between.bytes_per_s * shape.per_node / cluster.ranks_per_node
         return cluster.launch_s + cluster.between.latency_s + nbytes / share
 
-    def _tensor(self, products_s: float, which: Pass) -> float:
+    def _tensor(self, products_s: float, which: Pass, *, dense: bool) -> float:
         """Exposed gathers and scatters of one pass through a layer."""
-        both = self._over_tensor(around_products(self._model, self._share, which))
+        both = self._over_tensor(around_products(self._model, self._share, which, dense=dense))
         if not self._within.overlaps or not both:
             return both
         return both / CHUNKS + hidden(self._cluster, products_s, both * (1 - 1 / CHUNKS))
@@ -321,23 +375,30 @@ class LayerCosts:
         if share.ep == 1 or model.experts is None:
             return 0.0
         copies: float = model.experts.active
-        if within.dispatch != "copies":
+        if within.dispatch.startswith("once"):
             # Of experts chosen at random, so many different nodes have one, or ranks of a single node.
-            parts = within.expert_shape.nodes if within.expert_shape.nodes > 1 else share.ep
+            parts: float = within.expert_shape.nodes if within.expert_shape.nodes > 1 else share.ep
+            parts = max(1.0, parts * model.experts.active_groups / model.experts.groups)
             copies = parts * (1 - (1 - 1 / parts) ** copies)
         sent = share.tokens / share.tp * copies * model.dim * share.element
         both = 2 * collective_cost(self._cluster, "all_to_all", round(sent), within.expert_shape).seconds
-        return hidden(self._cluster, compute_s, both) if within.dispatch == "overlapped" else both
+        if within.dispatch.endswith("overlapped"):
+            both = hidden(self._cluster, compute_s, both)
+        # Ranks that split an expert gather what each of them got, and add up what comes out.
+        rows = round(expert_rows(model, share) * model.dim * share.element)
+        ops: tuple[CollectiveOp, ...] = ("all_gather", "reduce_scatter")
+        return both + sum(collective_cost(self._cluster, op, rows, within.split_shape).seconds for op in ops)
 
     def _product(self, product: Product, *, plain: bool = False, grouped: bool = False) -> float:
         low = self._share.precision == "fp8" and not plain
         operand = 1 if low else self._share.element
-        # Forward and the gradients of inputs and weights each sum over another side.
-        filling = GROUPED_FILL * (1 / product.k + 1 / product.n + 1 / product.m) / 3 if grouped else 0.0
-        return product_seconds(
-            self._hardware, "fp8" if low else self._share.dtype, product.flops * (1 + filling),
-            product.nbytes(operand, self._share.element),
-        )  # fmt: skip
+        # Elements of a sum. Forward and the gradients of inputs and weights each sum over another side.
+        dtype = "fp8" if low else self._share.dtype
+        units = self._hardware.multiprocessors
+        each = self._hardware.matmul[dtype].flops_per_s / units if grouped and units else 0.0
+        fill = GROUPED_TILE_S * each / (2 * TILE**2)
+        flops = product.flops * (1 + fill * (1 / product.k + 1 / product.n + 1 / product.m) / 3)
+        return product_seconds(self._hardware, dtype, flops, product.nbytes(operand, self._share.element))
 
     def _moves(self, moves: Sequence[Move]) -> float:
         part = 1.0 if self._share.fused else EAGER_PART
@@ -347,9 +408,16 @@ class LayerCosts:
             for move in moves
         )
 
-    def _at_least_launched(self, device_s: float, kernels: float) -> float:
-        """The host may take longer to launch the kernels than the device to run them."""
-        hardware = self._hardware
+    def _at_least_launched(self, device_s: float, kernels: float, *, dense: bool) -> float:
+        """The host may take longer to launch the kernels of a layer than the device to run them."""
+        hardware, graphs = self._hardware, self._within.graphs
+        if graphs == "steps":
+            return device_s
+        if not dense:
+            experts = self._model.experts.count / self._share.ep if self._model.experts else 0.0
+            kernels = kernels * (graphs != "blocks") + ROUTER_KERNELS * (graphs == "none")
+            kernels += EXPERT_KERNELS + EACH_EXPERT * experts * (self._share.precision == "fp8")
+            kernels += OVERLAP_KERNELS * self._within.dispatch.endswith("overlapped")
         return max(device_s, kernels * hardware.host_s) if hardware.asynchronous else device_s
 
 
@@ -357,6 +425,6 @@ def seen_part(model: ModelSpec, length: int) -> float:
     """The part of the causal half's scores that layers compute, which see a window or everything, on average."""
     if not model.window or model.window >= length:
         return 1.0
-    windowed = 1 - (1 - model.window / length) ** 2
+    windowed = 1 - max(0.0, 1 - (model.window + TILE) / length) ** 2
     whole = 1 / model.global_every if model.global_every else 0.0
     return whole + (1 - whole) * windowed

@@ -16,7 +16,14 @@ import numpy as np
 
 from refshard.outside_memory import COMMUNICATOR_BYTES, context
 from refshard.plan.cost_models import MASTER_BYTES
-from refshard.plan.kernels import Share, attention_width, hidden_bytes, inner_tokens_width, projected_width
+from refshard.plan.kernels import (
+    Share,
+    attention_width,
+    expert_rows,
+    hidden_bytes,
+    inner_tokens_width,
+    projected_width,
+)
 from refshard.plan.space import Candidates, Floats, Mask
 from refshard.specs.hardware import HardwareSpec
 from refshard.specs.model import ModelSpec
@@ -87,7 +94,7 @@ def layer_memory(
     # A gated feed-forward keeps gate, activation, the other factor and the product; a fused kernel keeps no activation.
     times = (3 if share.fused else 4) if model.gated else 2
     # What experts get; and what they return, unless Megatron's activation has weighted it.
-    sent = 0.0 if dense or model.experts is None else e * n * model.experts.active * model.dim / t
+    sent = 0.0 if dense or model.experts is None else e * expert_rows(model, share) * model.dim
     # Torch's code also keeps it, weighted in fp32 or with its sum, on its way.
     routed = sent if gathers_again else 3 * sent
     norms = 2 * stream + (5 if casts else 2) * given + 2 * SUMS_BYTES * n / t

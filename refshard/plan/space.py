@@ -136,8 +136,14 @@ class Candidates:
         """The same for experts, of which each rank has some: ``ep`` ranks have different ones, and are also taken from
         tensor-parallel ranks.
         """
-        found: Integers = np.maximum(1, self.shards * np.where(self["ep"] > 1, self["tp"], 1) // self["ep"])
+        found: Integers = np.maximum(1, self.shards * self["tp"] // (self["ep"] * self.expert_split))
         return found
+
+    @property
+    def expert_split(self) -> Integers:
+        """Ranks that split each expert (:func:`~refshard.plan.kernels.expert_split`)."""
+        given = self["expert_tp"]
+        return np.where(given > 0, given, np.where(self["ep"] == 1, self["tp"], 1))
 
 
 def by_distinct(columns: Sequence[npt.NDArray[np.generic]], value: Callable[..., tuple[float, ...]]) -> Floats:

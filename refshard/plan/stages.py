@@ -12,22 +12,28 @@ from dataclasses import dataclass
 import numpy as np
 
 from refshard.plan.space import Candidates, Floats, Integers
+from refshard.specs.layers import sizes_of_stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Stages:
     """Layers of a rank in the middle of the pipeline, of the first, which also embeds, and of the last, which also has
-    the head; one entry a row.
+    the head; and of the first rank's first stage. One entry a row.
     """
 
     middle: Integers
     first: Integers
     last: Integers
+    begin: Integers
 
 
 def deal(n_layers: int, candidates: Candidates) -> Stages:
-    """Divide the layers evenly. Where the embedding and the head, each counted as a layer, make the division even, they
-    count as such (Megatron's and torchtitan's options for this).
+    """Divide the layers as a row's ``stages`` say, or evenly. Where the embedding and the head, each counted as a
+    layer, make the division even, they count as such (Megatron's and torchtitan's options for this). ``middle`` are the
+    most layers of a rank that is neither the first nor the last, 0 without one.
+
+    Raises:
+        SpecError: a row's ``stages`` do not fit the model and the pipeline.
     """
     ranks, stretches = candidates["pp"], candidates["pp"] * candidates["interleave"]
     ends_count = (n_layers % stretches != 0) & ((n_layers + 2) % stretches == 0)
@@ -36,7 +42,14 @@ def deal(n_layers: int, candidates: Candidates) -> Stages:
     ends = np.where(ends_count, middle - 1, np.where(n_layers % ranks, n_layers // ranks, rounded))
     # One layer fewer on both ends leaves one over where only one rank has fewer; the last has the head besides.
     first = np.where(~ends_count & (n_layers % ranks == ranks - 1), rounded, ends)
-    return Stages(middle=middle, first=first, last=ends)
+    begin = np.maximum(1, first // candidates["interleave"])
+    found = np.array([np.where(ranks > 2, middle, 0), first, ends, begin])
+    for row in np.flatnonzero(~candidates.where("stages", "")):
+        count, given = int(ranks[row]), candidates.labels["stages"][candidates["stages"][row]]
+        sizes = sizes_of_stages(given, n_layers, int(stretches[row]))
+        held = [sum(sizes[rank::count]) for rank in range(count)]
+        found[:, row] = max(held[1:-1], default=0), held[0], held[-1], sizes[0]
+    return Stages(middle=found[0], first=found[1], last=found[2], begin=found[3])
 
 
 def step_seconds(candidates: Candidates, slowest_s: Floats, all_s: Floats, weight_s: Floats) -> tuple[Floats, Floats]:

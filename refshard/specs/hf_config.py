@@ -89,6 +89,8 @@ class _DeepseekV3(_Config, frozen=True, kw_only=True):
     moe_intermediate_size: int
     first_k_dense_replace: int = 0
     moe_layer_freq: int = 1
+    n_group: int | None = None
+    topk_group: int | None = None
 
 
 class _Gemma3(_Config, frozen=True, kw_only=True):
@@ -210,6 +212,8 @@ def _deepseek_v3(data: Mapping[str, Any], source: Source) -> Fields:
         "ffn_dim": config.moe_intermediate_size,
         "shared_ffn_dim": (config.n_shared_experts or 0) * config.moe_intermediate_size,
         "dense_layers": config.first_k_dense_replace,
+        "groups": config.n_group or 1,
+        "active_groups": config.topk_group or 1,
     }
     latent = {
         "query_rank": config.q_lora_rank or 0,

@@ -50,9 +50,19 @@ class Implementation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
       overlaps the reductions and gathers of a whole step with compute, ``overlap_pipeline`` its messages.
     - ``dispatch`` is how tokens get to experts of other ranks. By ``"copies"``, an all-to-all sends one for each
       expert. If ``"once"``, a token goes once to each rank, and over the network once to each node (DeepEP, HybridEP).
-      ``"overlapped"`` is the same while another microbatch computes. By default Megatron overlaps what goes over the
-      network, and sends once; others send copies.
-    - ``fused_experts``: CUDA graphs replay whole steps, and the kernels of experts' products cast, activate and weight.
+      ``"overlapped"``: while another microbatch computes. By default Megatron sends once, and overlaps what goes over
+      the network; others send copies.
+    - ``fp8_attention`` and ``fp8_head``: with fp8, so are the products of attention and of the head.
+    - ``fused_experts``: the kernels of experts' products cast, activate, add biases and weight.
+    - ``graphs`` are the CUDA graphs that launch a mixture's kernels: of its ``"routers"``, with what counts tokens for
+      the dispatch; of ``"blocks"``, that is of attention, too; or of whole ``"steps"``.
+    - ``recomputes`` are modules that Megatron's selective recomputation runs again, by their names in it and with
+      commas between: ``mla_up_proj``, ``layernorm``, ``moe_act`` and ``mlp`` (of dense layers). It adds their time;
+      what they save of memory is left out.
+    - ``expert_tp`` ranks split each expert (Megatron's expert tensor parallelism); 0 is the default: ``tp`` if ``ep``
+      is 1, else 1.
+    - ``stages`` are the layers of a pipeline's stages in order, modules of multi-token prediction last, as in
+      ``"4*15,2"``: 15 stages of 4, and one of 2. By default, they are even, or with the ends counted as layers.
     - ``context_by`` says whether ranks that share sequences pass keys and values round a ring, or exchange heads for
       tokens.
     """
@@ -67,8 +77,14 @@ class Implementation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     overlap_reduction: bool = True
     overlap_pipeline: bool = True
     context_by: Literal["ring", "exchange"] = "ring"
-    dispatch: Literal["default", "copies", "once", "overlapped"] = "default"
+    dispatch: Literal["default", "copies", "copies-overlapped", "once", "once-overlapped"] = "default"
+    fp8_attention: bool = False
+    fp8_head: bool = False
     fused_experts: bool = False
+    graphs: Literal["none", "routers", "blocks", "steps"] = "none"
+    recomputes: str = ""
+    expert_tp: int = 0
+    stages: str = ""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -175,9 +191,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
                 f"{next(iter(axes))} must be 1 for strategy '{self.strategy}', which splits the model over all ranks, "
                 f"got {next(iter(axes.values()))}"
             )
-        if (ranks := self.data_ranks * self.cp * self.tp_ranks) % self.ep:
+        split, given = max(1, self.implementation.expert_tp), " * expert_tp" * bool(self.implementation.expert_tp)
+        if (ranks := self.data_ranks * self.cp * self.tp_ranks) % (self.ep * split):
             raise ValueError(
-                f"ep must divide dp_replicate * dp_shard * cp * tp = {ranks}, got {self.ep}; choose a divisor"
+                f"ep{given} must divide dp_replicate * dp_shard * cp * tp = {ranks}, got {self.ep * split}; choose a "
+                "divisor"
             )
 
     def _check_batch(self) -> None:
@@ -214,6 +232,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
                 "interleave must be 1 for schedule '1f1b' and at least 2 for 'interleaved', got "
                 f"{self.interleave} for '{self.schedule}'"
             )
+        if self.implementation.stages and self.pp_ranks == 1:
+            raise ValueError(f"stages must be empty without a pipeline, got {self.implementation.stages!r}; set pp")
 
     def _check_policy(self) -> None:
         policy = self.checkpointing
@@ -292,7 +312,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
         policy = self.checkpointing
         if self.pp_ranks == 1 or not (isinstance(policy, str) and policy.startswith("first-")):
             return checkpointing_of(policy, n_layers)
-        stages = layers_of_stages(n_layers, self.pp_ranks * self.interleave)
+        stages = layers_of_stages(n_layers, self.pp_ranks * self.interleave, self.implementation.stages)
         held = [
             [layer for stage in stages_of_rank(rank, self.pp_ranks, self.interleave) for layer in stages[stage]]
             for rank in range(self.pp_ranks)

@@ -52,16 +52,45 @@ def checkpointing_of(policy: str | Sequence[int], n_layers: int) -> Checkpointin
     return Checkpointing(frozenset(policy))
 
 
-def layers_of_stages(n_layers: int, stages: int) -> tuple[range, ...]:
-    """Divide layers over stages as evenly as can be; where that is uneven, the ends, which also embed and predict,
-    have one fewer.
+STAGES = re.compile(r"\d{1,4}(\*[1-9]\d{0,3})?(,\d{1,4}(\*[1-9]\d{0,3})?)*")
+"""How the layers of each stage are written, in order: ``4*15,2`` is 15 stages of 4 layers, and one of 2."""
+
+
+def sizes_of_stages(given: str, n_layers: int, stages: int) -> tuple[int, ...]:
+    """How many layers each stage has; ``given`` is written as in :data:`STAGES`.
+
+    >>> sizes_of_stages("2*3,1", 7, 4)
+    (2, 2, 2, 1)
+
+    Raises:
+        SpecError: it is not written so, or does not give every layer to a stage.
+    """
+    if not STAGES.fullmatch(given):
+        raise SpecError(f"stages must list the layers of each stage, as '4*15,2', got {given!r}; correct it")
+    parts = [part.partition("*") for part in given.split(",")]
+    sizes = tuple(int(size) for size, _, times in parts for _ in range(int(times or 1)))
+    if len(sizes) != stages or sum(sizes) != n_layers:
+        raise SpecError(
+            f"stages must give {n_layers} layers to {stages} stages (pp * interleave), got {sum(sizes)} in {given!r}, "
+            f"which are {len(sizes)}; correct it"
+        )
+    return sizes
+
+
+def layers_of_stages(n_layers: int, stages: int, given: str = "") -> tuple[range, ...]:
+    """Divide layers over stages as ``given`` (:data:`STAGES`) or as evenly as can be; where that is uneven, the ends,
+    which also embed and predict, have one fewer.
 
     >>> layers_of_stages(10, 4)
     (range(0, 2), range(2, 5), range(5, 8), range(8, 10))
+
+    Raises:
+        SpecError: see :func:`sizes_of_stages`.
     """
     fewest, over = divmod(n_layers, stages)
     larger = [*range(1, stages - 1), 0, stages - 1][:over]
     sizes = [fewest + (stage in larger) for stage in range(stages)]
+    sizes = [*sizes_of_stages(given, n_layers, stages)] if given else sizes
     return tuple(range(sum(sizes[:stage]), sum(sizes[: stage + 1])) for stage in range(stages))
 
 

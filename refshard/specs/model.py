@@ -37,7 +37,9 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """A mixture of ``count`` gated feed-forwards of width ``ffn_dim``; a router picks ``active`` of them per token.
 
     One of width ``shared_ffn_dim`` (0: none) serves every token. The first ``dense_layers`` layers have a single
-    feed-forward, of the model's own ``ffn_dim``.
+    feed-forward, of the model's own ``ffn_dim``. In GPT-OSS the experts' products are ``biased``, and the input of
+    their activation is ``clamped``. If experts form ``groups``, a token's lie in at most ``active_groups`` of them
+    (DeepSeek-V3's node-limited routing, arXiv 2412.19437, section 2.1.2).
     """
 
     count: int
@@ -45,14 +47,23 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ffn_dim: int
     shared_ffn_dim: int = 0
     dense_layers: int = 0
+    biased: bool = False
+    clamped: bool = False
+    groups: int = 1
+    active_groups: int = 1
 
     def __post_init__(self) -> None:
-        for field in ("count", "active", "ffn_dim"):
+        for field in ("count", "active", "ffn_dim", "groups", "active_groups"):
             within(field, getattr(self, field), 1)
         for field in ("shared_ffn_dim", "dense_layers"):
             within(field, getattr(self, field), 0)
         if self.active > self.count:
             raise ValueError(f"active must be at most count = {self.count}, got {self.active}")
+        if self.count % self.groups or self.active_groups > self.groups:
+            raise ValueError(
+                f"groups must divide count = {self.count} and be at least active_groups = {self.active_groups}, got "
+                f"{self.groups}"
+            )
 
 
 class LatentAttention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -93,11 +104,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     - ``norm_biases``: norms have biases (Nemotron). ``biased``: norms and products have (GPT-3), not the head's.
     - ``positions``: rows of a learned position embedding; 0 for rotary positions. Where there are any, ``rope_theta``
       means nothing.
+    - ``yarn``: rotary positions are stretched by YaRN (arXiv 2309.00071), and queries and keys scaled with it.
     - ``window``: a token attends to this many tokens, itself included (0: to all before it), except in each
       ``global_every``-th layer (0: in none).
     - ``experts`` and ``latent``: a mixture of experts, and latent attention.
-    - ``predictions``: modules of multi-token prediction. Each is one of the layers, and goes through the head, too; its
-      narrow projection is left out.
+    - ``predictions``: modules of multi-token prediction. Each is one of the last layers, with a projection of two
+      hidden states to one, and goes through the embedding and the head, too (arXiv 2412.19437, section 2.2).
     """
 
     dim: int
@@ -119,6 +131,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     norm_biases: bool = False
     biased: bool = False
     positions: int = 0
+    yarn: bool = False
     window: int = 0
     global_every: int = 0
     experts: Experts | None = None
@@ -212,6 +225,13 @@ def position_parameters(model: ModelSpec) -> int:
     return model.positions * model.dim
 
 
+def prediction_parameters(model: ModelSpec) -> int:
+    """Number of parameters that modules of multi-token prediction have besides their layer: a projection of two hidden
+    states to one, a norm of each, and one before the head.
+    """
+    return model.predictions * (2 * model.dim**2 + 3 * model.dim)
+
+
 def _parameters(model: ModelSpec, experts: int) -> int:
     norm = model.dim * (2 if model.biased or model.norm_biases else 1)
     norms = (4 if model.extra_norms else 2) * norm + (2 * model.head_dim if model.query_norm else 0)
@@ -219,12 +239,13 @@ def _parameters(model: ModelSpec, experts: int) -> int:
     blocks = model.n_layers * (_attention_parameters(model) + norms)
     blocks += dense_layers * _feed_forward_parameters(model, model.ffn_dim)
     if model.experts is not None:
-        mixed = experts * _feed_forward_parameters(model, model.experts.ffn_dim) + model.experts.count * model.dim
+        each = _feed_forward_parameters(model, model.experts.ffn_dim, biased=model.experts.biased)
+        mixed = experts * each + model.experts.count * model.dim
         if model.experts.shared_ffn_dim:
             mixed += _feed_forward_parameters(model, model.experts.shared_ffn_dim)
         blocks += model.expert_layers * mixed
     embeddings = model.vocab * model.dim * (1 if model.tied else 2)
-    return blocks + embeddings + position_parameters(model) + norm
+    return blocks + embeddings + position_parameters(model) + norm + prediction_parameters(model)
 
 
 def _attention_parameters(model: ModelSpec) -> int:
@@ -241,16 +262,16 @@ def _attention_parameters(model: ModelSpec) -> int:
     return 2 * model.dim * (queries + keys) + biases
 
 
-def _feed_forward_parameters(model: ModelSpec, width: int) -> int:
+def _feed_forward_parameters(model: ModelSpec, width: int, *, biased: bool | None = None) -> int:
     inward = 2 if model.gated else 1
-    biases = inward * width + model.dim if model.biased else 0
+    biases = inward * width + model.dim if (model.biased if biased is None else biased) else 0
     return (inward + 1) * model.dim * width + biases
 
 
 _BEYOND_LLAMA = {
     "experts": "absent", "latent": "absent", "extra_norms": "false", "gated": "true", "norm_biases": "false",
     "biased": "false", "positions": "0 (rotary)", "window": "0", "global_every": "0", "query_norm": "false",
-    "head_dim": "dim / n_heads", "predictions": "0",
+    "head_dim": "dim / n_heads", "predictions": "0", "yarn": "false",
 }  # fmt: skip
 """What a Llama has in each optional field, in words."""
 TRAINED = ("head_dim", "query_norm")

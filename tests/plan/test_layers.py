@@ -48,12 +48,14 @@ def costs(
     overlaps: bool = False,
     exchanges: bool = False,
     dispatch: Any = "copies",
+    graphs: Any = "none",
     **share: Any,
 ) -> LayerCosts:
     part = Share(**{"sequences": 1, "seq_len": SEQ_LEN, **share})
     within = Within(
         tensor_shape=group_of(on, part.tp, 1), context_shape=group_of(on, part.cp, part.tp),
-        expert_shape=group_of(on, part.ep, 1), overlaps=overlaps, exchanges=exchanges, dispatch=dispatch,
+        expert_shape=group_of(on, part.ep, part.expert_split), split_shape=group_of(on, part.expert_split, 1),
+        overlaps=overlaps, exchanges=exchanges, dispatch=dispatch, graphs=graphs,
     )  # fmt: skip
     return LayerCosts(model, on, part, within)
 
@@ -102,7 +104,7 @@ def test_a_layer_takes_its_flops_where_nothing_else_takes_time(name: str) -> Non
     products = [product_of(model, one, share).flops for one in linears]
     attention = attention_flops_per_token(model, SEQ_LEN, causal_half=True) / 3 * SEQ_LEN / model.n_layers
     layer = costs(model, on).layer(dense=True)
-    loose = 2e-2 if model.window else 1e-6  # global layers are counted whole, and averaged in time
+    loose = 4e-2 if model.window else 1e-6  # global layers are counted whole, and averaged; tiles of windows are whole
     assert layer.forward_s * FLOPS_PER_S == pytest.approx(sum(products) + attention, rel=loose)
     assert layer.input_s * FLOPS_PER_S == pytest.approx(sum(products) + 2.5 * attention, rel=loose)
     assert layer.weight_s * FLOPS_PER_S == pytest.approx(sum(products), rel=1e-6)
@@ -128,13 +130,29 @@ def test_fp8_products_are_as_fast_as_their_rate_and_attention_stays_in_bf16() ->
     assert bf16.forward_s - fp8.forward_s == pytest.approx(bf16.weight_s / 2)
 
 
-def test_windows_cut_what_attention_sees() -> None:
+def test_windows_cut_what_attention_sees_to_whole_tiles() -> None:
     model = load_model("gemma3-27b")
     unwindowed = msgspec.structs.replace(model, window=0, global_every=0)
     for length in (512, 4096, 32768):
         whole, seen = (attention_flops_per_token(m, length, causal_half=True) for m in (unwindowed, model))
-        assert seen_part(model, length) == pytest.approx(seen / whole, rel=0.03)
+        assert seen / whole <= seen_part(model, length) < 1.1 * seen / whole
     assert seen_part(model, 512) == seen_part(unwindowed, 32768) == 1
+
+
+@pytest.mark.parametrize(
+    ("window", "part_s", "whole_s"),
+    [
+        # Backward of 16 heads of 64 on 4,096 tokens, cuDNN and FlashAttention-2 (NVIDIA/cudnn-frontend pull request
+        # 505, microseconds). Its windows leave out the token itself.
+        (512, 171.0, 558.2),
+        (1024, 276.6, 558.2),
+        (512, 129.4, 434.3),
+        (1024, 209.2, 434.3),
+    ],
+)
+def test_windows_take_the_part_that_others_measured(window: int, part_s: float, whole_s: float) -> None:
+    model = msgspec.structs.replace(load_model("gemma3-27b"), window=window, global_every=0)
+    assert seen_part(model, 4096) == pytest.approx(part_s / whole_s, rel=0.06)
 
 
 def test_fused_kernels_move_less_and_evaluate_as_much() -> None:
@@ -165,7 +183,7 @@ def instant() -> ClusterSpec:
     rate = Rate(peak=ENDLESS, efficiency=1.0)
     rates = {"bf16": rate, "fp32": rate}
     return cluster(
-        hardware=hardware(matmul=rates, attention=rates, memory_bytes_per_s=ENDLESS), nodes=8
+        hardware=hardware(matmul=rates, attention=rates, memory_bytes_per_s=ENDLESS, multiprocessors=0), nodes=8
     )  # fmt: skip
 
 

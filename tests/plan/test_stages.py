@@ -1,5 +1,6 @@
 """How layers are dealt, and the laws of pipelines, against schedules that are played event by event."""
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from refshard.errors import SpecError
 from refshard.plan.stages import deal, delayed_weights, held_by_first_backward, in_flight, step_seconds
 from refshard.specs.job import Job
 from tests.plan.made import columns, job
@@ -184,6 +186,38 @@ def test_all_layers_are_dealt_and_no_rank_has_more_than_an_even_share_rounded_up
 def test_layers_of_interleaved_stretches_add_up(ranks: int, parts: int, each: int, ends: bool) -> None:
     n_layers = ranks * parts * each - 2 * ends
     assert sum(dealt(n_layers, ranks, parts)) == n_layers
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parts", "given", "held"),
+    [
+        # Megatron Bridge's layouts of DeepSeek-V3's 61 blocks and its module of multi-token prediction, of which the
+        # last stage has one block (recipes/deepseek/h100/deepseek_v3.py at 067f987df), and its "Et|(tt|)*30mL".
+        (2, 8, "4*15,2", [32, 30]),
+        (4, 4, "4*15,2", [16, 16, 16, 14]),
+        (16, 1, "4*15,2", [*[4] * 15, 2]),
+        (8, 1, "8*7,6", [*[8] * 7, 6]),
+        (8, 4, "1,2*30,1", [7, *[8] * 6, 7]),
+    ],
+)
+def test_stages_that_are_given_are_dealt_in_turn(ranks: int, parts: int, given: str, held: list[int]) -> None:
+    stages = deal(62, columns(pipelined(ranks, parts, stages=given)))
+    middle, first, last = (int(column[0]) for column in (stages.middle, stages.first, stages.last))
+    assert [first, *[middle] * (ranks - 2), last] == held
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("4*15", "must give 62 layers to 16 stages (pp * interleave), got 60 in '4*15', which are 15"),
+        ("4,x", "must list the layers of each stage, as '4*15,2', got '4,x'"),
+    ],
+)
+def test_stages_that_do_not_fit_are_refused(given: str, message: str) -> None:
+    with pytest.raises(SpecError, match=re.escape(message)):
+        deal(62, columns(pipelined(16, 1, stages=given)))
+    with pytest.raises(ValueError, match="stages must be empty without a pipeline"):
+        job(stages=given)
 
 
 def test_llama_405b_has_126_layers_so_that_both_ends_count_as_one() -> None:

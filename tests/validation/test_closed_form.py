@@ -48,9 +48,9 @@ def test_held_out_step_times_are_predicted_within_5_percent_in_the_median() -> N
 @pytest.mark.processes
 def test_mixtures_of_experts_are_as_far_off_as_the_docs_say() -> None:
     """The aim of 6 % in the median is missed, 15 % for nine of ten, too; docs/explanation/plan.md says why."""
-    for half, middle, most in (("fit", 0.08, 0.20), ("held out", 0.21, 0.54)):
+    for half, middle, most in (("fit", 0.055, 0.14), ("held out", 0.095, 0.25)):
         found = sorted(abs(error) for run, error in errors(half) if run.model.experts is not None)
-        assert len(found) >= 60
+        assert len(found) >= 58
         assert median(found) <= middle
         assert found[int(0.9 * (len(found) - 1))] <= most
 
@@ -139,7 +139,7 @@ def test_every_run_is_predicted_or_counted_with_a_reason() -> None:
         left = {reason: count for (of, reason), count in counts.items() if of == name}
         assert len(here) + sum(left.values()) == sum(run.script is None for run in table.runs)
         assert all(left)
-    assert sum(counts.values()) == 122, "fewer or more sources leave something out"
+    assert sum(counts.values()) == 124, "fewer or more sources leave something out"
 
 
 def test_what_a_predicted_run_does_not_say_its_table_assumes() -> None:
