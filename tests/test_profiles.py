@@ -1,9 +1,11 @@
 """Profiles of hardware and clusters: those that ship, what is refused and in which words, and writing them."""
 
+import itertools
 import tomllib
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,8 +14,9 @@ from refshard import resources
 from refshard.commands import listing
 from refshard.costs import bus_bandwidth, collective_cost, group_shape
 from refshard.errors import SpecError
-from refshard.specs.cluster import ClusterSpec, LinkSpec, MeasuredCollective, load_cluster
+from refshard.specs.cluster import ClusterSpec, LinkSpec, MeasuredCollective, cluster_name, load_cluster
 from refshard.specs.hardware import AttentionPoint, HardwareSpec, Rate, load_hardware, profile_of_device
+from refshard.specs.names import Kind, profile_called, spelled_alike
 from refshard.specs.reading import convert
 from refshard.specs.writing import to_toml
 
@@ -221,9 +224,15 @@ def test_wrong_clusters_are_refused_by_name(changes: dict[str, Any], message: st
 @pytest.mark.parametrize(
     ("given_name", "message"),
     [
-        ("dgx-a10", "cluster: no profile and no file 'dgx-a10'; did you mean 'dgx-a100'? (append xN for N nodes)"),
-        ("dgx-a100x0", "cluster: must have at least one node, got 'dgx-a100x0'; write x1 for one"),
-        ("rtx4090", "cluster: no profile and no file 'rtx4090'; did you mean 'rtx-4090'?"),
+        ("dgx-a10", "cluster: no profile and no file 'dgx-a10'; did you mean 'dgx-a100'? (append xN for"),
+        ("dgx-a100x0", "cluster: must have at least one node and one GPU, got 'dgx-a100x0'; write x1 for one"),
+        ("rtx4091", "cluster: no profile and no file 'rtx4091'; did you mean 'rtx-4090'?"),
+        ("8xh10", "cluster: no profile and no file '8xh10'; did you mean 'h100'?"),
+        ("none", "cluster: no profile and no file 'none'; refshard list clusters shows all"),
+        ("h100x8", "cluster: 'h100x8' may mean 8 GPUs or 8 nodes; write 8xh100 or dgx-h100x8"),
+        ("12xh100", "gpus: must be at most 8, or a multiple of it"),
+        ("16xh100x", "cluster: no profile"),
+        ("16xdgx-h100x4", "cluster: '16xdgx-h100x4' has 32 GPUs, not 16; leave one of the numbers out"),
         ("x" * 5000, f"cluster: no profile and no file '{'x' * 80}'; "),
     ],
 )
@@ -231,6 +240,43 @@ def test_a_cluster_that_is_not_there(given_name: str, message: str) -> None:
     with pytest.raises(SpecError) as refused:
         load_cluster(given_name)
     assert str(refused.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("name", "profile", "nodes", "ranks_per_node"),
+    [
+        ("h100", "dgx-h100", 1, 8),
+        ("H100", "dgx-h100", 1, 8),
+        ("8xH100", "dgx-h100", 1, 8),
+        ("8 x H100", "dgx-h100", 1, 8),
+        ("16xh100", "dgx-h100", 2, 8),
+        ("4xh100", "dgx-h100", 1, 4),
+        ("4xDGX_H100x2", "dgx-h100", 2, 4),
+        ("dgx-h100x4", "dgx-h100", 4, 8),
+        ("1x4090", "rtx-4090", 1, 1),
+        ("4090", "rtx-4090", 1, 8),
+        ("rtx4090", "rtx-4090", 1, 8),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090", 1, 8),
+        ("a100-40gb", "dgx-a100-40gb", 1, 8),
+        ("1xlab-2x2gbit", "lab-2x2gbit", 1, 1),
+    ],
+)
+def test_names_of_clusters_that_people_type(name: str, profile: str, nodes: int, ranks_per_node: int) -> None:
+    wanted = msgspec.structs.replace(load_cluster(profile), nodes=nodes, ranks_per_node=ranks_per_node)
+    assert load_cluster(name) == wanted
+    assert load_cluster(cluster_name(name)) == wanted
+    assert cluster_name(cluster_name(name)) == cluster_name(name)
+
+
+@pytest.mark.parametrize("kind", ["clusters", "models"])
+def test_each_name_stands_for_one_profile(kind: Kind) -> None:
+    profiles = {"clusters": resources.cluster_profiles, "models": resources.model_profiles}[kind]()
+    aliases = tomllib.loads(resources.aliases().read_text())[kind]
+    assert aliases.keys() <= profiles.keys()
+    spellings = [spelled_alike(kind, name) for name in (*profiles, *itertools.chain(*aliases.values()))]
+    assert len(set(spellings)) == len(spellings)
+    for name in (name for names in aliases.values() for name in names):
+        assert profile_called(kind, name, profiles) == next(of for of, names in aliases.items() if name in names)
 
 
 def test_a_cluster_from_a_file_and_how_many_of_its_nodes(tmp_path: Path) -> None:

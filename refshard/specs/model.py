@@ -1,7 +1,8 @@
 """The dimensions of a model, the presets that ship with refshard, and what else a model's name can mean.
 
-A name is a preset's, a TOML file's, that of a Hugging Face ``config.json`` or of the folder that holds it (also as
-``hf:PATH``), or a factory ``package.module:function``, which makes a module of the user's own.
+A name is a preset's (also an alias, or its id on Hugging Face), a TOML file's, that of a Hugging Face ``config.json``
+or of the folder that holds it (also as ``hf:PATH``), or a factory ``package.module:function``, which makes a module of
+the user's own.
 """
 
 import re
@@ -11,8 +12,9 @@ from pathlib import Path
 import msgspec
 
 from refshard import resources
-from refshard.errors import SpecError, nearest
+from refshard.errors import SpecError
 from refshard.specs.hf_config import CONFIG, read_config
+from refshard.specs.names import closest, profile_called
 from refshard.specs.reading import convert, read_toml, within
 
 _FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -321,6 +323,19 @@ def model_file(name: str) -> Path | None:
     return None
 
 
+def model_name(given: str) -> str:
+    """The name of the preset called ``given``, which may be an alias, another spelling or an id on Hugging Face; the
+    names of files and factories, and unknown ones, are their own.
+
+    >>> model_name("meta-llama/Llama-3.2-3B-Instruct"), model_name("LLAMA3-8b"), model_name("my/model.toml")
+    ('llama3.2-3b', 'llama3-8b', 'my/model.toml')
+    """
+    presets = resources.model_profiles()
+    if given in presets or model_file(given) is not None or is_factory(given):
+        return given
+    return profile_called("models", given, presets) or given
+
+
 def known_dimensions(name: str) -> ModelSpec | None:
     """As :func:`load_model`; None for a factory: its module need not be a Llama.
 
@@ -347,7 +362,7 @@ def load_model(name: str) -> ModelSpec:
             f"model: closed forms need the dimensions of a Llama, got the factory '{name}'; dry-run it instead: "
             f"refshard dryrun --cluster NAME --model {name} --strategy fsdp2"
         )
-    presets = resources.model_profiles()
+    presets, name = resources.model_profiles(), model_name(name)
     if name not in presets:
-        raise SpecError(f"model: no preset '{name}'; {nearest(name, list(presets))}")
+        raise SpecError(f"model: no preset '{name}'; {closest('models', name, presets)}")
     return convert(read_toml(presets[name]), ModelSpec, where=f"model {name}")
