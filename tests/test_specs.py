@@ -418,6 +418,13 @@ def test_an_unknown_preset_is_refused() -> None:
         ("deepseek-ai/DeepSeek-V3-0324", "deepseek-v3"),
         ("google/gemma-3-4b-it", "gemma3-4b"),
         ("Llama_3.2_1B", "llama3.2-1b"),
+        ("llama-3.1-8b", "llama3.1-8b"),
+        ("meta-llama/Llama-4-Scout-17B-16E-Instruct", "llama4-scout"),
+        ("allenai/OLMo-2-1124-7B", "olmo2-7b"),
+        ("zai-org/GLM-4.5-Air-Base", "glm4.5-air"),
+        ("openai/gpt-oss-20b", "gpt-oss-20b"),
+        ("microsoft/Phi-3.5-mini-instruct", "phi3.5-mini"),
+        ("HuggingFaceTB/SmolLM2-1.7B-Instruct", "smollm2-1.7b"),
     ],
 )
 def test_names_of_models_that_people_type(name: str, preset: str) -> None:

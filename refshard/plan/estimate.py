@@ -78,10 +78,11 @@ class _Estimate:
         self._alone = candidates["pp"] == 1
         # A model may have some dense layers and mixtures of experts in the others: figures are of the average layer.
         self._routed = routed_layers(model) / model.n_layers
-        # Its dense layers come first. The part of the layers that are mixtures, of a pipeline's first rank and others.
-        dense, first = model.n_layers - routed_layers(model), np.maximum(1, self._stages.first)
-        self._routed_first = np.where(self._alone, self._routed, np.maximum(0, first - dense) / first)
-        self._routed_later = np.where(self._alone, self._routed, float(self._routed > 0))
+        # Dense layers come first, or alternate. The part that are mixtures, of a pipeline's first rank and others.
+        dense, every = (model.experts.dense_layers, model.experts.every) if model.experts else (model.n_layers, 1)
+        first = np.maximum(1, self._stages.first)
+        self._routed_first = np.where(self._alone, self._routed, np.maximum(0, first - dense) / first / every)
+        self._routed_later = np.where(self._alone, self._routed, float(self._routed > 0) / every)
         self._sizes()
 
     def _sizes(self) -> None:
@@ -448,7 +449,7 @@ def _newton_schulz_flops(model: ModelSpec) -> float:
 
 def routed_layers(model: ModelSpec) -> int:
     """Layers that are mixtures of experts."""
-    return model.n_layers - model.experts.dense_layers if model.experts else 0
+    return model.expert_layers
 
 
 def checkpointed_layers(policy: Policy, n_layers: int) -> int:

@@ -302,13 +302,14 @@ def sizes_of(model: ModelSpec, tensor: int, expert: int) -> Sizes:
     """The parts on a rank of ``tensor`` ranks that divide each matrix, and ``expert`` that divide the experts."""
     norm = model.dim * (2 if model.biased or model.norm_biases else 1)
     norms = (4 if model.extra_norms else 2) * norm + (2 * model.head_dim if model.query_norm else 0)
-    norms += model.latent.query_rank + model.latent.kv_rank if model.latent else 0
+    norms += model.vectors + (model.latent.query_rank + model.latent.kv_rank if model.latent else 0)
     attention = [*attention_linears(model)]
     dense = _numel([*attention, *feed_forward_linears(model)], tensor, 1, biased=model.biased) + norms
     mixture = feed_forward_linears(model, dense=False) if model.experts else ()
     routed = _numel([*attention, *(one for one in mixture if one.count == 1)], tensor, 1, biased=model.biased) + norms
     split = tensor if expert == 1 else 1
-    experts = _numel([one for one in mixture if one.count > 1], split, expert, biased=False)
+    biased = model.experts is not None and (model.biased or model.experts.biased)
+    experts = _numel([one for one in mixture if one.count > 1], split, expert, biased=biased)
     inner = _numel([*feed_forward_linears(model)], tensor, 1, biased=model.biased)
     mixed = _numel([one for one in mixture if one.count == 1], tensor, 1, biased=model.biased) + experts
     ends = model.vocab * model.dim / tensor
@@ -325,5 +326,5 @@ def _numel(linears: list[Linear], tensor: int, expert: int, *, biased: bool) -> 
         part = tensor if one.split != "whole" else 1
         total += one.numel / part / (expert if one.count > 1 else 1)
         if biased:
-            total += one.n / (tensor if one.split == "columns" else 1)
+            total += one.n * one.count / (tensor if one.split == "columns" else 1) / (expert if one.count > 1 else 1)
     return total

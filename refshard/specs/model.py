@@ -39,7 +39,8 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """A mixture of ``count`` gated feed-forwards of width ``ffn_dim``; a router picks ``active`` of them per token.
 
     One of width ``shared_ffn_dim`` (0: none) serves every token. The first ``dense_layers`` layers have a single
-    feed-forward, of the model's own ``ffn_dim``.
+    feed-forward, of the model's own ``ffn_dim``, and so have those between each ``every``-th of the others. The
+    experts' products have biases if they are ``biased`` (gpt-oss).
     """
 
     count: int
@@ -47,9 +48,11 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ffn_dim: int
     shared_ffn_dim: int = 0
     dense_layers: int = 0
+    every: int = 1
+    biased: bool = False
 
     def __post_init__(self) -> None:
-        for field in ("count", "active", "ffn_dim"):
+        for field in ("count", "active", "ffn_dim", "every"):
             within(field, getattr(self, field), 1)
         for field in ("shared_ffn_dim", "dense_layers"):
             within(field, getattr(self, field), 0)
@@ -98,6 +101,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     - ``window``: a token attends to this many tokens, itself included (0: to all before it), except in each
       ``global_every``-th layer (0: in none).
     - ``experts`` and ``latent``: a mixture of experts, and latent attention.
+    - ``vectors``: elements of further vectors in each layer: biases of queries, keys and values (Qwen 2), attention's
+      sinks (gpt-oss), norms of whole queries and keys in place of each head's (OLMo 2).
+    - ``other_rotations``: positions are rotated otherwise than a Llama's, which is not described here: only a part of
+      each head (GLM) or in some layers (SmolLM 3), or stretched (YaRN). Parameters and FLOPs are the same.
     - ``predictions``: modules of multi-token prediction. Each is one of the layers, and goes through the head, too; its
       narrow projection is left out.
     """
@@ -125,12 +132,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     global_every: int = 0
     experts: Experts | None = None
     latent: LatentAttention | None = None
+    vectors: int = 0
+    other_rotations: bool = False
     predictions: int = 0
 
     def __post_init__(self) -> None:
         for field in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab", "params"):
             within(field, getattr(self, field), 1)
-        for field in ("head_dim", "positions", "window", "global_every", "predictions"):
+        for field in ("head_dim", "positions", "window", "global_every", "vectors", "predictions"):
             within(field, getattr(self, field), 0)
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_kv_heads must divide n_heads = {self.n_heads}, got {self.n_kv_heads}")
@@ -167,7 +176,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def expert_layers(self) -> int:
         """How many layers have experts."""
-        return 0 if self.experts is None else self.n_layers - self.experts.dense_layers
+        return 0 if self.experts is None else (self.n_layers - self.experts.dense_layers) // self.experts.every
 
     @property
     def global_layers(self) -> int:
@@ -218,12 +227,13 @@ def _parameters(model: ModelSpec, experts: int) -> int:
     norm = model.dim * (2 if model.biased or model.norm_biases else 1)
     norms = (4 if model.extra_norms else 2) * norm + (2 * model.head_dim if model.query_norm else 0)
     dense_layers = model.n_layers - model.expert_layers
-    blocks = model.n_layers * (_attention_parameters(model) + norms)
-    blocks += dense_layers * _feed_forward_parameters(model, model.ffn_dim)
+    blocks = model.n_layers * (_attention_parameters(model) + norms + model.vectors)
+    blocks += dense_layers * _feed_forward_parameters(model, model.ffn_dim, model.biased)
     if model.experts is not None:
-        mixed = experts * _feed_forward_parameters(model, model.experts.ffn_dim) + model.experts.count * model.dim
+        of_experts = _feed_forward_parameters(model, model.experts.ffn_dim, model.biased or model.experts.biased)
+        mixed = experts * of_experts + model.experts.count * model.dim
         if model.experts.shared_ffn_dim:
-            mixed += _feed_forward_parameters(model, model.experts.shared_ffn_dim)
+            mixed += _feed_forward_parameters(model, model.experts.shared_ffn_dim, model.biased)
         blocks += model.expert_layers * mixed
     embeddings = model.vocab * model.dim * (1 if model.tied else 2)
     return blocks + embeddings + position_parameters(model) + norm
@@ -243,16 +253,16 @@ def _attention_parameters(model: ModelSpec) -> int:
     return 2 * model.dim * (queries + keys) + biases
 
 
-def _feed_forward_parameters(model: ModelSpec, width: int) -> int:
+def _feed_forward_parameters(model: ModelSpec, width: int, biased: bool) -> int:
     inward = 2 if model.gated else 1
-    biases = inward * width + model.dim if model.biased else 0
+    biases = inward * width + model.dim if biased else 0
     return (inward + 1) * model.dim * width + biases
 
 
 _BEYOND_LLAMA = {
     "experts": "absent", "latent": "absent", "extra_norms": "false", "gated": "true", "norm_biases": "false",
     "biased": "false", "positions": "0 (rotary)", "window": "0", "global_every": "0", "query_norm": "false",
-    "head_dim": "dim / n_heads", "predictions": "0",
+    "head_dim": "dim / n_heads", "vectors": "0", "other_rotations": "false", "predictions": "0",
 }  # fmt: skip
 """What a Llama has in each optional field, in words."""
 TRAINED = ("head_dim", "query_norm")
