@@ -66,68 +66,60 @@ class _Phi3(_Config, frozen=True, kw_only=True):
     max_position_embeddings: int
 
 
-class _Llama4(_Config, frozen=True, kw_only=True):
+class _Mixture(_Config, frozen=True, kw_only=True):
+    num_experts_per_tok: int
+
+
+class _Qwen3Moe(_Mixture, frozen=True, kw_only=True):
+    """Qwen 3 with experts."""
+
+    num_experts: int
+    moe_intermediate_size: int
+    decoder_sparse_step: int = 1
+    mlp_only_layers: list[int] | None = None
+
+
+class _Mixtral(_Mixture, frozen=True, kw_only=True):
+    """Mixtral; its experts have the width ``intermediate_size``."""
+
+    num_local_experts: int
+
+
+class _GptOss(_Mixtral, frozen=True, kw_only=True):
+    """gpt-oss; its experts have the width ``intermediate_size``."""
+
+    attention_bias: bool = True
+    layer_types: list[str] | None = None
+
+
+class _Llama4(_Mixtral, frozen=True, kw_only=True):
     """Llama 4's text. Published files leave out what is transformers' default, which these are."""
 
     intermediate_size_mlp: int
-    num_local_experts: int
-    num_experts_per_tok: int
     interleave_moe_layer_step: int = 1
     moe_layers: list[int] | None = None
     attention_chunk_size: int | None = 8192
     no_rope_layer_interval: int = 4
 
 
-class _GptOss(_Config, frozen=True, kw_only=True):
-    """gpt-oss; its experts have the width ``intermediate_size``."""
-
-    num_local_experts: int
-    num_experts_per_tok: int
-    attention_bias: bool = True
-    layer_types: list[str] | None = None
-
-
-class _Glm4Moe(_Config, frozen=True, kw_only=True):
-    """GLM 4.5 and 4.6."""
+class _WithShared(_Mixture, frozen=True, kw_only=True):
+    """A mixture with shared experts, and layers without experts before it: GLM 4.5 and 4.6."""
 
     n_routed_experts: int
-    n_shared_experts: int
-    num_experts_per_tok: int
+    n_shared_experts: int | None = None
     moe_intermediate_size: int
-    first_k_dense_replace: int
-    use_qk_norm: bool
+    first_k_dense_replace: int = 0
+    use_qk_norm: bool = False
 
 
-class _Qwen3Moe(_Config, frozen=True, kw_only=True):
-    """Qwen 3 with experts in every layer."""
-
-    num_experts: int
-    num_experts_per_tok: int
-    moe_intermediate_size: int
-    decoder_sparse_step: int = 1
-    mlp_only_layers: list[int] | None = None
-
-
-class _Mixtral(_Config, frozen=True, kw_only=True):
-    """Mixtral; its experts have the width ``intermediate_size``."""
-
-    num_local_experts: int
-    num_experts_per_tok: int
-
-
-class _DeepseekV3(_Config, frozen=True, kw_only=True):
-    """DeepSeek V3 and R1."""
+class _Deepseek(_WithShared, frozen=True, kw_only=True):
+    """DeepSeek V2, V3 and R1, and Kimi K2."""
 
     q_lora_rank: int | None = None
     kv_lora_rank: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
-    n_routed_experts: int
-    n_shared_experts: int | None = None
-    num_experts_per_tok: int
-    moe_intermediate_size: int
-    first_k_dense_replace: int = 0
     moe_layer_freq: int = 1
 
 
@@ -146,7 +138,7 @@ class _Gemma(_Config, frozen=True, kw_only=True):
     layer_types: list[str] | None = None
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
-    use_bidirectional_attention: bool | None = False
+    use_bidirectional_attention: bool = False
 
 
 Fields = dict[str, Any]
@@ -161,6 +153,7 @@ _PLAIN: Rules = {
     "attention_dropout": (0.0, "0.0"),
     "quantization_config": (None, "absent"),
 }
+_NO_WINDOW: Rules = {**_PLAIN, "use_sliding_window": (False, "false")}
 
 
 def read_config(path: Path) -> Fields:
@@ -188,107 +181,72 @@ def config_fields(data: Mapping[str, Any], source: Source) -> Fields:
 
 
 def _llama(data: Mapping[str, Any], source: Source) -> Fields:
-    config = convert(data, _Config, where=str(source))
-    _check(config, _PLAIN, source)
+    config = _read(_Config, data, source)
     return {**_common(config), **_rope(config, source)}
 
 
 def _mistral(data: Mapping[str, Any], source: Source) -> Fields:
-    _check_given(data, ("sliding_window", "num_key_value_heads"), "mistral", source)
-    config = convert(data, _Config, where=str(source))
-    _check(config, _PLAIN, source)
+    config = _read(_Config, data, source, ("sliding_window", "num_key_value_heads"))
     return {**_common(config), "window": config.sliding_window or 0, **_rope(config, source)}
 
 
 def _phi3(data: Mapping[str, Any], source: Source) -> Fields:
-    _check_given(data, ("num_key_value_heads",), "phi3", source)
-    config = convert(data, _Phi3, where=str(source))
-    _check(config, _PLAIN, source)
+    config = _read(_Phi3, data, source, ("num_key_value_heads",))
     window = config.sliding_window or 0
-    return {
-        **_common(config), "window": window if window < config.max_position_embeddings else 0,
-        **_rope(config, source),
-    }  # fmt: skip
+    narrow = window if window < config.max_position_embeddings else 0
+    return {**_common(config), "window": narrow, **_rope(config, source)}
 
 
 def _smollm3(data: Mapping[str, Any], source: Source) -> Fields:
-    config = convert({"tie_word_embeddings": True, **data}, _Config, where=str(source))
-    _check(config, {**_PLAIN, "use_sliding_window": (False, "false")}, source)
+    config = _read(_Config, {"tie_word_embeddings": True, **data}, source, rules=_NO_WINDOW)
     return {**_common(config), "other_rotations": True, "rope_theta": _rope_base(config, default=2e6)}
 
 
 def _olmo2(data: Mapping[str, Any], source: Source) -> Fields:
     """Attention and feed-forward are normed after, not before; queries and keys of all heads together."""
-    config = convert(data, _Config, where=str(source))
-    _check(config, _PLAIN, source)
+    config = _read(_Config, data, source)
     queries, keys, width = _widths(config)
     return {**_common(config), "query_norm": True, "vectors": queries + keys - 2 * width, **_rope(config, source)}
 
 
 def _qwen2(data: Mapping[str, Any], source: Source) -> Fields:
     """Queries, keys and values have biases."""
-    _check_given(data, ("num_key_value_heads",), "qwen2", source)
-    config = convert(data, _Config, where=str(source))
-    _check(config, {**_PLAIN, "use_sliding_window": (False, "false")}, source)
+    config = _read(_Config, data, source, ("num_key_value_heads",), _NO_WINDOW)
     queries, keys, _ = _widths(config)
     return {**_common(config), "vectors": queries + 2 * keys, **_rope(config, source)}
 
 
 def _qwen3(data: Mapping[str, Any], source: Source) -> Fields:
-    _check_given(data, ("head_dim", "num_key_value_heads"), "qwen3", source)
-    config = convert(data, _Config, where=str(source))
-    _check(config, {**_PLAIN, "use_sliding_window": (False, "false")}, source)
+    config = _read(_Config, data, source, ("head_dim", "num_key_value_heads"), _NO_WINDOW)
     return {**_common(config), "query_norm": True, **_rope(config, source)}
 
 
 def _qwen3_moe(data: Mapping[str, Any], source: Source) -> Fields:
-    _check_given(data, ("head_dim", "num_key_value_heads"), "qwen3_moe", source)
     if "num_local_experts" in data:  # the name in version 5 of transformers
         data = {"num_experts": data["num_local_experts"], **data}
-    config = convert(data, _Qwen3Moe, where=str(source))
-    rules = {**_PLAIN, "use_sliding_window": (False, "false"), "mlp_only_layers": ([], "[]")}
-    _check(msgspec.structs.replace(config, mlp_only_layers=config.mlp_only_layers or []), rules, source)
-    experts = {
-        "count": config.num_experts,
-        "active": config.num_experts_per_tok,
-        "ffn_dim": config.moe_intermediate_size,
-        "every": config.decoder_sparse_step,
-    }
+    rules = {**_NO_WINDOW, "mlp_only_layers": ([], "[]")}
+    data = {**data, "mlp_only_layers": data.get("mlp_only_layers") or []}
+    config = _read(_Qwen3Moe, data, source, ("head_dim", "num_key_value_heads"), rules)
+    experts = _experts(config, config.num_experts, config.moe_intermediate_size, every=config.decoder_sparse_step)
     return {**_common(config), "query_norm": True, "experts": experts, **_rope(config, source)}
 
 
-def _glm4_moe(data: Mapping[str, Any], source: Source) -> Fields:
-    """Queries, keys and values have biases; half of each head is rotated."""
-    config = convert(data, _Glm4Moe, where=str(source))
-    _check(msgspec.structs.replace(config, attention_bias=False), _PLAIN, source)
-    queries, keys, _ = _widths(config)
-    experts = {
-        "count": config.n_routed_experts,
-        "active": config.num_experts_per_tok,
-        "ffn_dim": config.moe_intermediate_size,
-        "shared_ffn_dim": config.n_shared_experts * config.moe_intermediate_size,
-        "dense_layers": config.first_k_dense_replace,
-    }
-    return {
-        **_common(config), "query_norm": config.use_qk_norm, "experts": experts, "rope_theta": _rope_base(config),
-        "vectors": queries + 2 * keys if config.attention_bias else 0,
-    }  # fmt: skip
+def _mixtral(data: Mapping[str, Any], source: Source) -> Fields:
+    rules = {**_PLAIN, "sliding_window": (None, "null")}
+    config = _read(_Mixtral, data, source, ("sliding_window", "num_key_value_heads"), rules)
+    experts = _experts(config, config.num_local_experts, config.intermediate_size)
+    return {**_common(config), "experts": experts, **_rope(config, source)}
 
 
 def _gpt_oss(data: Mapping[str, Any], source: Source) -> Fields:
     """Attention, the router and the experts have biases, and each head a sink."""
-    config = convert(data, _GptOss, where=str(source))
-    _check(_without_quantization(config, "mxfp4"), {**_PLAIN, "attention_bias": (True, "true")}, source)
+    rules = {**_PLAIN, "attention_bias": (True, "true")}
+    config = _read(_GptOss, _without_quantization(data, "mxfp4"), source, rules=rules)
     queries, keys, _ = _widths(config)
-    experts = {
-        "count": config.num_local_experts,
-        "active": config.num_experts_per_tok,
-        "ffn_dim": config.intermediate_size,
-        "biased": True,
-    }
-    others = config.num_attention_heads + config.num_local_experts
+    others = config.hidden_size + config.num_attention_heads + config.num_local_experts
     return {
-        **_common(config), "vectors": queries + 2 * keys + config.hidden_size + others, "experts": experts,
+        **_common(config), "vectors": queries + 2 * keys + others,
+        "experts": _experts(config, config.num_local_experts, config.intermediate_size, biased=True),
         "window": config.sliding_window or 0, "global_every": _global_every(config, source, default=2),
         "rope_theta": _rope_base(config, default=150_000.0),
     }  # fmt: skip
@@ -296,49 +254,32 @@ def _gpt_oss(data: Mapping[str, Any], source: Source) -> Fields:
 
 def _llama4_text(data: Mapping[str, Any], source: Source) -> Fields:
     """Its chunks of attention are taken for windows. Norms of queries and keys have no weights."""
-    config = convert(data, _Llama4, where=str(source))
-    _check(config, _PLAIN, source)
-    every = config.interleave_moe_layer_step
+    config = _read(_Llama4, data, source)
+    every, width, chunk = config.interleave_moe_layer_step, config.intermediate_size, config.attention_chunk_size or 0
     if (config.moe_layers or None) not in (None, list(range(every - 1, config.num_hidden_layers, every))):
         raise SpecError(f"{source}: moe_layers must be each {every}-th, got {config.moe_layers}; {source.remedy}")
-    experts = {
-        "count": config.num_local_experts,
-        "active": config.num_experts_per_tok,
-        "ffn_dim": config.intermediate_size,
-        "shared_ffn_dim": config.intermediate_size,
-        "every": every,
-    }
-    chunk = config.attention_chunk_size or 0
     return {
-        **_common(config), "ffn_dim": config.intermediate_size_mlp, "experts": experts,
+        **_common(config), "ffn_dim": config.intermediate_size_mlp,
+        "experts": _experts(config, config.num_local_experts, width, shared_ffn_dim=width, every=every),
         "window": chunk, "global_every": config.no_rope_layer_interval if chunk else 0,
         "rope_theta": _rope_base(config, default=5e5),
     }  # fmt: skip
 
 
-def _mixtral(data: Mapping[str, Any], source: Source) -> Fields:
-    _check_given(data, ("sliding_window", "num_key_value_heads"), "mixtral", source)
-    config = convert(data, _Mixtral, where=str(source))
-    _check(config, {**_PLAIN, "sliding_window": (None, "null")}, source)
-    experts = {
-        "count": config.num_local_experts,
-        "active": config.num_experts_per_tok,
-        "ffn_dim": config.intermediate_size,
-    }
-    return {**_common(config), "experts": experts, **_rope(config, source)}
+def _glm4_moe(data: Mapping[str, Any], source: Source) -> Fields:
+    """Queries, keys and values have biases; half of each head is rotated."""
+    config = _read(_WithShared, {**data, "attention_bias": False}, source)
+    queries, keys, _ = _widths(config)
+    return {
+        **_common(config), "query_norm": config.use_qk_norm, "experts": _with_shared(config),
+        "vectors": queries + 2 * keys if data.get("attention_bias") else 0, "rope_theta": _rope_base(config),
+    }  # fmt: skip
 
 
 def _deepseek(data: Mapping[str, Any], source: Source) -> Fields:
     """V3's own file is of weights kept in fp8, which a plan's precision is not taken from."""
-    config = convert(data, _DeepseekV3, where=str(source))
-    _check(_without_quantization(config, "fp8"), {**_PLAIN, "moe_layer_freq": (1, "1")}, source)
-    experts = {
-        "count": config.n_routed_experts,
-        "active": config.num_experts_per_tok,
-        "ffn_dim": config.moe_intermediate_size,
-        "shared_ffn_dim": (config.n_shared_experts or 0) * config.moe_intermediate_size,
-        "dense_layers": config.first_k_dense_replace,
-    }
+    rules = {**_PLAIN, "moe_layer_freq": (1, "1")}
+    config = _read(_Deepseek, _without_quantization(data, "fp8"), source, rules=rules)
     latent = {
         "query_rank": config.q_lora_rank or 0,
         "kv_rank": config.kv_lora_rank,
@@ -347,19 +288,18 @@ def _deepseek(data: Mapping[str, Any], source: Source) -> Fields:
         "value_dim": config.v_head_dim,
     }
     # Its head_dim is that of the rotated part, or that of nothing.
-    fields = {**_common(msgspec.structs.replace(config, head_dim=None)), "experts": experts, "latent": latent}
-    return {**fields, "rope_theta": _rope_base(config)}
+    common = _common(msgspec.structs.replace(config, head_dim=None))
+    return {**common, "experts": _with_shared(config), "latent": latent, "rope_theta": _rope_base(config)}
 
 
 def _gemma2(data: Mapping[str, Any], source: Source) -> Fields:
     """Scores and logits are capped, which adds no parameters."""
-    given = {"vocab_size": 256_000, **data, "sliding_window_pattern": 2}
+    given = {"vocab_size": 256_000, "rope_theta": 1e4, **data, "sliding_window_pattern": 2}
     given |= {"attn_logit_softcapping": None, "final_logit_softcapping": None}
-    return {**_gemma3_text(given, source), "query_norm": False, "rope_theta": float(data.get("rope_theta", 1e4))}
+    return {**_gemma3_text(given, source), "query_norm": False}
 
 
 def _gemma3_text(data: Mapping[str, Any], source: Source) -> Fields:
-    config = convert(data, _Gemma, where=str(source))
     rules = {
         **_PLAIN,
         "hidden_activation": (_TANH_GELU, f"'{_TANH_GELU}'"),
@@ -367,16 +307,12 @@ def _gemma3_text(data: Mapping[str, Any], source: Source) -> Fields:
         "final_logit_softcapping": (None, "null"),
         "use_bidirectional_attention": (False, "false"),
     }
-    _check(
-        msgspec.structs.replace(config, use_bidirectional_attention=bool(config.use_bidirectional_attention)),
-        rules,
-        source,
-    )
+    data = {**data, "use_bidirectional_attention": data.get("use_bidirectional_attention") or False}
+    config = _read(_Gemma, data, source, rules=rules)
     every = _global_every(config, source, default=config.sliding_window_pattern or 6)
-    window = {"window": config.sliding_window or 0, "global_every": every}
     return {
-        **_common(config), "query_norm": True, "extra_norms": True, **window,
-        "rope_theta": _rope_base(config, default=1e6),
+        **_common(config), "query_norm": True, "extra_norms": True, "window": config.sliding_window or 0,
+        "global_every": every, "rope_theta": _rope_base(config, default=1e6),
     }  # fmt: skip
 
 
@@ -422,10 +358,35 @@ def _widths(config: _Config) -> tuple[int, int, int]:
     return config.num_attention_heads * width, keys * width, width
 
 
-def _without_quantization(config: Known, method: str) -> Known:
+def _without_quantization(data: Mapping[str, Any], method: str) -> Mapping[str, Any]:
     """The configuration of weights that are kept as ``method`` has them: a plan has a precision of its own."""
-    kept = (config.quantization_config or {}).get("quant_method")
-    return msgspec.structs.replace(config, quantization_config=None) if kept == method else config
+    given = data.get("quantization_config")
+    kept = given.get("quant_method") if isinstance(given, dict) else None
+    return {**data, "quantization_config": None} if kept == method else data
+
+
+def _experts(config: _Mixture, count: int, ffn_dim: int, **others: int) -> Fields:
+    return {"count": count, "active": config.num_experts_per_tok, "ffn_dim": ffn_dim, **others}
+
+
+def _with_shared(config: _WithShared) -> Fields:
+    width, shared = config.moe_intermediate_size, config.n_shared_experts or 0
+    dense = config.first_k_dense_replace
+    return _experts(config, config.n_routed_experts, width, shared_ffn_dim=shared * width, dense_layers=dense)
+
+
+def _read(
+    kind: type[Known], data: Mapping[str, Any], source: Source, given: tuple[str, ...] = (), rules: Rules | None = None
+) -> Known:
+    """The configuration; its ``given`` fields must be there, and those of ``rules`` have values that a spec expresses.
+
+    Raises:
+        SpecError: a field is missing, or has another value.
+    """
+    _check_given(data, given, str(data.get("model_type")), source)
+    config = convert(data, kind, where=str(source))
+    _check(config, _PLAIN if rules is None else rules, source)
+    return config
 
 
 def _check_given(data: Mapping[str, Any], fields: tuple[str, ...], family: str, source: Source) -> None:
