@@ -25,10 +25,10 @@ BUDGETS = {
     "refshard/models": 1_300,
     "refshard/plan": 2_650,
     "refshard/report": 9_605,
-    "refshard/specs": 2_360,
+    "refshard/specs": 2_690,
     "refshard/strategies": 3_150,
-    "refshard/*.py": 2_230,
-    "tests": 77_790,
+    "refshard/*.py": 2_315,
+    "tests": 78_190,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 
