@@ -40,10 +40,12 @@ MEANINGS: dict[Spec, dict[str, str]] = {
     Job: {
         "strategy": "A row of [Strategies](strategies.md).",
         "gpus": "Number of GPUs; on a CPU, of ranks.",
-        "model": "A model preset ([the list](profiles.md#models)), or a TOML file with the same keys.",
-        "cluster": "A cluster profile or TOML file, `xN` for N nodes. Required unless the case is measured.",
+        "model": "A model preset ([the list](profiles.md#models)) or its id on Hugging Face, or a TOML file with the "
+        "same keys.",
+        "cluster": "A cluster profile or TOML file, `xN` for N nodes; or GPUs, `8xh100` "
+        "([Name a cluster](../how-to/clusters.md#name-a-cluster)). Required unless the case is measured.",
         "global_batch": "Sequences per step over all ranks. Give this or `batch_per_rank` (sequences per rank).",
-        "seq_len": "Tokens per sequence.",
+        "seq_len": "Tokens per sequence: a number, or text with K for 2^10 (`\"8k\"`).",
         "workload": "`inference` is forward and loss under `no_grad`: no backward, no optimizer step.",
         "microbatches": "Parts of each rank's batch. Their gradients add up before one optimizer step.",
         "ep": "Ranks that divide a mixture's experts. Only plans know it.",
@@ -278,7 +280,11 @@ def metrics_page() -> str:
 def profiles_page() -> str:
     """The models, clusters, hardware and suites that ship."""
     models = [(f"`{name}`", *_model(read_toml(path))) for name, path in resources.model_profiles().items()]
-    clusters = [(f"`{name}`", read_toml(path)["about"]) for name, path in resources.cluster_profiles().items()]
+    aliases = read_toml(resources.aliases())["clusters"]
+    clusters = [
+        (f"`{name}`", ", ".join(f"`{alias}`" for alias in aliases.get(name, ())), read_toml(path)["about"])
+        for name, path in resources.cluster_profiles().items()
+    ]
     hardware = [(f"`{name}`", read_toml(path)["about"]) for name, path in resources.hardware_profiles().items()]
     suites = [(f"`{name}`", read_toml(path).get("about", "")) for name, path in resources.suites().items()]
     return "\n\n".join(
@@ -287,7 +293,7 @@ def profiles_page() -> str:
             "`refshard list models` (or `hardware`, `clusters`, `suites`) prints the names.",
             "## Models\n\n"
             + _table(("model", "parameters", "layers", "width", "heads", "KV heads", "vocabulary"), models),
-            "## Clusters\n\n" + _table(("cluster", "is"), clusters),
+            "## Clusters\n\n" + _table(("cluster", "also", "is"), clusters),
             "## Hardware\n\n" + _table(("hardware", "is"), hardware),
             "## Suites\n\n" + _table(("suite", "measures"), suites),
         )

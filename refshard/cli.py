@@ -20,6 +20,7 @@ from refshard.commands.printing import OUTPUT_OPTIONS, printed
 from refshard.errors import RefshardError, SpecError
 from refshard.measure.interruption import ignore_more, interruptible, mortal
 from refshard.report.blocks import Answer
+from refshard.specs.reading import tokens
 from refshard.version import __version__
 
 app = typer.Typer(
@@ -56,7 +57,9 @@ _Suite = Annotated[
 ]
 _Cluster = Annotated[
     str,
-    typer.Option(help="Cluster profile or TOML file; append xN for N nodes.", autocompletion=_cluster_names),
+    typer.Option(
+        help="Cluster profile or TOML file, dgx-h100x4 for 4 nodes; or GPUs: 8xh100.", autocompletion=_cluster_names
+    ),
 ]
 _Oversubscribe = Annotated[bool, typer.Option(help="Allow more ranks than the machine has cores.")]
 _Launcher = Annotated[str | None, typer.Option(help="What starts ranks: local, torchrun or slurm.")]
@@ -288,8 +291,8 @@ def plan(
     model: Annotated[
         str,
         typer.Option(
-            help="A model preset (see `refshard list models`), TOML file, config.json or factory "
-            "package.module:function.",
+            help="A model preset (see `refshard list models`) or its id on Hugging Face, TOML file, config.json or "
+            "factory package.module:function.",
             autocompletion=_model_names,
         ),
     ],
@@ -297,7 +300,8 @@ def plan(
     gpus: Annotated[
         str | None, typer.Option(help="Numbers of GPUs: 8,16,32 or 64..2048, doubling (default: the profile's).")
     ] = None,
-    seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")] = 8192,
+    nodes: Annotated[int | None, typer.Option(help="Instead of --gpus: number of nodes.")] = None,
+    seq_len: Annotated[str, typer.Option(help="Tokens per sequence; 8k is 8,192.")] = "8192",
     tokens_per_step: Annotated[
         str | None,
         typer.Option(
@@ -401,7 +405,8 @@ def plan(
     from refshard.commands import plan as command
 
     options = command.Options(
-        model=model, cluster=cluster, gpus=gpus, seq_len=seq_len, tokens_per_step=tokens_per_step, search=search,
+        model=model, cluster=cluster, gpus=gpus, nodes=nodes, seq_len=tokens("--seq-len", seq_len),
+        tokens_per_step=tokens_per_step, search=search,
         strategies=strategy, microbatch=microbatch, accumulate=accumulate, checkpointing=checkpointing,
         dp_replicate=dp_replicate, tp=tp, cp=cp, pp=pp, interleave=interleave, schedule=schedule, ep=ep,
         precision=precision, reduction=reduction, compiled=compile_, offload=offload, tuning=tuning,
@@ -426,7 +431,7 @@ def dryrun(
     strategy: Annotated[str, typer.Option(help="With --model: how it is sharded (`refshard list strategies`).")] = (
         "fsdp2"
     ),
-    seq_len: Annotated[int, typer.Option(help="With --model: tokens per sequence.")] = 8192,
+    seq_len: Annotated[str, typer.Option(help="With --model: tokens per sequence; 8k is 8,192.")] = "8192",
     microbatch: Annotated[int, typer.Option(help="With --model: sequences per rank and step.")] = 1,
     precision: Annotated[str, typer.Option(help="With --model: bf16 or fp32, for compute.")] = "bf16",
     checkpointing: Annotated[
@@ -459,7 +464,7 @@ def dryrun(
         ),
     ] = None,
     tokens_per_step: Annotated[
-        int | None, typer.Option(help="Tokens per step over all ranks (default: counted from the model's input).")
+        str | None, typer.Option(help="Tokens per step over all ranks (default: counted from the model's input).")
     ] = None,
     routing: Annotated[
         str,
@@ -545,8 +550,8 @@ def dryrun(
         if words:
             raise SpecError("dryrun: --model and a script exclude each other, got both; leave one out")
         training = Training(
-            model=model, strategy=strategy, seq_len=seq_len, microbatch=microbatch, precision=precision,
-            checkpointing=checkpointing,
+            model=model, strategy=strategy, seq_len=tokens("--seq-len", seq_len), microbatch=microbatch,
+            precision=precision, checkpointing=checkpointing,
         )  # fmt: skip
     elif extra := _given(context) & {"--strategy", "--seq-len", "--microbatch", "--precision", "--checkpointing"}:
         raise SpecError(f"dryrun: {', '.join(sorted(extra))} needs --model; a script has options of its own")
@@ -554,7 +559,8 @@ def dryrun(
         words=words, training=training, against=() if against is None else made.words_of_text(against),
         cluster=cluster, rank=rank, ranks=ranks, steps=None if steps == "auto" else int(steps),
         phases=() if phases is None else tuple(name.strip() for name in phases.split(",")),
-        until_phase=until_phase, tokens_per_step=tokens_per_step, races=races, compile=compile_, routing=routing,
+        until_phase=until_phase, races=races, compile=compile_, routing=routing,
+        tokens_per_step=None if tokens_per_step is None else tokens("--tokens-per-step", tokens_per_step),
         prices=prices, explain_oom=explain_oom, advise=advise, jobs=jobs or resources.available_cores(),
     )  # fmt: skip
     with _interruptible("nothing is written"):
@@ -853,9 +859,8 @@ _RANKS = {"--world-size": "--gpus", "--ranks": "--gpus"}
 _RENAMED = {
     "run": {**_RANKS, "--dry-run-on": "--cluster"},
     "plan": {
-        **_RANKS, "--nodes": "--gpus (nodes x GPUs of a node)", "--tensor": "--tp", "--context": "--cp",
-        "--pipeline": "--pp", "--expert": "--ep", "--replicas": "--dp-replicate", "--checkpoint": "--checkpointing",
-        "--dtype": "--precision",
+        **_RANKS, "--tensor": "--tp", "--context": "--cp", "--pipeline": "--pp", "--expert": "--ep",
+        "--replicas": "--dp-replicate", "--checkpoint": "--checkpointing", "--dtype": "--precision",
     },
     "dryrun": {"--world-size": "--gpus", "--dtype": "--precision", "--checkpoint": "--checkpointing"},
     "calibrate": _RANKS,

@@ -15,7 +15,7 @@ _MEASURED = (
     "measured on an H200 with CUDA 13: 527 MiB for the context, 92 for the first kernels, 131 for cuBLAS, 18 for "
     "attention (profiles/recorded/h200/outside.json)"
 )
-_HOPPER, _A100, _ADA, _CONSUMER_BLACKWELL = (9, 0), (8, 0), (8, 9), (12, 0)
+_HOPPER, _A100, _CONSUMER_AMPERE, _ADA, _CONSUMER_BLACKWELL = (9, 0), (8, 0), (8, 6), (8, 9), (12, 0)
 _CONSUMER = (
     280 * MIB,
     "median of every other public out-of-memory message of one GPU (validation/outside_memory.json)",
@@ -23,6 +23,7 @@ _CONSUMER = (
 _CONTEXTS = {
     _HOPPER: (767 * MIB, _MEASURED),
     _A100: (514 * MIB, "an out-of-memory message of an A800 (modelscope/ms-swift issue 6675)"),
+    _CONSUMER_AMPERE: _CONSUMER,
     _ADA: _CONSUMER,
     _CONSUMER_BLACKWELL: _CONSUMER,
 }

@@ -48,6 +48,11 @@ def cluster_profiles() -> dict[str, Path]:
     return {p.stem: p for p in sorted((root() / "profiles" / "clusters").glob("*.toml"))}
 
 
+def aliases() -> Path:
+    """Further names of profiles."""
+    return root() / "profiles" / "aliases.toml"
+
+
 def suites() -> dict[str, Path]:
     """Suites that ship with refshard, by name."""
     return {p.stem: p for p in sorted((root() / "suites").glob("*.toml"))}

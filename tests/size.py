@@ -25,10 +25,10 @@ BUDGETS = {
     "refshard/models": 1_300,
     "refshard/plan": 3_135,
     "refshard/report": 9_605,
-    "refshard/specs": 2_485,
+    "refshard/specs": 2_720,
     "refshard/strategies": 3_150,
-    "refshard/*.py": 2_325,
-    "tests": 78_130,
+    "refshard/*.py": 2_360,
+    "tests": 78_450,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

@@ -1,6 +1,7 @@
 """A Hugging Face config.json as a model: the same dimensions, or a refusal that names the field."""
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,15 @@ import torch
 
 from refshard.errors import SpecError
 from refshard.models.llama import Llama
-from refshard.specs.model import Experts, LatentAttention, known_dimensions, load_model, model_file
+from refshard.specs.model import (
+    Experts,
+    LatentAttention,
+    ModelSpec,
+    check_trainable,
+    known_dimensions,
+    load_model,
+    model_file,
+)
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96,
@@ -44,6 +53,33 @@ GEMMA3: dict[str, Any] = {
     "sliding_window": 16,
 }  # fmt: skip
 MISTRAL = {**LLAMA, "model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None}
+PHI3 = {
+    **LLAMA, "model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "max_position_embeddings": 4096,
+    "sliding_window": 2047, "pad_token_id": 0,
+}  # fmt: skip
+SMOLLM3 = {
+    **LLAMA, "model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"], "no_rope_layer_interval": 2,
+    "tie_word_embeddings": True, "pad_token_id": 0,
+}  # fmt: skip
+OLMO2 = {**LLAMA, "model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]}
+QWEN2 = {**LLAMA, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False}
+GLM: dict[str, Any] = {
+    **LLAMA, "model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True,
+    "partial_rotary_factor": 0.5, "use_qk_norm": True, "n_routed_experts": 8, "n_shared_experts": 1,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+}  # fmt: skip
+GPT_OSS: dict[str, Any] = {
+    **LLAMA, "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "attention_bias": True,
+    "head_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 16,
+}  # fmt: skip
+LLAMA4_TEXT: dict[str, Any] = {
+    **LLAMA, "model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"], "num_hidden_layers": 5,
+    "intermediate_size_mlp": 160, "num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2,
+}  # fmt: skip
+GEMMA2: dict[str, Any] = {
+    **GEMMA3, "model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}  # fmt: skip
 
 
 def write(folder: Path, config: Any) -> str:
@@ -89,13 +125,15 @@ def test_what_transformers_saves_is_read_as_the_model_that_transformers_builds(
     "published",
     [
         QWEN3, {**QWEN3, "tie_word_embeddings": True}, QWEN3_MOE, MIXTRAL, DEEPSEEK, {**DEEPSEEK, "q_lora_rank": None},
-        GEMMA3,
+        GEMMA3, {**QWEN3_MOE, "decoder_sparse_step": 2}, {**DEEPSEEK, "model_type": "deepseek_v2"}, PHI3, SMOLLM3,
+        OLMO2, QWEN2, GLM, {**GLM, "attention_bias": False, "use_qk_norm": False}, GPT_OSS, LLAMA4_TEXT,
+        {**LLAMA4_TEXT, "interleave_moe_layer_step": 1}, GEMMA2, {**MISTRAL, "sliding_window": 16},
     ],
-    ids=["qwen3", "qwen3 tied", "qwen3_moe", "mixtral", "deepseek_v3", "deepseek_v3 whole queries", "gemma3_text"],
+    ids=lambda published: published["model_type"],
 )  # fmt: skip
 def test_a_family_has_the_parameters_that_transformers_builds(published: dict[str, Any], tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="needs the extra 'peers'")
-    config = transformers.AutoConfig.for_model(**without(published, "architectures"))
+    config = transformers.AutoConfig.for_model(**deepcopy(without(published, "architectures")))
     config.save_pretrained(tmp_path)
     with torch.device("meta"):
         theirs = transformers.AutoModelForCausalLM.from_config(config)
@@ -125,6 +163,38 @@ def test_fields_of_each_family_become_those_of_the_spec(tmp_path: Path) -> None:
     assert gemma == load_model(write(tmp_path, {**GEMMA3, "sliding_window_pattern": 6}))
     whole = load_model(write(tmp_path, {**GEMMA3, "layer_types": ["sliding_attention"] * 7}))
     assert (whole.global_every, whole.global_layers) == (0, 0)
+
+
+def test_windows_rotations_and_experts_of_further_families(tmp_path: Path) -> None:
+    def read(**config: Any) -> ModelSpec:
+        return load_model(write(tmp_path, config))
+
+    assert (read(**PHI3).window, read(**{**PHI3, "sliding_window": 4096}).window) == (2047, 0)
+    assert read(**{**MISTRAL, "sliding_window": 4096}).window == 4096
+    assert (read(**GEMMA2).window, read(**GEMMA2).global_every, read(**GEMMA2).rope_theta) == (16, 2, 1e4)
+    oss = read(**{**GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}})
+    assert (oss.window, oss.global_every, oss.experts) == (16, 2, Experts(count=8, active=2, ffn_dim=96, biased=True))
+    text = read(model_type="llama4", architectures=["Llama4ForConditionalGeneration"], text_config=LLAMA4_TEXT)
+    assert text.experts == Experts(count=4, active=1, ffn_dim=96, shared_ffn_dim=96, every=2)
+    assert (text.ffn_dim, text.window, text.global_every, text.expert_layers) == (160, 8192, 4, 2)
+    kimi = {**DEEPSEEK, "model_type": "kimi_k2", "rope_scaling": {"type": "yarn", "factor": 32}}
+    assert read(**kimi) == read(**DEEPSEEK)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None},
+        {"rope_parameters": {**STRETCHED, "rope_type": "yarn"}},
+        {"partial_rotary_factor": 0.5},
+        {"rope_parameters": {"partial_rotary_factor": 0.5}},
+    ],
+)
+def test_a_model_with_other_rotations_can_be_planned_but_not_trained(changes: dict[str, Any], tmp_path: Path) -> None:
+    spec = load_model(write(tmp_path, {**LLAMA, **changes}))
+    assert spec.params == load_model(write(tmp_path, LLAMA)).params
+    with pytest.raises(SpecError, match="model: other_rotations must be false for training, got true"):
+        check_trainable(spec)
 
 
 def test_gemma3_4b_leaves_out_what_is_its_default(tmp_path: Path) -> None:
@@ -186,21 +256,18 @@ def test_a_folder_stands_for_the_config_in_it_and_a_preset_comes_first(
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({**LLAMA, "model_type": "qwen2"}, "'qwen3', 'qwen3_moe', got 'qwen2'"),
+        ({**LLAMA, "model_type": "qwen9"}, "'qwen3', 'qwen3_moe', 'smollm3', got 'qwen9'"),
+        ({**QWEN2, "use_sliding_window": True}, "use_sliding_window must be false, got True"),
+        ({**GPT_OSS, "attention_bias": False}, "attention_bias must be true, got False"),
+        ({**GPT_OSS, "quantization_config": {"quant_method": "gptq"}}, "quantization_config must be absent"),
+        ({**LLAMA4_TEXT, "moe_layers": [0]}, "moe_layers must be each 2-th, got [0]"),
         ({**LLAMA, "attention_bias": True}, "attention_bias must be false, got True"),
         ({**LLAMA, "mlp_bias": True}, "mlp_bias must be false, got True"),
         ({**LLAMA, "hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
         ({**LLAMA, "attention_dropout": 0.1}, "attention_dropout must be 0.0, got 0.1"),
-        ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None}, "got 'linear'"),
-        ({**LLAMA, "rope_parameters": {**STRETCHED, "rope_type": "yarn"}}, "rope_type must be 'default' or 'llama3'"),
-        ({**LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0, got 0.5"),
-        ({**LLAMA, "rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 1.0, got 0.5"),
         ({**LLAMA, "quantization_config": {"bits": 4}}, "quantization_config must be absent"),
         ({**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, "must end in ForCausalLM"),
-        ({**MISTRAL, "sliding_window": 4096}, "sliding_window must be null, got 4096"),
         ({**QWEN3, "use_sliding_window": True}, "use_sliding_window must be false, got True"),
-        ({**QWEN3, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type must be 'default' or 'llama3'"),
-        ({**QWEN3_MOE, "decoder_sparse_step": 2}, "decoder_sparse_step must be 1, got 2"),
         ({**QWEN3_MOE, "mlp_only_layers": [0]}, "mlp_only_layers must be [], got [0]"),
         ({**MIXTRAL, "sliding_window": 4096}, "sliding_window must be null, got 4096"),
         ({**DEEPSEEK, "moe_layer_freq": 2}, "moe_layer_freq must be 1, got 2"),

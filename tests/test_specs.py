@@ -404,6 +404,47 @@ def test_every_shipped_suite_expands() -> None:
 def test_an_unknown_preset_is_refused() -> None:
     with pytest.raises(SpecError, match=r"model: no preset 'llama-tniy'; did you mean 'llama-tiny'\?"):
         load_model("llama-tniy")
+    with pytest.raises(SpecError, match=r"model: no preset 'acme/x'; refshard list models shows all"):
+        load_model("acme/x")
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("meta-llama/Meta-Llama-3-8B", "llama3-8b"),
+        ("meta-llama/Llama-2-7b-chat-hf", "llama2-7b"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
+        ("deepseek-ai/DeepSeek-V3-0324", "deepseek-v3"),
+        ("google/gemma-3-4b-it", "gemma3-4b"),
+        ("Llama_3.2_1B", "llama3.2-1b"),
+        ("llama-3.1-8b", "llama3.1-8b"),
+        ("meta-llama/Llama-4-Scout-17B-16E-Instruct", "llama4-scout"),
+        ("allenai/OLMo-2-1124-7B", "olmo2-7b"),
+        ("zai-org/GLM-4.5-Air-Base", "glm4.5-air"),
+        ("openai/gpt-oss-20b", "gpt-oss-20b"),
+        ("microsoft/Phi-3.5-mini-instruct", "phi3.5-mini"),
+        ("HuggingFaceTB/SmolLM2-1.7B-Instruct", "smollm2-1.7b"),
+    ],
+)
+def test_names_of_models_that_people_type(name: str, preset: str) -> None:
+    assert load_model(name) == load_model(preset)
+    assert case(model=name) == case(model=preset)
+
+
+def test_a_folder_goes_before_a_preset_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "Qwen" / "Qwen3-8B"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(SpecError, match=r"Qwen/Qwen3-8B/config.json: model_type must be one of"):
+        load_model("Qwen/Qwen3-8B")
+
+
+def test_tokens_of_a_sequence_and_names_may_be_written_as_people_do() -> None:
+    assert case(seq_len="8k").job.seq_len == 8192
+    emulated = case(fidelity="emulated", cluster="16xH100", gpus=16, global_batch=16)
+    assert emulated.job.cluster == "dgx-h100x2"
 
 
 def test_a_word_that_a_list_does_not_allow_is_refused_with_those_that_it_does(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from refshard.errors import SpecError, UnsupportedError
 from refshard.specs.case import Case
 from refshard.specs.cluster import load_cluster
 from refshard.specs.model import check_trainable, known_dimensions
+from refshard.specs.reading import tokens
 from refshard.strategies import check_case
 
 PROGRAM = "refshard.measure.dry.train"
@@ -68,7 +69,5 @@ def changed(training: Training, words: Sequence[str]) -> Training:
         if option not in names or not left:
             raise SpecError(f"dryrun: with --model, {', '.join(names)} may vary, each with a value, got '{option}'")
         value, field = left.pop(0), names[option]
-        if field in ("seq_len", "microbatch") and not value.isdigit():
-            raise SpecError(f"dryrun: {option} must be a number, got '{value}'")
-        changes[field] = int(value) if field in ("seq_len", "microbatch") else value
+        changes[field] = tokens(option, value) if field in ("seq_len", "microbatch") else value
     return msgspec.structs.replace(training, **changes)

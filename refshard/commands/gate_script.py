@@ -26,6 +26,7 @@ from refshard.quantities import format_bytes
 from refshard.records import timestamp
 from refshard.report.blocks import Answer
 from refshard.report.gate.formats import REGRESSION, GateCase, GateReport
+from refshard.specs.cluster import cluster_name
 from refshard.specs.gate import RULES
 from refshard.version import __version__
 
@@ -71,6 +72,7 @@ def gate_script(options: Options, outputs: Outputs) -> Answer:
     """
     if options.accept is not None and (options.baseline is not None or not options.accept.strip()):
         raise SpecError("accept needs a reason, and no baseline revision: it accepts the figures of this run")
+    options = msgspec.structs.replace(options, cluster=cluster_name(options.cluster))
     file = _file(options)
     if options.accept is None and options.baseline is None and not file.exists():
         remedy = f"refshard gate --accept REASON --cluster {options.cluster} -- {shlex.join(options.words)}"

@@ -94,7 +94,7 @@ def _models() -> tuple[Rows, Sequence[Block]]:
         ]
         for row in rows
     ]  # fmt: skip
-    own = "Your own: --model FILE.toml with these keys (docs/reference/suite.md)."
+    own = "Also by their ids on Hugging Face. Your own: --model FILE.toml or config.json (docs/how-to/own-model.md)."
     return rows, [Table(columns=columns, rows=cells), Notes(sentences=[own])]
 
 
@@ -103,10 +103,10 @@ def _parameters(count: int) -> str:
 
     >>> _parameters(8_030_261_248), _parameters(29_885_952)
     ('8.03 B', '29.9 M')
-    >>> _parameters(999_885_952)
-    '1 B'
+    >>> _parameters(999_885_952), _parameters(1_026_408_209_408)
+    ('1 B', '1.03 T')
     """
-    unit, name = (1e9, "B") if count >= 999_500_000 else (1e6, "M")
+    unit, name = (1e12, "T") if count >= 999.5e9 else (1e9, "B") if count >= 999.5e6 else (1e6, "M")
     return f"{count / unit:.3g} {name}"
 
 
@@ -132,7 +132,10 @@ def _clusters() -> tuple[Rows, Sequence[Block]]:
         }
         for row in rows
     ]  # fmt: skip
-    more = "For N nodes, append xN: dgx-h100x32 has 256 GPUs. `refshard calibrate` measures a cluster of your own."
+    more = (
+        "For N nodes, append xN: dgx-h100x32 has 256 GPUs. Or name GPUs: 8xh100, 4xh100, 1x4090. `refshard calibrate` "
+        "measures a cluster of your own."
+    )
     return rows, [table(cells, left=2, text=["collectives"]), Notes(sentences=[more])]
 
 

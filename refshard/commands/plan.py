@@ -1,6 +1,5 @@
 """``refshard plan``: the best ways to train a model on a cluster, found by closed forms."""
 
-import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +9,6 @@ from typing import Any, TypeVar, get_args
 
 import msgspec
 
-from refshard import resources
 from refshard.commands.printing import tell, write_page
 from refshard.commands.sizes import numbers, sized
 from refshard.emit.table import POLICIES, RUNS, TOOLS, emit
@@ -25,11 +23,12 @@ from refshard.plan.space import ALL, Space, candidates
 from refshard.report.blocks import Answer, Text
 from refshard.report.plan.answer import plan_answer
 from refshard.report.plan.text import short_text
-from refshard.specs.cluster import ClusterSpec, load_cluster
+from refshard.specs.cluster import ClusterSpec, cluster_name, load_cluster, with_nodes
 from refshard.specs.hardware import ELEMENT_BYTES
 from refshard.specs.job import REFERENCE_STRATEGY, Implementation, Optimizer, Precision, Schedule, Tuning
 from refshard.specs.layers import POLICY
-from refshard.specs.model import ModelSpec, is_factory, load_model
+from refshard.specs.model import ModelSpec, is_factory, load_model, model_name
+from refshard.specs.reading import tokens as read_tokens
 from refshard.specs.reading import within
 from refshard.specs.tuning import ALL_LINEAR, Lora, projections_of
 from refshard.strategies.table import ROWS
@@ -51,7 +50,6 @@ ONE_GPU_SEQUENCES = 16
 UPSTREAM = "yafsdp"
 """Also the end of the name of one of the engine's strategies."""
 Name = TypeVar("Name", bound=str)
-_FACTORS = {"": 1, "K": 2**10, "M": 2**20}
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +64,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     cluster: str
     gpus: str | None = None
+    nodes: int | None = None
     seq_len: int = 8192
     tokens_per_step: str | None = None
     search: bool = False
@@ -103,6 +102,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             for field in ("seq_len", "accumulate", "top", "lora_rank"):
                 within(_option(field), getattr(self, field), 1)
             within(_option("dry_runs"), self.dry_runs or 0, 0)
+            within(_option("nodes"), 1 if self.nodes is None else self.nodes, 1)
         except ValueError as error:
             raise SpecError(f"{error}; give a number in this range") from None
         if not 0 <= self.price_usd < float("inf"):
@@ -133,6 +133,7 @@ def plan(options: Options, *, page: Path | None = None, tool: str | None = None,
         model = read_dimensions(options.model)
     else:
         model = load_model(options.model)
+    options = _with_names(options)
     cluster, spread = load_cluster(options.cluster), load_spread()
     sizes = sized(options.gpus, cluster)
     failures = Failures(mtbf_hours=options.mtbf_hours)
@@ -165,6 +166,20 @@ def plan(options: Options, *, page: Path | None = None, tool: str | None = None,
         text = _emitted(tool, options, model, cluster, best, out or Path("runs") / "emitted" / tool)
         answer = replace(answer, blocks=[*answer.blocks, Text(text=text)])
     return answer
+
+
+def _with_names(options: Options) -> Options:
+    """The options with the model and the cluster by their profiles' names.
+
+    Raises:
+        SpecError: both the nodes and the GPUs are given.
+    """
+    cluster = cluster_name(options.cluster)
+    if options.nodes is not None:
+        if options.gpus is not None:
+            raise SpecError("plan: --nodes and --gpus exclude each other, got both; leave one out")
+        cluster = with_nodes(cluster, options.nodes)
+    return msgspec.structs.replace(options, model=model_name(options.model), cluster=cluster, nodes=None)
 
 
 def _for_tool(options: Options, tool: str | None, ranks: int) -> Options:
@@ -284,18 +299,15 @@ def space_of(options: Options, model: ModelSpec, cluster: ClusterSpec) -> Space:
         strategies=strategies_of(options, cluster.world_size), schedules=_schedules(options),
         checkpointing=_checkpointing(options),
         precisions=_precisions(options, cluster), compiled=_compiled(options), model=options.model,
-        gpus=cluster.world_size, cluster=_cluster_name(options.cluster, cluster), seq_len=options.seq_len,
+        gpus=cluster.world_size, cluster=_sized_name(options.cluster, cluster), seq_len=options.seq_len,
         global_batch=global_batch_of(options, model, cluster), offload=options.offload,
         implementation=Implementation(reduction=reduction), **axes, **tuned,
     )  # fmt: skip
 
 
-def _cluster_name(given: str, cluster: ClusterSpec) -> str:
+def _sized_name(given: str, cluster: ClusterSpec) -> str:
     """The name of the cluster with the number of nodes that is planned."""
-    if cluster == load_cluster(given):
-        return given
-    profile = given if given in resources.cluster_profiles() else re.sub(r"x\d{1,7}$", "", given)
-    return f"{profile}x{cluster.nodes}"
+    return given if cluster == load_cluster(given) else with_nodes(given, cluster.nodes)
 
 
 def _searched(name: str, options: Options, model: ModelSpec, cluster: ClusterSpec) -> bool:
@@ -333,28 +345,13 @@ def global_batch_of(options: Options, model: ModelSpec, cluster: ClusterSpec) ->
     if options.tokens_per_step is None:
         tokens = LARGE_TOKENS if model.params >= LARGE_MODEL else TOKENS
     else:
-        tokens = tokens_of(options.tokens_per_step)
+        tokens = read_tokens("tokens-per-step", options.tokens_per_step)
     sequences, rest = divmod(tokens, options.seq_len)
     if rest or not sequences:
         raise SpecError(
             f"tokens-per-step must be a multiple of seq-len = {options.seq_len:,}, got {tokens:,}; change either"
         )
     return sequences
-
-
-def tokens_of(given: str) -> int:
-    """A number of tokens, with K for 2^10 and M for 2^20.
-
-    >>> tokens_of("4M"), tokens_of("512k"), tokens_of("1000")
-    (4194304, 524288, 1000)
-
-    Raises:
-        SpecError: it is no such number.
-    """
-    found = re.fullmatch(r"([1-9]\d{0,11})([KM]?)", given.strip().upper())
-    if not found:
-        raise SpecError(f"tokens-per-step must be a number, with K for 2^10 or M for 2^20, got {given!r}; write 4M")
-    return int(found[1]) * _FACTORS[found[2]]
 
 
 def strategies_of(options: Options, ranks: int) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import msgspec
 
 from refshard.errors import SpecError
-from refshard.specs.cluster import load_cluster
+from refshard.specs.cluster import cluster_name, load_cluster
 from refshard.specs.reading import within
 
 Outcome = Literal["stepped", "ended", "oom", "failed"]
@@ -118,7 +118,9 @@ def request_on(cluster: str, gpus: int | None, **given: Any) -> Request:
     whole = load_cluster(cluster)
     part = whole if gpus is None else whole.of_world_size(gpus)
     try:
-        return Request(cluster=cluster, world_size=part.world_size, local_ranks=part.ranks_per_node, **given)
+        return Request(
+            cluster=cluster_name(cluster), world_size=part.world_size, local_ranks=part.ranks_per_node, **given
+        )
     except ValueError as error:
         raise SpecError(f"dryrun: {error}") from None
 

@@ -79,12 +79,13 @@ class _Estimate:
         self._alone = candidates["pp"] == 1
         # A model may have some dense layers and mixtures of experts in the others: figures are of the average layer.
         self._routed = routed_layers(model) / model.n_layers
-        # Its dense layers come first, and those of the first stage count. The part of the layers that are mixtures, of
-        # a pipeline's first rank and others.
+        # Dense layers come first, or alternate, and those of the first stage count. The part that are mixtures, of a
+        # pipeline's first rank and others.
+        dense, every = (model.experts.dense_layers, model.experts.every) if model.experts else (model.n_layers, 1)
         first = np.maximum(1, self._stages.first)
-        dense = np.minimum(model.n_layers - routed_layers(model), self._stages.begin)
-        self._routed_first = np.where(self._alone, self._routed, np.maximum(0, first - dense) / first)
-        self._routed_later = np.where(self._alone, self._routed, float(self._routed > 0))
+        before = np.minimum(dense, self._stages.begin)
+        self._routed_first = np.where(self._alone, self._routed, np.maximum(0, first - before) / first / every)
+        self._routed_later = np.where(self._alone, self._routed, float(self._routed > 0) / every)
         self._sizes()
 
     def _sizes(self) -> None:
@@ -460,7 +461,7 @@ def _newton_schulz_flops(model: ModelSpec) -> float:
 
 def routed_layers(model: ModelSpec) -> int:
     """Layers that are mixtures of experts."""
-    return model.n_layers - model.experts.dense_layers if model.experts else 0
+    return model.expert_layers
 
 
 def checkpointed_layers(policy: Policy, n_layers: int) -> int:

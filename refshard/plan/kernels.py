@@ -350,14 +350,14 @@ def sizes_of(model: ModelSpec, tensor: int, expert: int, expert_tp: int = 0) -> 
     """
     norm = model.dim * (2 if model.biased or model.norm_biases else 1)
     norms = (4 if model.extra_norms else 2) * norm + (2 * model.head_dim if model.query_norm else 0)
-    norms += model.latent.query_rank + model.latent.kv_rank if model.latent else 0
+    norms += model.vectors + (model.latent.query_rank + model.latent.kv_rank if model.latent else 0)
     attention = [*attention_linears(model)]
     dense = _numel([*attention, *feed_forward_linears(model)], tensor, 1, biased=model.biased) + norms
     mixture = feed_forward_linears(model, dense=False) if model.experts else ()
     routed = _numel([*attention, *(one for one in mixture if one.count == 1)], tensor, 1, biased=model.biased) + norms
     split = expert_split(tensor, expert, expert_tp)
-    biases = model.experts is not None and model.experts.biased
-    experts = _numel([one for one in mixture if one.count > 1], split, expert, biased=biases)
+    biased = model.experts is not None and (model.biased or model.experts.biased)
+    experts = _numel([one for one in mixture if one.count > 1], split, expert, biased=biased)
     inner = _numel([*feed_forward_linears(model)], tensor, 1, biased=model.biased)
     mixed = _numel([one for one in mixture if one.count == 1], tensor, 1, biased=model.biased) + experts
     ends = model.vocab * model.dim / tensor

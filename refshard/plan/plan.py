@@ -74,6 +74,8 @@ _FAMILIES = {
     (12, 0): "RTX 50",
 }  # fmt: skip
 """Families of GPUs that are predicted about equally well, by their compute capability."""
+_FEWEST = 100
+"""Multiprocessors of a family's GPUs at least: an H20 has 78, and no published run."""
 
 
 def kind_of(job: Job, model: ModelSpec, hardware: HardwareSpec) -> str:
@@ -86,7 +88,8 @@ def kind_of(job: Job, model: ModelSpec, hardware: HardwareSpec) -> str:
         divided = "tensor or context"
     else:
         divided = "data"
-    family = _FAMILIES.get(hardware.capability) or hardware.device_name or hardware.device.upper()
+    known = _FAMILIES.get(hardware.capability) if hardware.multiprocessors >= _FEWEST else None
+    family = known or hardware.device_name or hardware.device.upper()
     tuning = "" if job.tuning == "full" else f", {job.tuning}"
     return f"{'experts' if model.experts else 'dense'}, {divided} parallel, {job.precision}, {family}{tuning}"
 

@@ -1,14 +1,17 @@
 """A case: a job, and the protocol by which it is run. It is complete in itself and identified by its hash."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Literal, Self
 
 import msgspec
 
 from refshard.errors import SpecError, nearest
+from refshard.specs.cluster import cluster_name
 from refshard.specs.job import OPTIONS, REFERENCE_STRATEGY, Implementation, Job
-from refshard.specs.reading import LARGEST, convert, within
+from refshard.specs.model import model_name
+from refshard.specs.reading import LARGEST, convert, tokens, within
 
 Device = Literal["auto", "cpu", "cuda"]
 Fidelity = Literal["measured", "emulated", "dryrun", "simulated"]
@@ -78,6 +81,11 @@ class Protocol(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 KEYS = (*(name for name in Job.__struct_fields__ if name != "implementation"), *Protocol.__struct_fields__)
 """The keys of a case in a suite: all fields but the job's implementation, which its code decides."""
 
+_READ: dict[str, Callable[[str], object]] = {
+    "model": model_name, "cluster": cluster_name, "seq_len": partial(tokens, "seq_len"),
+}  # fmt: skip
+"""Fields that people write in several ways."""
+
 
 class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One run of one job.
@@ -116,10 +124,15 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def of(cls, *, where: str = "case", strict: bool = True, **fields: Any) -> Self:
         """The case with these fields of job and protocol; unless ``strict``, numbers may be given as text.
 
+        Models and clusters may be called by any of their names, and ``seq_len`` may be ``"8k"``.
+
         Raises:
             SpecError: a field is unknown or has an invalid value, with the rule and the value in one line.
         """
         check_keys(where, fields, KEYS)
+        for field, read in _READ.items():
+            if isinstance(given := fields.get(field), str):
+                fields[field] = read(given)
         job = {key: value for key, value in fields.items() if key in Job.__struct_fields__}
         protocol = {key: value for key, value in fields.items() if key in Protocol.__struct_fields__}
         parts = convert(job, Job, where=where, strict=strict), convert(protocol, Protocol, where=where, strict=strict)
@@ -179,7 +192,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def as_dry_run(self, cluster: str) -> Self:
         """This measured case as a dry run on ``cluster``."""
-        return self.changed(fidelity="dryrun", cluster=cluster)
+        return self.changed(fidelity="dryrun", cluster=cluster_name(cluster))
 
     def reference(self) -> Self:
         """The same batches on one unsharded rank, which this case's losses must equal.

@@ -1,15 +1,16 @@
 """A cluster: its accelerators, how they are joined, and the collectives that its library runs over that."""
 
-import difflib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, get_args
 
 import msgspec
 
 from refshard import resources
-from refshard.errors import SpecError, nearest
+from refshard.errors import SpecError
 from refshard.specs.hardware import HardwareSpec, load_hardware
+from refshard.specs.names import closest, is_alias, profile_called
 from refshard.specs.reading import convert, finite, read_toml, sourced, within
 
 Library = Literal["nccl", "rccl", "gloo"]
@@ -165,27 +166,76 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def load_cluster(given: str) -> ClusterSpec:
-    """The cluster called ``given``: a profile's name or a TOML file, and ``xN`` after it for N nodes.
+    """The cluster called ``given``: a TOML file or a profile, by its name, an alias or another spelling of either.
+
+    ``xN`` after it is N nodes. ``Kx`` before it is K GPUs: full nodes, or a part of one.
 
     Raises:
-        SpecError: unknown cluster, or its profile breaks the schema.
+        SpecError: unknown cluster, its profile breaks the schema, or it has no such part.
     """
-    profiles = resources.cluster_profiles()
-    base, nodes = given, None
-    if given not in profiles and not _is_file(given) and (counted := re.fullmatch(r"(.+)x(\d{1,7})", given)):
-        base, nodes = counted[1], int(counted[2])
-    path = profiles.get(base) or Path(base)
-    if base not in profiles and not _is_file(base):
-        known = list(profiles)
-        missing = base if difflib.get_close_matches(base, known, n=1) else given  # rtx4090 is not 4090 nodes of rt
+    return _find(given)[1]
+
+
+def cluster_name(given: str) -> str:
+    """The name of the cluster called ``given`` in which all spellings are equal; unknown names are their own.
+
+    >>> cluster_name("8xH100"), cluster_name("16xh100"), cluster_name("4x H100"), cluster_name("none")
+    ('dgx-h100', 'dgx-h100x2', '4xdgx-h100', 'none')
+    """
+    try:
+        return _find(given)[0]
+    except SpecError:
+        return given
+
+
+def with_nodes(name: str, nodes: int) -> str:
+    """The name of a cluster with as many nodes; ``name`` is as :func:`cluster_name` gives it."""
+    base = name if _profile(name) else re.sub(r"x\d{1,7}$", "", name)
+    return f"{base}x{nodes}"
+
+
+def _find(given: str) -> tuple[str, ClusterSpec]:
+    """The cluster called ``given``, with its name."""
+    gpus, base, nodes = next(_readings(given), (None, given, None))
+    if (found := _profile(base)) is None:
+        remedy = closest("clusters", re.sub(r"^\d+ ?x ?", "", given), resources.cluster_profiles())
         raise SpecError(
-            f"cluster: no profile and no file '{missing[:80]}'; {nearest(missing, known)} (append xN for N nodes)"
+            f"cluster: no profile and no file '{given[:80]}'; {remedy} (append xN for N nodes; 4xh100 has 4 GPUs)"
         )
-    if nodes == 0:
-        raise SpecError(f"cluster: must have at least one node, got '{given}'; write x1 for one")
-    cluster = convert(read_toml(path), ClusterSpec, where=f"cluster {base}")
-    cluster.accelerator  # noqa: B018  a profile that names no hardware is refused here
-    return cluster if nodes is None else cluster.of_nodes(nodes)
+    name, path = found
+    if nodes is not None and is_alias("clusters", base):
+        raise SpecError(
+            f"cluster: '{given}' may mean {nodes} GPUs or {nodes} nodes; write {nodes}x{base} or {name}x{nodes}"
+        )
+    if 0 in (gpus, nodes):
+        raise SpecError(f"cluster: must have at least one node and one GPU, got '{given}'; write x1 for one node")
+    cluster = whole = convert(read_toml(path), ClusterSpec, where=f"cluster {name}")
+    whole.accelerator  # noqa: B018  a profile that names no hardware is refused here
+    if gpus is not None:
+        cluster = whole.of_world_size(gpus)
+        name = f"{gpus}x{name}" if gpus < whole.ranks_per_node else name
+    if nodes is not None:
+        cluster = cluster.of_nodes(nodes)
+    if gpus is not None and gpus not in (cluster.ranks_per_node, cluster.world_size):
+        raise SpecError(f"cluster: '{given}' has {cluster.world_size} GPUs, not {gpus}; leave one of the numbers out")
+    return name if cluster.nodes == whole.nodes else f"{name}x{cluster.nodes}", cluster
+
+
+def _readings(given: str) -> Iterator[tuple[int | None, str, int | None]]:
+    """What ``given`` may mean, first the most literal: GPUs, the name of a cluster that is known, nodes."""
+    for pattern in (r"()(.+)()", r"(\d{1,7}) ?x ?(.+)()", r"()(.+)x(\d{1,7})", r"(\d{1,7}) ?x ?(.+)x(\d{1,7})"):
+        read = re.fullmatch(pattern, given, re.IGNORECASE)
+        if read and _profile(read[2]):
+            yield int(read[1]) if read[1] else None, read[2], int(read[3]) if read[3] else None
+
+
+def _profile(name: str) -> tuple[str, Path] | None:
+    """The name and the file of the profile, or of the user's file, called ``name``."""
+    profiles = resources.cluster_profiles()
+    if name not in profiles and _is_file(name):
+        return name, Path(name)
+    known = name if name in profiles else profile_called("clusters", name, profiles)
+    return None if known is None else (known, profiles[known])
 
 
 def cluster_of_device(device_name: str) -> str:

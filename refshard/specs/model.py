@@ -1,7 +1,8 @@
 """The dimensions of a model, the presets that ship with refshard, and what else a model's name can mean.
 
-A name is a preset's, a TOML file's, that of a Hugging Face ``config.json`` or of the folder that holds it (also as
-``hf:PATH``), or a factory ``package.module:function``, which makes a module of the user's own.
+A name is a preset's (also an alias, or its id on Hugging Face), a TOML file's, that of a Hugging Face ``config.json``
+or of the folder that holds it (also as ``hf:PATH``), or a factory ``package.module:function``, which makes a module of
+the user's own.
 """
 
 import re
@@ -11,8 +12,9 @@ from pathlib import Path
 import msgspec
 
 from refshard import resources
-from refshard.errors import SpecError, nearest
+from refshard.errors import SpecError
 from refshard.specs.hf_config import CONFIG, read_config
+from refshard.specs.names import closest, profile_called
 from refshard.specs.reading import convert, read_toml, within
 
 _FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -37,9 +39,10 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """A mixture of ``count`` gated feed-forwards of width ``ffn_dim``; a router picks ``active`` of them per token.
 
     One of width ``shared_ffn_dim`` (0: none) serves every token. The first ``dense_layers`` layers have a single
-    feed-forward, of the model's own ``ffn_dim``. In GPT-OSS the experts' products are ``biased``, and the input of
-    their activation is ``clamped``. If experts form ``groups``, a token's lie in at most ``active_groups`` of them
-    (DeepSeek-V3's node-limited routing, arXiv 2412.19437, section 2.1.2).
+    feed-forward, of the model's own ``ffn_dim``, and so have those between each ``every``-th of the others. In GPT-OSS
+    the experts' products are ``biased``, and the input of their activation is ``clamped``. If experts form ``groups``,
+    a token's lie in at most ``active_groups`` of them (DeepSeek-V3's node-limited routing, arXiv 2412.19437, section
+    2.1.2).
     """
 
     count: int
@@ -47,13 +50,14 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ffn_dim: int
     shared_ffn_dim: int = 0
     dense_layers: int = 0
+    every: int = 1
     biased: bool = False
     clamped: bool = False
     groups: int = 1
     active_groups: int = 1
 
     def __post_init__(self) -> None:
-        for field in ("count", "active", "ffn_dim", "groups", "active_groups"):
+        for field in ("count", "active", "ffn_dim", "every", "groups", "active_groups"):
             within(field, getattr(self, field), 1)
         for field in ("shared_ffn_dim", "dense_layers"):
             within(field, getattr(self, field), 0)
@@ -108,6 +112,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     - ``window``: a token attends to this many tokens, itself included (0: to all before it), except in each
       ``global_every``-th layer (0: in none).
     - ``experts`` and ``latent``: a mixture of experts, and latent attention.
+    - ``vectors``: elements of further vectors in each layer: biases of queries, keys and values (Qwen 2), attention's
+      sinks (gpt-oss), norms of whole queries and keys in place of each head's (OLMo 2).
+    - ``other_rotations``: positions are rotated otherwise than a Llama's, which is not described here: only a part of
+      each head (GLM) or in some layers (SmolLM 3). Parameters and FLOPs are the same.
     - ``predictions``: modules of multi-token prediction. Each is one of the last layers, with a projection of two
       hidden states to one, and goes through the embedding and the head, too (arXiv 2412.19437, section 2.2).
     """
@@ -136,12 +144,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     global_every: int = 0
     experts: Experts | None = None
     latent: LatentAttention | None = None
+    vectors: int = 0
+    other_rotations: bool = False
     predictions: int = 0
 
     def __post_init__(self) -> None:
         for field in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab", "params"):
             within(field, getattr(self, field), 1)
-        for field in ("head_dim", "positions", "window", "global_every", "predictions"):
+        for field in ("head_dim", "positions", "window", "global_every", "vectors", "predictions"):
             within(field, getattr(self, field), 0)
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_kv_heads must divide n_heads = {self.n_heads}, got {self.n_kv_heads}")
@@ -178,7 +188,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def expert_layers(self) -> int:
         """How many layers have experts."""
-        return 0 if self.experts is None else self.n_layers - self.experts.dense_layers
+        return 0 if self.experts is None else (self.n_layers - self.experts.dense_layers) // self.experts.every
 
     @property
     def global_layers(self) -> int:
@@ -236,13 +246,13 @@ def _parameters(model: ModelSpec, experts: int) -> int:
     norm = model.dim * (2 if model.biased or model.norm_biases else 1)
     norms = (4 if model.extra_norms else 2) * norm + (2 * model.head_dim if model.query_norm else 0)
     dense_layers = model.n_layers - model.expert_layers
-    blocks = model.n_layers * (_attention_parameters(model) + norms)
-    blocks += dense_layers * _feed_forward_parameters(model, model.ffn_dim)
+    blocks = model.n_layers * (_attention_parameters(model) + norms + model.vectors)
+    blocks += dense_layers * _feed_forward_parameters(model, model.ffn_dim, model.biased)
     if model.experts is not None:
-        each = _feed_forward_parameters(model, model.experts.ffn_dim, biased=model.experts.biased)
-        mixed = experts * each + model.experts.count * model.dim
+        of_experts = _feed_forward_parameters(model, model.experts.ffn_dim, model.biased or model.experts.biased)
+        mixed = experts * of_experts + model.experts.count * model.dim
         if model.experts.shared_ffn_dim:
-            mixed += _feed_forward_parameters(model, model.experts.shared_ffn_dim)
+            mixed += _feed_forward_parameters(model, model.experts.shared_ffn_dim, model.biased)
         blocks += model.expert_layers * mixed
     embeddings = model.vocab * model.dim * (1 if model.tied else 2)
     return blocks + embeddings + position_parameters(model) + norm + prediction_parameters(model)
@@ -262,16 +272,16 @@ def _attention_parameters(model: ModelSpec) -> int:
     return 2 * model.dim * (queries + keys) + biases
 
 
-def _feed_forward_parameters(model: ModelSpec, width: int, *, biased: bool | None = None) -> int:
+def _feed_forward_parameters(model: ModelSpec, width: int, biased: bool) -> int:
     inward = 2 if model.gated else 1
-    biases = inward * width + model.dim if (model.biased if biased is None else biased) else 0
+    biases = inward * width + model.dim if biased else 0
     return (inward + 1) * model.dim * width + biases
 
 
 _BEYOND_LLAMA = {
     "experts": "absent", "latent": "absent", "extra_norms": "false", "gated": "true", "norm_biases": "false",
     "biased": "false", "positions": "0 (rotary)", "window": "0", "global_every": "0", "query_norm": "false",
-    "head_dim": "dim / n_heads", "predictions": "0", "yarn": "false",
+    "head_dim": "dim / n_heads", "vectors": "0", "other_rotations": "false", "predictions": "0", "yarn": "false",
 }  # fmt: skip
 """What a Llama has in each optional field, in words."""
 TRAINED = ("head_dim", "query_norm")
@@ -342,6 +352,19 @@ def model_file(name: str) -> Path | None:
     return None
 
 
+def model_name(given: str) -> str:
+    """The name of the preset called ``given``, which may be an alias, another spelling or an id on Hugging Face; the
+    names of files and factories, and unknown ones, are their own.
+
+    >>> model_name("meta-llama/Llama-3.2-3B-Instruct"), model_name("LLAMA3-8b"), model_name("my/model.toml")
+    ('llama3.2-3b', 'llama3-8b', 'my/model.toml')
+    """
+    presets = resources.model_profiles()
+    if given in presets or model_file(given) is not None or is_factory(given):
+        return given
+    return profile_called("models", given, presets) or given
+
+
 def known_dimensions(name: str) -> ModelSpec | None:
     """As :func:`load_model`; None for a factory: its module need not be a Llama.
 
@@ -368,7 +391,7 @@ def load_model(name: str) -> ModelSpec:
             f"model: closed forms need the dimensions of a Llama, got the factory '{name}'; dry-run it instead: "
             f"refshard dryrun --cluster NAME --model {name} --strategy fsdp2"
         )
-    presets = resources.model_profiles()
+    presets, name = resources.model_profiles(), model_name(name)
     if name not in presets:
-        raise SpecError(f"model: no preset '{name}'; {nearest(name, list(presets))}")
+        raise SpecError(f"model: no preset '{name}'; {closest('models', name, presets)}")
     return convert(read_toml(presets[name]), ModelSpec, where=f"model {name}")

@@ -108,6 +108,21 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
+def tokens(field: str, given: str) -> int:
+    """A number of tokens, with K for 2^10 and M for 2^20.
+
+    >>> tokens("seq-len", "8k"), tokens("tokens-per-step", "4M"), tokens("seq-len", "1000")
+    (8192, 4194304, 1000)
+
+    Raises:
+        SpecError: it is no such number.
+    """
+    found = re.fullmatch(r"([1-9]\d{0,11})([KM]?)", given.strip().upper())
+    if not found:
+        raise SpecError(f"{field} must be a number >= 1, with K for 2^10 or M for 2^20, got {given!r}; write 8k")
+    return int(found[1]) * {"": 1, "K": 2**10, "M": 2**20}[found[2]]
+
+
 def within(field: str, value: int, least: int, *, most: int = LARGEST) -> None:
     """Check that ``value`` lies between ``least`` and ``most``.
 

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from refshard.cli import app, main
-from refshard.commands.plan import PLANNED, SEARCHED, Options, plan, tokens_of
+from refshard.commands.plan import PLANNED, SEARCHED, Options, plan
 from refshard.emit.table import POLICIES, RUNS, TOOLS
 from refshard.errors import SpecError
 from refshard.plan.cost_models import COST_MODELS
+from refshard.specs.reading import tokens
 from refshard.specs.suite import parse_suite
 from refshard.strategies import check_case
 from tests.emit.megatron_flags import FLAGS
@@ -189,6 +190,23 @@ def test_numbers_of_gpus_are_a_list_or_a_range_that_doubles(gpus: str | None, ra
             assert row["job"]["gpus"] == size["gpus"]
 
 
+@pytest.mark.parametrize(
+    ("names", "cluster", "gpus"),
+    [
+        ({"model": "meta-llama/Meta-Llama-3-8B-Instruct", "cluster": "8xH100", "nodes": 2}, "dgx-h100x2", 16),
+        ({"model": "LLAMA3-8B", "cluster": "dgx-h100x8", "nodes": 2}, "dgx-h100x2", 16),
+        ({"cluster": "16xh100"}, "dgx-h100x2", 16),
+        ({"cluster": "4xh100"}, "4xdgx-h100", 4),
+        ({"cluster": "4xh100", "nodes": 2}, "4xdgx-h100x2", 8),
+        ({"cluster": "h100", "gpus": "32"}, "dgx-h100x4", 32),
+        ({"cluster": "h100", "gpus": "2"}, "dgx-h100x1", 2),
+    ],
+)
+def test_a_model_and_a_cluster_may_be_called_by_any_name(names: dict[str, Any], cluster: str, gpus: int) -> None:
+    found = configurations(**names)
+    assert {(job["model"], job["cluster"], job["gpus"]) for job in found} == {("llama3-8b", cluster, gpus)}
+
+
 def test_the_price_and_failures_reach_the_costs() -> None:
     def best(**changes: Any) -> dict[str, Any]:
         found: dict[str, Any] = sizes(strategies="refshard-yafsdp", **changes)[0]["rows"][0]
@@ -202,7 +220,9 @@ def test_the_price_and_failures_reach_the_costs() -> None:
 
 @given(count=st.integers(1, 10**6), factor=st.sampled_from(["", "k", "K", "m", "M"]), space=st.sampled_from(["", " "]))
 def test_tokens_are_a_number_with_a_factor_of_two_to_the_tenth(count: int, factor: str, space: str) -> None:
-    assert tokens_of(f"{space}{count}{factor}{space}") == count * {"": 1, "K": 1024, "M": 1024**2}[factor.upper()]
+    assert (
+        tokens("seq-len", f"{space}{count}{factor}{space}") == count * {"": 1, "K": 1024, "M": 1024**2}[factor.upper()]
+    )
 
 
 def test_tokens_of_a_step_set_the_batch_of_every_size() -> None:
@@ -438,7 +458,7 @@ def test_a_tool_that_runs_nothing_of_the_plan_says_why(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"model": "llama3-8bb"}, "no preset 'llama3-8bb'; did you mean 'llama3-8b'"),
-        ({"cluster": "dgx-h10x4"}, "no profile and no file 'dgx-h10'; did you mean 'dgx-h100'"),
+        ({"cluster": "dgx-h10x4"}, "no profile and no file 'dgx-h10x4'; did you mean 'dgx-h100'"),
         ({"strategies": "ddp,refshard-yafspd"}, "no strategy 'refshard-yafspd' has a closed form; did you mean '"),
         (
             {"strategies": "ddp,yafsdp"}, "strategy: 'yafsdp' is upstream's package, which has no closed form; plan "
@@ -459,7 +479,9 @@ def test_a_tool_that_runs_nothing_of_the_plan_says_why(tmp_path: Path) -> None:
         ({"gpus": "1-4"}, "gpus must be numbers from 1, separated by commas, got '1-4'; write"),
         ({"gpus": "8..2"}, r"gpus must ascend from 1 or more, got '8\.\.2'; write, for example, 64\.\.2048"),
         ({"gpus": "0..4"}, r"gpus must ascend from 1 or more, got '0\.\.4'; write"),
-        ({"tokens_per_step": "4G"}, r"tokens-per-step must be a number, with K for 2\^10 or M for 2\^20, got '4G'"),
+        ({"tokens_per_step": "4G"}, r"must be a number >= 1, with K for 2\^10 or M for 2\^20, got '4G'; write 8k"),
+        ({"nodes": 0}, "--nodes must be >= 1, got 0"),
+        ({"nodes": 2, "gpus": "8"}, "plan: --nodes and --gpus exclude each other, got both; leave one out"),
         ({"tokens_per_step": "5000"}, "must be a multiple of seq-len = 4,096, got 5,000; change either"),
         ({"tokens_per_step": "1"}, "must be a multiple of seq-len = 4,096, got 1; change either"),
         ({"price_usd": -1.0}, r"--price must be >= 0 USD per GPU-hour, and finite, got -1\.0; give"),

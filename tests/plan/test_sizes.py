@@ -27,7 +27,7 @@ def test_ranks_that_divide_matrices_hold_all_of_them_and_norms_each(name: str) -
     """Routers, latent attention's narrow products and learned positions are whole on each rank, too."""
     model = load_model(name)
     twice = 2 * on_one_rank(model, tp=2)
-    assert parameter_count(model) <= twice <= 1.002 * parameter_count(model)
+    assert parameter_count(model) <= twice <= 1.003 * parameter_count(model)
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if load_model(name).experts])

@@ -20,7 +20,6 @@ from refshard.analysis.rankings import ALIKE, Ranking, step_time
 from refshard.analysis.ratios import ratios
 from refshard.errors import SpecError
 from refshard.outside_memory import COMMUNICATOR_BYTES, context
-from refshard.plan.memory import usable
 from refshard.quantities import GIB, axis_unit, format_bytes, format_part, format_percent, format_seconds
 from refshard.records import Run
 from refshard.report.blocks import Block, Charts, Column, Quantity, Row, Section, Table, table
@@ -143,10 +142,8 @@ def _limit(case: CaseResult) -> tuple[float, str] | None:
         return None
     if not hardware.asynchronous:
         return None
-    if case.fidelity == "dryrun":
-        nccl = 0 if case.spec.job.gpus == 1 else COMMUNICATOR_BYTES[0]  # further communicators leave less
-        return hardware.memory_bytes - context(hardware).bytes - nccl, "usable"
-    return usable(hardware), "usable"
+    nccl = 0 if case.spec.job.gpus == 1 else COMMUNICATOR_BYTES[0]  # further communicators leave less
+    return hardware.memory_bytes - context(hardware).bytes - nccl, "usable"
 
 
 def tradeoff(ranking: Ranking, identity: str, dry_runs: Mapping[CaseResult, CaseResult]) -> Chart | None:
