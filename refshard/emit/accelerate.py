@@ -11,18 +11,18 @@ from refshard.emit.tool import (
     reduces,
     refuse,
     refuse_job,
+    tuned,
     uneven,
     unknown_checkpointing,
 )
-from refshard.specs.model import beyond_llama, is_factory
+from refshard.quantities import GIB
 
 VERSION = "1.15.0"
 FILE = "accelerate.yaml"
 SCRIPT = "train.py"
 STRATEGIES = ("ddp", "fsdp1", "fsdp2", "accelerate")
 POLICIES = ("none", "full")
-BLOCK = "LlamaDecoderLayer"
-"""The class of transformers' Llama that is a unit. Other models name theirs in ``_no_split_modules``."""
+EXPERTS = ", or emit for torchtitan, megatron or deepspeed"
 
 
 def emit(setting: Setting) -> Emitted:
@@ -31,15 +31,17 @@ def emit(setting: Setting) -> Emitted:
     Raises:
         SpecError: Accelerate cannot train so.
     """
-    one, used = setting.job, setting.used
+    one, m, used = setting.job, setting.model, setting.used
     planned = one.implementation.reduction
     _check(setting)
-    llama = beyond_llama(setting.model, ("head_dim",)) is None and not is_factory(one.model)
+    # One rank reads the weights; the others make the model on the meta device.
+    on_meta = one.tp == 1 and one.precision != "fp8"
+    norms = (2 * m.n_layers + 1) * one.microbatch * one.seq_len // one.cp * m.dim * 4 / GIB
     steps = f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={one.microbatches} " if one.microbatches > 1 else ""
     nodes = f"--machine_rank $RANK_OF_NODE --main_process_ip {HEAD} --main_process_port {PORT} "
     reduced = "fp32" if one.precision == "fp32" or one.strategy == "ddp" else "bf16"
     return Emitted(
-        files={FILE: filled("accelerate.yaml.j2", setting, version=VERSION, llama=llama, block=BLOCK)},
+        files={FILE: filled("accelerate.yaml.j2", setting, version=VERSION, on_meta=on_meta)},
         command=f"{steps}accelerate launch --config_file {FILE} {nodes if used.nodes > 1 else ''}{SCRIPT}",
         version=VERSION,
         notes=applying(
@@ -49,8 +51,20 @@ def emit(setting: Setting) -> Emitted:
                 f"{one.microbatch}, with sequences of {one.seq_len} tokens.",
             ),
             (
-                one.strategy != "ddp" and not llama,
+                one.strategy != "ddp",
                 "Units are the blocks that your model lists in _no_split_modules, as transformers' models do.",
+            ),
+            (
+                one.strategy != "ddp" and on_meta,
+                "Only rank 0 loads weights: from_pretrained makes the model on the meta device of the others.",
+            ),
+            (
+                one.strategy != "ddp" and not on_meta,
+                "Each rank loads all weights into its host's memory: Accelerate cannot load on the meta device here.",
+            ),
+            (
+                one.checkpointing == "none" and one.precision != "fp32",
+                f"Norms of transformers' models keep copies in fp32, about {norms:.1f} GiB more than the plan's fused norms.",
             ),
             (
                 one.strategy == "ddp" and one.checkpointing == "full",
@@ -72,6 +86,7 @@ def emit(setting: Setting) -> Emitted:
                 reduced != planned,
                 f"With this file, Accelerate reduces gradients in {reduced}; the plan reduces in {planned}.",
             ),
+            tuned(setting),
             reduces(setting, "Accelerate", each=False),
         ),
     )
@@ -80,7 +95,7 @@ def emit(setting: Setting) -> Emitted:
 def _check(setting: Setting) -> None:
     one, node = setting.job, setting.cluster.ranks_per_node
     second = one.strategy in ("fsdp2", "accelerate")
-    refuse_job("accelerate", setting, strategies=STRATEGIES)
+    refuse_job("accelerate", setting, strategies=STRATEGIES, experts=EXPERTS, script=True)
     first = above_one(setting, "tp", "cp", remedy="plan with --strategy fsdp2")
     refuse(
         "accelerate",

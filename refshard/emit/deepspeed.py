@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from refshard.emit.tool import Emitted, Setting, above_one, applying, reduces, refuse, refuse_job
+from refshard.emit.tool import Emitted, Setting, above_one, applying, reduces, refuse, refuse_job, tuned
 
 VERSION = "0.19.8"
 FILE = "ds_config.json"
@@ -14,6 +14,8 @@ STAGES = {
     "refshard-zero1": 1, "refshard-zero2": 2, "refshard-fsdp": 3,
 }  # fmt: skip
 """The ZeRO stage that shards what a strategy shards."""
+CLIPPING = 1.0
+"""The largest norm of gradients, as torchtitan and Megatron have by default; DeepSpeed does not clip by default."""
 
 
 def emit(setting: Setting) -> Emitted:
@@ -23,7 +25,7 @@ def emit(setting: Setting) -> Emitted:
         SpecError: DeepSpeed cannot train so.
     """
     one, used = setting.job, setting.used
-    refuse_job("deepspeed", setting, strategies=tuple(STAGES))
+    refuse_job("deepspeed", setting, strategies=tuple(STAGES), script=True)
     stage = STAGES[one.strategy]
     refuse(
         "deepspeed",
@@ -33,6 +35,10 @@ def emit(setting: Setting) -> Emitted:
             one.dp_replicate > 1 and stage in (1, 2),
             f"dp_replicate must be 1 for ZeRO-{stage}, which shards over all ranks, got {one.dp_replicate}; plan with "
             "--dp-replicate 1",
+        ),
+        (
+            one.dp_replicate > 1 and one.ep > 1,
+            f"dp_replicate must be 1 where ep = {one.ep}, got {one.dp_replicate}; plan with --dp-replicate 1",
         ),
         (one.offload and stage == 0, f"offload needs ZeRO, got {one.strategy}; plan with --strategy fsdp2"),
     )
@@ -58,6 +64,11 @@ def emit(setting: Setting) -> Emitted:
                 f"Your script must checkpoint, with the policy '{one.checkpointing}': the file does not.",
             ),
             (
+                one.ep > 1,
+                f"AutoEP divides the experts of transformers' models of the type {_preset(setting)}; it needs transformers "
+                "5.0.",
+            ),
+            (
                 stage == 3 and one.dp_replicate > 1,
                 "hpZ gathers parameters within a node, but shards gradients and optimizer state over all ranks.",
             ),
@@ -65,10 +76,16 @@ def emit(setting: Setting) -> Emitted:
                 stage == 3 and not one.implementation.reshard,
                 "ZeRO-3 frees gathered parameters after forward; the plan keeps them.",
             ),
+            tuned(setting),
             (one.implementation.compiled, "The file does not compile blocks: call engine.compile() in your script."),
             reduces(setting, "DeepSpeed", each=stage >= 2),
         ),
     )
+
+
+def _preset(setting: Setting) -> str:
+    """AutoEP's name of the model's family (``deepspeed/module_inject/auto_ep_presets``), which is transformers' too."""
+    return "deepseek_v3" if setting.model.latent else "qwen3_moe" if setting.model.query_norm else "mixtral"
 
 
 def _settings(setting: Setting, stage: int) -> dict[str, Any]:
@@ -87,8 +104,11 @@ def _settings(setting: Setting, stage: int) -> dict[str, Any]:
         "bf16": {"enabled": one.precision == "bf16"},
         "communication_data_type": one.implementation.reduction,
         "data_types": {"grad_accum_dtype": "fp32"},
+        "gradient_clipping": CLIPPING,
         "zero_optimization": zero,
     }
+    if one.ep > 1:
+        settings["expert_parallel"] = {"enabled": True, "autoep_size": one.ep, "preset_model": _preset(setting)}
     if one.offload:
         settings["zero_force_ds_cpu_optimizer"] = False
     if one.checkpointing != "none":

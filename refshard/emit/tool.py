@@ -1,5 +1,7 @@
 """What is emitted, what it is emitted from, and how the tools refuse a configuration and fill their templates."""
 
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -7,7 +9,7 @@ import msgspec
 from refshard.errors import SpecError
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.job import Job
-from refshard.specs.model import ModelSpec, check_llama
+from refshard.specs.model import ModelSpec, check_llama, load_model
 
 HEAD = "$HEAD_HOST"
 """Stands in commands for the first node's name, which no plan knows; the shell fills it in."""
@@ -92,15 +94,22 @@ def refuse(tool: str, *rules: Rule) -> None:
 
 
 def refuse_job(
-    tool: str, setting: Setting, *, strategies: tuple[str, ...] = (), llama: tuple[str, ...] | None = None
+    tool: str,
+    setting: Setting,
+    *,
+    strategies: tuple[str, ...] = (),
+    llama: tuple[str, ...] | None = None,
+    experts: str | None = None,
+    script: bool = False,
 ) -> None:
-    """Refuse strategies that the tool does not have, divided experts, which no template writes, and, with ``llama``,
-    models that differ from a Llama in other fields than these.
+    """Refuse what the tool does not have: a strategy, divided experts (``experts`` is then the remedy), and a way to
+    train part of the parameters or with another optimizer, unless that is up to the user's ``script``. With ``llama``,
+    also models that differ from a Llama in other fields than these.
 
     Raises:
         SpecError: the job has some of them.
     """
-    one, experts = setting.job, f"{setting.model.experts.count} experts" if setting.model.experts else "no experts"
+    one, count = setting.job, setting.model.experts.count if setting.model.experts else 0
     refuse(
         tool,
         (
@@ -109,8 +118,25 @@ def refuse_job(
             "with --strategy, or emit for another tool",
         ),
         (
-            one.ep > 1,
-            f"ep must be 1 for {setting.job.model}, which has {experts}, got {one.ep}; plan with --ep 1",
+            one.ep > 1 and not count,
+            f"ep must be 1 for {one.model}, which has no experts, got {one.ep}; plan with --ep 1",
+        ),
+        (
+            one.ep > 1 and experts is not None,
+            f"ep must be 1, as it cannot divide experts over ranks, got {one.ep}; plan with --ep 1{experts}",
+        ),
+        (
+            count % one.ep > 0,
+            f"ep must divide the {count} experts, got {one.ep}; change --ep",
+        ),
+        (
+            one.tuning != "full" and not script,
+            f"tuning must be 'full', got '{one.tuning}'; emit for accelerate or deepspeed, where your script adds adapters",
+        ),
+        (
+            one.optimizer != "adamw" and not script,
+            f"optimizer must be 'adamw', got '{one.optimizer}'; emit for accelerate or deepspeed, where your script "
+            "makes the optimizer",
         ),
     )
     if llama is not None:
@@ -119,6 +145,12 @@ def refuse_job(
             check_llama(setting.model, f"what is written for {tool}", llama, remedy=remedy)
         except SpecError as error:
             raise SpecError(f"{tool}: {error}") from None
+
+
+def preset(model: ModelSpec, names: Iterable[str]) -> str | None:
+    """The first of some presets that has the model's dimensions, however it scales RoPE; None if none has."""
+    plain = partial(msgspec.structs.replace, source="", rope_theta=1.0, rope_scaling=None, norm_eps=1.0)
+    return next((name for name in names if plain(load_model(name)) == plain(model)), None)
 
 
 def above_one(setting: Setting, *fields: str, remedy: str) -> list[Rule]:
@@ -155,3 +187,10 @@ def reduces(setting: Setting, tool: str, *, each: bool) -> Rule:
     one, times = setting.job, ("once a step", "after each microbatch")
     differs = one.microbatches > 1 and one.implementation.reduce_each != each
     return differs, f"{tool} reduces gradients {times[each]}; the plan reduces them {times[not each]}."
+
+
+def tuned(setting: Setting) -> Rule:
+    """The note that the user's script makes what no file can ask for."""
+    one = setting.job
+    parts = [f"tuning '{one.tuning}'"] * (one.tuning != "full") + [f"optimizer '{one.optimizer}'"]
+    return one.tuning != "full" or one.optimizer != "adamw", f"Your script must have {' and '.join(parts)}."
