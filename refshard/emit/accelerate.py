@@ -36,7 +36,8 @@ def emit(setting: Setting) -> Emitted:
     _check(setting)
     # One rank reads the weights; the others make the model on the meta device.
     on_meta = one.tp == 1 and one.precision != "fp8"
-    norms = (2 * m.n_layers + 1) * one.microbatch * one.seq_len // one.cp * m.dim * 4 / GIB
+    unfused = one.checkpointing == "none" and one.precision != "fp32"
+    norms = 4.0 * (2 * m.n_layers + 1) * m.dim * one.microbatch * one.seq_len / one.cp if unfused else 0.0
     steps = f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={one.microbatches} " if one.microbatches > 1 else ""
     nodes = f"--machine_rank $RANK_OF_NODE --main_process_ip {HEAD} --main_process_port {PORT} "
     reduced = "fp32" if one.precision == "fp32" or one.strategy == "ddp" else "bf16"
@@ -63,8 +64,8 @@ def emit(setting: Setting) -> Emitted:
                 "Each rank loads all weights into its host's memory: Accelerate cannot load on the meta device here.",
             ),
             (
-                one.checkpointing == "none" and one.precision != "fp32",
-                f"Norms of transformers' models keep copies in fp32, about {norms:.1f} GiB more than the plan's fused norms.",
+                unfused,
+                f"Norms of transformers' models keep copies in fp32: {norms / GIB:.2f} GiB more than the plan's.",
             ),
             (
                 one.strategy == "ddp" and one.checkpointing == "full",
@@ -89,6 +90,7 @@ def emit(setting: Setting) -> Emitted:
             tuned(setting),
             reduces(setting, "Accelerate", each=False),
         ),
+        extra_bytes=norms,
     )
 
 

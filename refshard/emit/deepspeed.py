@@ -4,6 +4,8 @@ import json
 from typing import Any
 
 from refshard.emit.tool import Emitted, Setting, above_one, applying, reduces, refuse, refuse_job, tuned
+from refshard.quantities import GIB
+from refshard.specs.model import ModelSpec
 
 VERSION = "0.19.8"
 FILE = "ds_config.json"
@@ -15,7 +17,7 @@ STAGES = {
 }  # fmt: skip
 """The ZeRO stage that shards what a strategy shards."""
 CLIPPING = 1.0
-"""The largest norm of gradients, as torchtitan and Megatron have by default; DeepSpeed does not clip by default."""
+"""The largest norm of gradients: the default of DeepSpeed, torchtitan and Megatron."""
 
 
 def emit(setting: Setting) -> Emitted:
@@ -43,6 +45,7 @@ def emit(setting: Setting) -> Emitted:
         (one.offload and stage == 0, f"offload needs ZeRO, got {one.strategy}; plan with --strategy fsdp2"),
     )
     hosts = f"--hostfile {HOSTS} --num_nodes {used.nodes} " if used.nodes > 1 else ""
+    extra = _extra(setting) if stage == 3 else 0.0
     what = f"ZeRO-{stage} shards what {one.strategy} shards" if stage else "Stage 0 replicates as ddp does"
     return Emitted(
         files={FILE: json.dumps(_settings(setting, stage), indent=2) + "\n"},
@@ -76,11 +79,30 @@ def emit(setting: Setting) -> Emitted:
                 stage == 3 and not one.implementation.reshard,
                 "ZeRO-3 frees gathered parameters after forward; the plan keeps them.",
             ),
+            (
+                stage == 3,
+                f"ZeRO-3 also keeps parameters in {one.precision}, gradients in fp32 and two buckets of them: "
+                f"{extra / GIB:.2f} GiB more than a plan of fsdp2.",
+            ),
             tuned(setting),
             (one.implementation.compiled, "The file does not compile blocks: call engine.compile() in your script."),
             reduces(setting, "DeepSpeed", each=stage >= 2),
         ),
+        extra_bytes=extra,
     )
+
+
+def _layer(model: ModelSpec) -> int:
+    """The size of buckets in parameters: a layer's, in the mean, but no more than by default."""
+    return min(500_000_000, (model.params - model.vocab * model.dim * (1 if model.tied else 2)) // model.n_layers)
+
+
+def _extra(setting: Setting) -> float:
+    """Bytes of ZeRO-3 that FSDP2 does without, as a dry run shows them."""
+    one, element = setting.job, 4 if setting.job.precision == "fp32" else 2
+    shard = setting.model.params / one.data_ranks
+    cast = 0 if one.precision == "fp32" else element
+    return shard * (0 if one.offload else cast + 4) + 2 * element * _layer(setting.model)
 
 
 def _preset(setting: Setting) -> str:
@@ -93,6 +115,10 @@ def _settings(setting: Setting, stage: int) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": stage}
     if stage:
         zero |= {"overlap_comm": True, "contiguous_gradients": True}
+    if stage == 3:
+        layer = _layer(setting.model)
+        zero |= {"reduce_bucket_size": layer, "stage3_prefetch_bucket_size": layer}
+        zero |= {"stage3_max_live_parameters": 2 * layer, "stage3_max_reuse_distance": layer}
     if stage == 3 and one.dp_replicate > 1:
         zero["zero_hpz_partition_size"] = one.dp_shard
     if one.offload:

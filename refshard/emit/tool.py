@@ -23,13 +23,14 @@ class Emitted(msgspec.Struct, frozen=True, kw_only=True):
     """Files by name, to be written to one folder, and the command that starts the training from there.
 
     ``version`` is the version of the tool that reads the files. ``notes`` are sentences on what the tool cannot
-    express, or does in another way.
+    express, or does in another way. ``extra_bytes`` is memory of a rank that it takes beyond the plan's, as a note says.
     """
 
     files: dict[str, str]
     command: str
     version: str
     notes: tuple[str, ...] = ()
+    extra_bytes: float = 0.0
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):

@@ -99,7 +99,7 @@ def emit(setting: Setting) -> Emitted:
     assert known is not None
     family, flavor, assets = FLAVORS[known]
     tokens, width = one.microbatch * one.seq_len / one.cp, (m.n_heads + 2 * m.n_kv_heads) * m.head_dim / one.tp
-    kept = 2 * tokens * width * m.n_layers / one.pp / GIB  # in bf16
+    kept = 2 * tokens * width * m.n_layers / one.pp if one.checkpointing == "selective" else 0.0  # in bf16
     policies = GRAPH_POLICIES if graph else POLICIES
     text = filled(
         "torchtitan.py.j2", setting, version=VERSION, function=FUNCTION, graph=graph, compiles=compiles, family=family,
@@ -134,8 +134,8 @@ def emit(setting: Setting) -> Emitted:
             ),
             (
                 one.checkpointing == "selective",
-                f"Compiled FlexAttention keeps its queries, keys and values, {kept:.1f} GiB a microbatch more than "
-                "the plan.",
+                f"Compiled FlexAttention keeps its queries, keys and values: {kept / GIB:.2f} GiB a microbatch more "
+                "than in the plan.",
             ),
             (one.strategy == "ddp", "torchtitan replicates with FSDP2, unit by unit, not with DDP's buckets."),
             (
@@ -154,4 +154,5 @@ def emit(setting: Setting) -> Emitted:
             (one.precision == "fp8", "fp8 scales by row (torchao's recipe 'rowwise'); the head stays in bf16."),
             reduces(setting, "torchtitan", each=one.pp == 1),
         ),
+        extra_bytes=kept,
     )
