@@ -36,8 +36,10 @@ def emit(setting: Setting) -> Emitted:
     _check(setting)
     # One rank reads the weights; the others make the model on the meta device.
     on_meta = one.tp == 1 and one.precision != "fp8"
-    unfused = one.checkpointing == "none" and one.precision != "fp32"
-    norms = 4.0 * (2 * m.n_layers + 1) * m.dim * one.microbatch * one.seq_len / one.cp if unfused else 0.0
+    unfused = one.strategy != "ddp" and one.checkpointing == "none" and one.precision != "fp32"
+    normed = m.n_layers * (m.query_norm * (m.n_heads + m.n_kv_heads) * m.head_dim // one.tp)
+    normed += (m.n_layers * (4 if m.extra_norms else 2) + 1) * m.dim
+    norms = 4.0 * normed * one.microbatch * one.seq_len / one.cp if unfused else 0.0
     steps = f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={one.microbatches} " if one.microbatches > 1 else ""
     nodes = f"--machine_rank $RANK_OF_NODE --main_process_ip {HEAD} --main_process_port {PORT} "
     reduced = "fp32" if one.precision == "fp32" or one.strategy == "ddp" else "bf16"

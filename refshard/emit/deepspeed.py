@@ -45,7 +45,7 @@ def emit(setting: Setting) -> Emitted:
         (one.offload and stage == 0, f"offload needs ZeRO, got {one.strategy}; plan with --strategy fsdp2"),
     )
     hosts = f"--hostfile {HOSTS} --num_nodes {used.nodes} " if used.nodes > 1 else ""
-    extra = _extra(setting) if stage == 3 else 0.0
+    extra = _extra(setting) if stage == 3 and one.tuning == "full" else 0.0
     what = f"ZeRO-{stage} shards what {one.strategy} shards" if stage else "Stage 0 replicates as ddp does"
     return Emitted(
         files={FILE: json.dumps(_settings(setting, stage), indent=2) + "\n"},
@@ -68,8 +68,8 @@ def emit(setting: Setting) -> Emitted:
             ),
             (
                 one.ep > 1,
-                f"AutoEP divides the experts of transformers' models of the type {_preset(setting)}; it needs transformers "
-                "5.0.",
+                f"AutoEP divides the experts of transformers' models of the type {_preset(setting)}, from transformers "
+                "5.0 on.",
             ),
             (
                 stage == 3 and one.dp_replicate > 1,
@@ -80,7 +80,7 @@ def emit(setting: Setting) -> Emitted:
                 "ZeRO-3 frees gathered parameters after forward; the plan keeps them.",
             ),
             (
-                stage == 3,
+                extra > 0,
                 f"ZeRO-3 also keeps parameters in {one.precision}, gradients in fp32 and two buckets of them: "
                 f"{extra / GIB:.2f} GiB more than a plan of fsdp2.",
             ),

@@ -58,8 +58,8 @@ def emit(setting: Setting) -> Emitted:
                 "the balancing loss to your model's.",
             ),
             (
-                one.ep > 1 and one.implementation.dispatch != "copies",
-                "Tokens go to experts by all-to-all. The plan sends each once to a rank: where DeepEP is installed, add "
+                one.ep > 1 and not one.implementation.dispatch.startswith("copies"),
+                "Tokens go to experts by all-to-all; the plan sends each once to a rank. If DeepEP is installed, add "
                 "--moe-token-dispatcher-type flex.",
             ),
             (

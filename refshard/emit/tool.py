@@ -23,7 +23,7 @@ class Emitted(msgspec.Struct, frozen=True, kw_only=True):
     """Files by name, to be written to one folder, and the command that starts the training from there.
 
     ``version`` is the version of the tool that reads the files. ``notes`` are sentences on what the tool cannot
-    express, or does in another way. ``extra_bytes`` is memory of a rank that it takes beyond the plan's, as a note says.
+    express, or does in another way. ``extra_bytes`` is a rank's memory that it takes beyond the plan's, as a note says.
     """
 
     files: dict[str, str]
@@ -132,7 +132,8 @@ def refuse_job(
         ),
         (
             one.tuning != "full" and not script,
-            f"tuning must be 'full', got '{one.tuning}'; emit for accelerate or deepspeed, where your script adds adapters",
+            f"tuning must be 'full', got '{one.tuning}'; emit for accelerate or deepspeed, where your script has "
+            "the adapters",
         ),
         (
             one.optimizer != "adamw" and not script,
@@ -191,7 +192,8 @@ def reduces(setting: Setting, tool: str, *, each: bool) -> Rule:
 
 
 def tuned(setting: Setting) -> Rule:
-    """The note that the user's script makes what no file can ask for."""
+    """The note on adapters and optimizers, which the user's script makes."""
     one = setting.job
-    parts = [f"tuning '{one.tuning}'"] * (one.tuning != "full") + [f"optimizer '{one.optimizer}'"]
-    return one.tuning != "full" or one.optimizer != "adamw", f"Your script must have {' and '.join(parts)}."
+    made = [f"adapters ({one.tuning}, rank {one.lora_rank}, {one.lora_targets})"] * (one.tuning != "full")
+    made += [f"the optimizer ({one.optimizer})"] * (one.optimizer != "adamw")
+    return bool(made), f"As in the plan, your script makes {' and '.join(made)}."

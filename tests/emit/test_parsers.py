@@ -104,7 +104,9 @@ def test_accelerate_parses_its_yaml(name: str, tmp_path: Path, monkeypatch: pyte
         if key.startswith("FSDP"):
             monkeypatch.setenv(key, value)
     on_meta = asked.tp == 1 and asked.precision != "fp8"
-    assert environment["FSDP_CPU_RAM_EFFICIENT_LOADING"] == environment["FSDP_SYNC_MODULE_STATES"] == str(on_meta).lower()
+    assert (
+        environment["FSDP_CPU_RAM_EFFICIENT_LOADING"] == environment["FSDP_SYNC_MODULE_STATES"] == str(on_meta).lower()
+    )
     for key in ("SYNC_MODULE_STATES", "CPU_RAM_EFFICIENT_LOADING"):
         monkeypatch.setenv(f"FSDP_{key}", "false")  # it would look for a device
     check_plugin(FullyShardedDataParallelPlugin(), name)
