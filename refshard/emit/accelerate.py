@@ -3,6 +3,7 @@
 from refshard.emit.tool import (
     HEAD,
     PORT,
+    WHOLE,
     Emitted,
     Setting,
     above_one,
@@ -20,7 +21,7 @@ from refshard.quantities import GIB
 VERSION = "1.15.0"
 FILE = "accelerate.yaml"
 SCRIPT = "train.py"
-STRATEGIES = ("ddp", "fsdp1", "fsdp2", "accelerate")
+STRATEGIES = (*WHOLE, "fsdp1", "fsdp2", "accelerate")
 POLICIES = ("none", "full")
 EXPERTS = ", or emit for torchtitan, megatron or deepspeed"
 
@@ -34,15 +35,16 @@ def emit(setting: Setting) -> Emitted:
     one, m, used = setting.job, setting.model, setting.used
     planned = one.implementation.reduction
     _check(setting)
+    sharded = one.strategy not in WHOLE
     # One rank reads the weights; the others make the model on the meta device.
     on_meta = one.tp == 1 and one.precision != "fp8"
-    unfused = one.strategy != "ddp" and one.checkpointing == "none" and one.precision != "fp32"
+    unfused = sharded and one.checkpointing == "none" and one.precision != "fp32"
     normed = m.n_layers * (m.query_norm * (m.n_heads + m.n_kv_heads) * m.head_dim // one.tp)
     normed += (m.n_layers * (4 if m.extra_norms else 2) + 1) * m.dim
     norms = 4.0 * normed * one.microbatch * one.seq_len / one.cp if unfused else 0.0
     steps = f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={one.microbatches} " if one.microbatches > 1 else ""
     nodes = f"--machine_rank $RANK_OF_NODE --main_process_ip {HEAD} --main_process_port {PORT} "
-    reduced = "fp32" if one.precision == "fp32" or one.strategy == "ddp" else "bf16"
+    reduced = "fp32" if one.precision == "fp32" or not sharded else "bf16"
     return Emitted(
         files={FILE: filled("accelerate.yaml.j2", setting, version=VERSION, on_meta=on_meta)},
         command=f"{steps}accelerate launch --config_file {FILE} {nodes if used.nodes > 1 else ''}{SCRIPT}",
@@ -54,15 +56,15 @@ def emit(setting: Setting) -> Emitted:
                 f"{one.microbatch}, with sequences of {one.seq_len} tokens.",
             ),
             (
-                one.strategy != "ddp",
+                sharded,
                 "Units are the blocks that your model lists in _no_split_modules, as transformers' models do.",
             ),
             (
-                one.strategy != "ddp" and on_meta,
+                sharded and on_meta,
                 "Only rank 0 loads weights: from_pretrained makes the model on the meta device of the others.",
             ),
             (
-                one.strategy != "ddp" and not on_meta,
+                sharded and not on_meta,
                 "Each rank loads all weights into its host's memory: Accelerate cannot load on the meta device here.",
             ),
             (
@@ -70,8 +72,8 @@ def emit(setting: Setting) -> Emitted:
                 f"Norms of transformers' models keep copies in fp32: {norms / GIB:.2f} GiB more than the plan's.",
             ),
             (
-                one.strategy == "ddp" and one.checkpointing == "full",
-                "Call model.gradient_checkpointing_enable(): Accelerate does not checkpoint under DDP.",
+                not sharded and one.checkpointing == "full",
+                "Call model.gradient_checkpointing_enable(): Accelerate checkpoints only under FSDP.",
             ),
             (
                 one.tp > 1,
@@ -106,10 +108,10 @@ def _check(setting: Setting) -> None:
         *above_one(setting, "pp", remedy="emit for torchtitan or megatron, which have pipelines"),
         unknown_checkpointing(setting, POLICIES),
         *uneven(setting),
-        *(first if one.strategy in ("ddp", "fsdp1") else []),
+        *(first if one.strategy in (*WHOLE, "fsdp1") else []),
         (
-            one.strategy == "ddp" and one.offload,
-            "offload must be false for ddp, got true; plan with --strategy fsdp2",
+            one.strategy in WHOLE and one.offload,
+            f"offload must be false for {one.strategy}, got true; plan with --strategy fsdp2",
         ),
         (
             second and one.dp_shard * one.cp == 1,

@@ -12,7 +12,7 @@ FILE = "ds_config.json"
 HOSTS = "hostfile"
 SCRIPT = "train.py"
 STAGES = {
-    "ddp": 0, "deepspeed-zero1": 1, "deepspeed-zero2": 2, "deepspeed-zero3": 3, "fsdp1": 3, "fsdp2": 3,
+    "single": 0, "ddp": 0, "deepspeed-zero1": 1, "deepspeed-zero2": 2, "deepspeed-zero3": 3, "fsdp1": 3, "fsdp2": 3,
     "refshard-zero1": 1, "refshard-zero2": 2, "refshard-fsdp": 3,
 }  # fmt: skip
 """The ZeRO stage that shards what a strategy shards."""
@@ -46,7 +46,7 @@ def emit(setting: Setting) -> Emitted:
     )
     hosts = f"--hostfile {HOSTS} --num_nodes {used.nodes} " if used.nodes > 1 else ""
     extra = _extra(setting) if stage == 3 and one.tuning == "full" else 0.0
-    what = f"ZeRO-{stage} shards what {one.strategy} shards" if stage else "Stage 0 replicates as ddp does"
+    what = f"ZeRO-{stage} shards what {one.strategy} shards" if stage else f"Stage 0 replicates as {one.strategy} does"
     return Emitted(
         files={FILE: json.dumps(_settings(setting, stage), indent=2) + "\n"},
         command=f"deepspeed {hosts}--num_gpus {used.ranks_per_node} {SCRIPT} --deepspeed --deepspeed_config {FILE}",

@@ -7,6 +7,7 @@ The wheel of megatron-core has no parser of these arguments. They are defined in
 import math
 
 from refshard.emit.tool import (
+    WHOLE,
     Emitted,
     Setting,
     above_one,
@@ -23,7 +24,7 @@ from refshard.specs.model import is_factory
 VERSION = "0.19.0"
 COMMIT = "5be9626709af2722333bf54797c954c09edeada3"
 FILE = "pretrain.sh"
-STRATEGIES = ("ddp", "megatron", "megatron-fsdp", "refshard-zero1")
+STRATEGIES = (*WHOLE, "megatron", "megatron-fsdp", "refshard-zero1")
 MODELS = ("head_dim", "query_norm", "experts", "latent")
 """The optional fields of a model, beyond a Llama's, that Megatron-LM has arguments for."""
 SIGMOID = "deepseek-v3"
@@ -103,8 +104,8 @@ def _check(setting: Setting) -> None:
             f"{one.microbatches}; plan with --schedule 1f1b",
         ),
         (
-            one.strategy == "ddp" and one.offload,
-            "offload needs the distributed optimizer, got ddp; plan with --strategy megatron",
+            one.strategy in WHOLE and one.offload,
+            f"offload needs the distributed optimizer, got {one.strategy}; plan with --strategy megatron",
         ),
         *(above_one(setting, "dp_replicate", "pp", remedy="plan with --strategy megatron") if fsdp else []),
         (fsdp and one.offload, "offload must be false for megatron-fsdp, got true; plan with --strategy megatron"),

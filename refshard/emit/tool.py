@@ -14,6 +14,8 @@ from refshard.specs.model import ModelSpec, check_llama, load_model
 HEAD = "$HEAD_HOST"
 """Stands in commands for the first node's name, which no plan knows; the shell fills it in."""
 PORT = 29500
+WHOLE = ("single", "ddp")
+"""Strategies that shard nothing, on one GPU and on several."""
 TEMPLATES = Path(__file__).parent / "templates"
 Rule = tuple[bool, str]
 """A condition, and the sentence that holds if it is true."""
@@ -65,7 +67,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         """The job in a line, for the head of a file."""
         used = self.used
         nodes = "1 node" if used.nodes == 1 else f"{used.nodes} nodes"
-        return f"{self.job.model}, {self.job.strategy} on {nodes} of {used.ranks_per_node} ranks"
+        ranks = "1 rank" if used.ranks_per_node == 1 else f"{used.ranks_per_node} ranks"
+        return f"{self.job.model}, {self.job.strategy} on {nodes} of {ranks}"
 
 
 def filled(template: str, setting: Setting, **more: object) -> str:
@@ -187,7 +190,7 @@ def uneven(setting: Setting) -> list[Rule]:
 def reduces(setting: Setting, tool: str, *, each: bool) -> Rule:
     """The note for a tool that reduces gradients after each microbatch, or once a step, where the plan does not."""
     one, times = setting.job, ("once a step", "after each microbatch")
-    differs = one.microbatches > 1 and one.implementation.reduce_each != each
+    differs = one.gpus > 1 and one.microbatches > 1 and one.implementation.reduce_each != each
     return differs, f"{tool} reduces gradients {times[each]}; the plan reduces them {times[not each]}."
 
 

@@ -6,6 +6,7 @@ torchtitan's last release, 0.3.0, lacks what its main branch has since: the sett
 """
 
 from refshard.emit.tool import (
+    WHOLE,
     Emitted,
     Setting,
     above_one,
@@ -24,7 +25,7 @@ COMMIT = "b5bcd76c66d0acb1a08b176d9639425bc55e0b2a"
 VERSION = f"main of 2026-08-21 ({COMMIT[:8]})"
 MODULE = "refshard_torchtitan"
 FUNCTION = "configuration"
-STRATEGIES = ("ddp", "fsdp2", "fsdp2-tuned", "fsdp2-compiled", "simplefsdp")
+STRATEGIES = (*WHOLE, "fsdp2", "fsdp2-tuned", "fsdp2-compiled", "simplefsdp")
 FLAVORS: dict[str, tuple[str, str, str]] = {
     "llama3.2-1b": ("llama3", "1B", "Llama-3.2-1B"),
     "llama3.2-3b": ("llama3", "3B", "Llama-3.2-3B"),

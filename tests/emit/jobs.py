@@ -48,6 +48,7 @@ ACCELERATE: dict[str, Setting] = {
     "fsdp1": job(strategy="fsdp1", dp_shard=8, dp_replicate=2),
     "ddp": job(strategy="ddp", dp_shard=8, microbatches=2),
     "experts": job(model="mixtral-8x7b", dp_shard=16, checkpointing="full"),
+    "single": job(strategy="single", model="llama3.2-1b", tuning="qlora", optimizer="adamw-8bit"),
     "gemma": job(model="gemma3-12b", dp_shard=8, tuning="lora"),
 }
 MEGATRON: dict[str, Setting] = {

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from refshard.emit.table import emit
+from refshard.emit.tool import WHOLE
 from tests.emit.jobs import ACCELERATE, DEEPSPEED, MEGATRON, TORCHTITAN
 from tests.emit.test_structure import megatron_words
 
@@ -97,7 +98,7 @@ def test_accelerate_parses_its_yaml(name: str, tmp_path: Path, monkeypatch: pyte
     assert arguments.num_processes == asked.gpus
     assert environment["ACCELERATE_MIXED_PRECISION"] == {"fp32": "no"}.get(asked.precision, asked.precision)
     assert (environment["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] == "True") == asked.implementation.compiled
-    if asked.strategy == "ddp":
+    if asked.strategy in WHOLE:
         assert "ACCELERATE_USE_FSDP" not in environment
         return
     for key, value in environment.items():
