@@ -129,7 +129,7 @@ def planned_bytes(setting: Setting) -> float:
 def dry_bytes(command: str, folder: Path) -> float:
     """The peak of rank 0 of eight H100s in a dry run of ``command``."""
     dry = [sys.executable, "-m", "refshard", "dryrun", "--cluster", "dgx-h100", "--no-advise", "--json", "--"]
-    done = subprocess.run([*dry, *shlex.split(command)], capture_output=True, text=True, cwd=folder, timeout=900)
+    done = subprocess.run([*dry, *shlex.split(command)], capture_output=True, text=True, cwd=folder, timeout=1800)
     assert done.returncode == 0, done.stderr[-2000:]
     return float(json.loads(done.stdout)["training_peak_allocated_bytes"])
 
