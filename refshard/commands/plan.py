@@ -193,7 +193,9 @@ def _for_tool(options: Options, tool: str | None, ranks: int) -> Options:
     if tool not in TOOLS:
         raise SpecError(f"emit: no tool '{tool}'; {nearest(tool, list(TOOLS))}")
     if options.strategies is None:
-        runs = [name for name in strategies_of(options, ranks) if name in RUNS.get(tool, (name,))]
+        # "megatron" is otherwise only in searches.
+        considered = dict.fromkeys((*strategies_of(options, ranks), *(["megatron"] if tool == "megatron" else [])))
+        runs = [name for name in considered if name in RUNS.get(tool, (name,))]
         options = msgspec.structs.replace(options, strategies=",".join(runs) or None)
     if options.checkpointing is None and tool in POLICIES:
         options = msgspec.structs.replace(options, checkpointing=",".join(POLICIES[tool]))

@@ -1,18 +1,34 @@
-"""Megatron-LM core_v0.16.1: a shell script that starts ``pretrain_gpt.py``.
+"""Megatron-LM core_v0.19.0: a shell script that starts ``pretrain_gpt.py``.
 
 The wheel of megatron-core has no parser of these arguments. They are defined in Megatron-LM's
-``megatron/training/arguments.py`` at commit 55ac7082517c3878ae653c07c09c534b8aed49f6, the tag core_v0.16.1.
+``megatron/training/arguments.py`` at commit 5be9626709af2722333bf54797c954c09edeada3, the tag core_v0.19.0.
 """
 
 import math
 
-from refshard.emit.tool import Emitted, Setting, above_one, applying, filled, reduces, refuse, refuse_job, uneven
+from refshard.emit.tool import (
+    WHOLE,
+    Emitted,
+    Setting,
+    above_one,
+    applying,
+    filled,
+    preset,
+    reduces,
+    refuse,
+    refuse_job,
+    uneven,
+)
 from refshard.specs.model import is_factory
 
-VERSION = "0.16.1"
-COMMIT = "55ac7082517c3878ae653c07c09c534b8aed49f6"
+VERSION = "0.19.0"
+COMMIT = "5be9626709af2722333bf54797c954c09edeada3"
 FILE = "pretrain.sh"
-STRATEGIES = ("ddp", "megatron", "megatron-fsdp", "refshard-zero1")
+STRATEGIES = (*WHOLE, "megatron", "megatron-fsdp", "refshard-zero1")
+MODELS = ("head_dim", "query_norm", "experts", "latent")
+"""The optional fields of a model, beyond a Llama's, that Megatron-LM has arguments for."""
+SIGMOID = "deepseek-v3"
+"""The preset with routing of its own, which has no fields (DeepSeek-V3's config.json)."""
 ROPE = (1.0, 4.0, 8192)
 """The low and high frequency factors and the original context that ``--use-rope-scaling`` has."""
 
@@ -25,9 +41,10 @@ def emit(setting: Setting) -> Emitted:
     """
     one, model, scaling = setting.job, setting.model, setting.model.rope_scaling
     _check(setting)
+    sigmoid = preset(model, (SIGMOID,)) is not None
     divisor = math.gcd(128, model.vocab // one.tp) if model.vocab % one.tp == 0 else 1
     return Emitted(
-        files={FILE: filled("megatron.sh.j2", setting, version=VERSION, vocabulary_divisor=divisor)},
+        files={FILE: filled("megatron.sh.j2", setting, version=VERSION, vocabulary_divisor=divisor, sigmoid=sigmoid)},
         command=f"bash {FILE}",
         version=f"core_v{VERSION}",
         notes=applying(
@@ -35,6 +52,16 @@ def emit(setting: Setting) -> Emitted:
             (
                 is_factory(one.model),
                 f"The script trains a Llama of the dimensions of {one.model}: compare norms and activation.",
+            ),
+            (
+                model.experts is not None and not sigmoid,
+                "Experts are chosen by softmax over the best scores, as by Mixtral and Qwen3; set the coefficient of "
+                "the balancing loss to your model's.",
+            ),
+            (
+                one.ep > 1 and not one.implementation.dispatch.startswith("copies"),
+                "Tokens go to experts by all-to-all; the plan sends each once to a rank. If DeepEP is installed, add "
+                "--moe-token-dispatcher-type flex.",
             ),
             (
                 one.strategy == "refshard-zero1",
@@ -63,7 +90,7 @@ def emit(setting: Setting) -> Emitted:
 def _check(setting: Setting) -> None:
     one, policy = setting.job, str(setting.job.checkpointing)
     fsdp = one.strategy == "megatron-fsdp"
-    refuse_job("megatron", setting, strategies=STRATEGIES, llama=("head_dim",))
+    refuse_job("megatron", setting, strategies=STRATEGIES, llama=MODELS)
     refuse(
         "megatron",
         *uneven(setting),
@@ -77,8 +104,8 @@ def _check(setting: Setting) -> None:
             f"{one.microbatches}; plan with --schedule 1f1b",
         ),
         (
-            one.strategy == "ddp" and one.offload,
-            "offload needs the distributed optimizer, got ddp; plan with --strategy megatron",
+            one.strategy in WHOLE and one.offload,
+            f"offload needs the distributed optimizer, got {one.strategy}; plan with --strategy megatron",
         ),
         *(above_one(setting, "dp_replicate", "pp", remedy="plan with --strategy megatron") if fsdp else []),
         (fsdp and one.offload, "offload must be false for megatron-fsdp, got true; plan with --strategy megatron"),

@@ -79,7 +79,7 @@ def _check(setting: Setting) -> None:
         "refshard",
         (one.strategy in PLANNED_ONLY, f"strategy must be one that it runs, got '{one.strategy}'; emit for megatron"),
     )
-    refuse_job("refshard", setting, llama=TRAINED)
+    refuse_job("refshard", setting, llama=TRAINED, script=True)
     staged = above_one(setting, "pp", "cp", remedy=f"plan with --strategy {','.join(STAGED)}")
     split = above_one(setting, "tp", remedy="plan with --strategy fsdp2")
     refuse(

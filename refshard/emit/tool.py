@@ -1,5 +1,7 @@
 """What is emitted, what it is emitted from, and how the tools refuse a configuration and fill their templates."""
 
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -7,11 +9,13 @@ import msgspec
 from refshard.errors import SpecError
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.job import Job
-from refshard.specs.model import ModelSpec, check_llama
+from refshard.specs.model import ModelSpec, check_llama, load_model
 
 HEAD = "$HEAD_HOST"
 """Stands in commands for the first node's name, which no plan knows; the shell fills it in."""
 PORT = 29500
+WHOLE = ("single", "ddp")
+"""Strategies that shard nothing, on one GPU and on several."""
 TEMPLATES = Path(__file__).parent / "templates"
 Rule = tuple[bool, str]
 """A condition, and the sentence that holds if it is true."""
@@ -21,13 +25,14 @@ class Emitted(msgspec.Struct, frozen=True, kw_only=True):
     """Files by name, to be written to one folder, and the command that starts the training from there.
 
     ``version`` is the version of the tool that reads the files. ``notes`` are sentences on what the tool cannot
-    express, or does in another way.
+    express, or does in another way. ``extra_bytes`` is a rank's memory that it takes beyond the plan's, as a note says.
     """
 
     files: dict[str, str]
     command: str
     version: str
     notes: tuple[str, ...] = ()
+    extra_bytes: float = 0.0
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +67,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         """The job in a line, for the head of a file."""
         used = self.used
         nodes = "1 node" if used.nodes == 1 else f"{used.nodes} nodes"
-        return f"{self.job.model}, {self.job.strategy} on {nodes} of {used.ranks_per_node} ranks"
+        ranks = "1 rank" if used.ranks_per_node == 1 else f"{used.ranks_per_node} ranks"
+        return f"{self.job.model}, {self.job.strategy} on {nodes} of {ranks}"
 
 
 def filled(template: str, setting: Setting, **more: object) -> str:
@@ -92,15 +98,22 @@ def refuse(tool: str, *rules: Rule) -> None:
 
 
 def refuse_job(
-    tool: str, setting: Setting, *, strategies: tuple[str, ...] = (), llama: tuple[str, ...] | None = None
+    tool: str,
+    setting: Setting,
+    *,
+    strategies: tuple[str, ...] = (),
+    llama: tuple[str, ...] | None = None,
+    experts: str | None = None,
+    script: bool = False,
 ) -> None:
-    """Refuse strategies that the tool does not have, divided experts, which no template writes, and, with ``llama``,
-    models that differ from a Llama in other fields than these.
+    """Refuse what the tool does not have: a strategy, divided experts (``experts`` is then the remedy), and a way to
+    train part of the parameters or with another optimizer, unless that is up to the user's ``script``. With ``llama``,
+    also models that differ from a Llama in other fields than these.
 
     Raises:
         SpecError: the job has some of them.
     """
-    one, experts = setting.job, f"{setting.model.experts.count} experts" if setting.model.experts else "no experts"
+    one, count = setting.job, setting.model.experts.count if setting.model.experts else 0
     refuse(
         tool,
         (
@@ -109,8 +122,26 @@ def refuse_job(
             "with --strategy, or emit for another tool",
         ),
         (
-            one.ep > 1,
-            f"ep must be 1 for {setting.job.model}, which has {experts}, got {one.ep}; plan with --ep 1",
+            one.ep > 1 and not count,
+            f"ep must be 1 for {one.model}, which has no experts, got {one.ep}; plan with --ep 1",
+        ),
+        (
+            one.ep > 1 and experts is not None,
+            f"ep must be 1, as it cannot divide experts over ranks, got {one.ep}; plan with --ep 1{experts}",
+        ),
+        (
+            count % one.ep > 0,
+            f"ep must divide the {count} experts, got {one.ep}; change --ep",
+        ),
+        (
+            one.tuning != "full" and not script,
+            f"tuning must be 'full', got '{one.tuning}'; emit for accelerate or deepspeed, where your script has "
+            "the adapters",
+        ),
+        (
+            one.optimizer != "adamw" and not script,
+            f"optimizer must be 'adamw', got '{one.optimizer}'; emit for accelerate or deepspeed, where your script "
+            "makes the optimizer",
         ),
     )
     if llama is not None:
@@ -119,6 +150,12 @@ def refuse_job(
             check_llama(setting.model, f"what is written for {tool}", llama, remedy=remedy)
         except SpecError as error:
             raise SpecError(f"{tool}: {error}") from None
+
+
+def preset(model: ModelSpec, names: Iterable[str]) -> str | None:
+    """The first of some presets that has the model's dimensions, however it scales RoPE; None if none has."""
+    plain = partial(msgspec.structs.replace, source="", rope_theta=1.0, rope_scaling=None, norm_eps=1.0)
+    return next((name for name in names if plain(load_model(name)) == plain(model)), None)
 
 
 def above_one(setting: Setting, *fields: str, remedy: str) -> list[Rule]:
@@ -153,5 +190,13 @@ def uneven(setting: Setting) -> list[Rule]:
 def reduces(setting: Setting, tool: str, *, each: bool) -> Rule:
     """The note for a tool that reduces gradients after each microbatch, or once a step, where the plan does not."""
     one, times = setting.job, ("once a step", "after each microbatch")
-    differs = one.microbatches > 1 and one.implementation.reduce_each != each
+    differs = one.gpus > 1 and one.microbatches > 1 and one.implementation.reduce_each != each
     return differs, f"{tool} reduces gradients {times[each]}; the plan reduces them {times[not each]}."
+
+
+def tuned(setting: Setting) -> Rule:
+    """The note on adapters and optimizers, which the user's script makes."""
+    one = setting.job
+    made = [f"adapters ({one.tuning}, rank {one.lora_rank}, {one.lora_targets})"] * (one.tuning != "full")
+    made += [f"the optimizer ({one.optimizer})"] * (one.optimizer != "adamw")
+    return bool(made), f"As in the plan, your script makes {' and '.join(made)}."

@@ -30,6 +30,13 @@ TORCHTITAN: dict[str, Setting] = {
     "405b": job(model="llama3.1-405b", dp_shard=16, tp=8, checkpointing="full"),
     "simplefsdp": job(strategy="simplefsdp", dp_shard=8, checkpointing="selective"),
     "fp8": job(dp_shard=8, precision="fp8", compiled=True),
+    "qwen3": job(model="qwen3-32b", dp_shard=4, tp=2, checkpointing="full"),
+    "experts": job(model="qwen3-30b-a3b", dp_shard=8, ep=8, checkpointing="full"),
+    "experts-simplefsdp": job(model="qwen3-235b-a22b", strategy="simplefsdp", dp_shard=32, ep=16),
+    "latent": job(
+        model="deepseek-v3", dp_shard=32, dp_replicate=2, tp=2, ep=64, checkpointing="full", precision="fp8",
+        compiled=True,
+    ),
 }  # fmt: skip
 ACCELERATE: dict[str, Setting] = {
     "fsdp": job(dp_shard=8, checkpointing="full", microbatches=4),
@@ -40,6 +47,9 @@ ACCELERATE: dict[str, Setting] = {
     "fp8": job(dp_shard=8, precision="fp8", compiled=True),
     "fsdp1": job(strategy="fsdp1", dp_shard=8, dp_replicate=2),
     "ddp": job(strategy="ddp", dp_shard=8, microbatches=2),
+    "experts": job(model="mixtral-8x7b", dp_shard=16, checkpointing="full"),
+    "single": job(strategy="single", model="llama3.2-1b", tuning="qlora", optimizer="adamw-8bit"),
+    "gemma": job(model="gemma3-12b", dp_shard=8, tuning="lora"),
 }
 MEGATRON: dict[str, Setting] = {
     "distributed": job(strategy="megatron", dp_shard=8, microbatches=4),
@@ -52,6 +62,10 @@ MEGATRON: dict[str, Setting] = {
     "tied": job(strategy="refshard-zero1", model="llama3.2-1b", dp_shard=8, checkpointing="first-4", precision="fp32"),
     "ddp": job(strategy="ddp", dp_shard=8),
     "fsdp": job(strategy="megatron-fsdp", dp_shard=8),
+    "qwen3": job(strategy="megatron", model="qwen3-8b", dp_shard=4, tp=2),
+    "mixtral": job(strategy="megatron", model="mixtral-8x7b", dp_shard=4, tp=2, pp=4, microbatches=4),
+    "experts": job(strategy="megatron", model="qwen3-30b-a3b", dp_shard=4, tp=2, ep=8, checkpointing="full"),
+    "latent": job(strategy="megatron", model="deepseek-v3", dp_shard=16, tp=4, ep=32, checkpointing="full"),
 }  # fmt: skip
 DEEPSPEED: dict[str, Setting] = {
     "zero3": job(dp_shard=8, microbatch=2, microbatches=4, checkpointing="full"),
@@ -60,6 +74,9 @@ DEEPSPEED: dict[str, Setting] = {
     "zero1-offload": job(strategy="deepspeed-zero1", dp_shard=8, offload=True),
     "zero3-offload": job(strategy="refshard-fsdp", dp_shard=8, offload=True),
     "ddp": job(strategy="ddp", dp_shard=8, precision="fp32", microbatches=2),
+    "mixtral": job(strategy="deepspeed-zero2", model="mixtral-8x7b", dp_shard=32, ep=8),
+    "experts": job(model="qwen3-30b-a3b", dp_shard=8, ep=8, checkpointing="full", optimizer="adamw-8bit"),
+    "latent": job(model="deepseek-v3", dp_shard=256, ep=32, checkpointing="full"),
 }
 REFSHARD: dict[str, Setting] = {
     "fsdp": job(dp_shard=8, checkpointing="selective"),

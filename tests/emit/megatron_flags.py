@@ -1,10 +1,10 @@
 """The arguments of Megatron-LM that refshard writes, with what each takes.
 
 Read in ``megatron/training/arguments.py`` and the dataclasses that it makes arguments of, at the commit
-55ac7082517c3878ae653c07c09c534b8aed49f6 (core_v0.16.1): a type, the words that it allows, or None for a switch.
+5be9626709af2722333bf54797c954c09edeada3 (core_v0.19.0): a type, the words that it allows, or None for a switch.
 """
 
-Takes = type[int] | type[float] | tuple[str, ...] | None
+Takes = type[int] | type[float] | type[str] | tuple[str, ...] | None
 
 FLAGS: dict[str, Takes] = {
     "accumulate-allreduce-grads-in-fp32": None,
@@ -14,6 +14,8 @@ FLAGS: dict[str, Takes] = {
     "context-parallel-size": int,
     "data-parallel-sharding-strategy": ("no_shard", "optim", "optim_grads", "optim_grads_params"),
     "disable-bias-linear": None,
+    "expert-model-parallel-size": int,
+    "expert-tensor-parallel-size": int,
     "ffn-hidden-size": int,
     "fp8-format": ("e4m3", "hybrid"),
     "fp8-recipe": ("tensorwise", "delayed", "mxfp8", "blockwise", "custom"),
@@ -23,16 +25,33 @@ FLAGS: dict[str, Takes] = {
     "hidden-dropout": float,
     "hidden-size": int,
     "kv-channels": int,
+    "kv-lora-rank": int,
     "lr": float,
     "make-vocab-size-divisible-by": int,
     "max-position-embeddings": int,
     "micro-batch-size": int,
     "mock-data": None,
+    "moe-aux-loss-coeff": float,
+    "moe-ffn-hidden-size": int,
+    "moe-grouped-gemm": None,
+    "moe-layer-freq": str,
+    "moe-router-dtype": ("fp32", "fp64"),
+    "moe-router-enable-expert-bias": None,
+    "moe-router-group-topk": int,
+    "moe-router-load-balancing-type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"),
+    "moe-router-num-groups": int,
+    "moe-router-score-function": ("softmax", "sigmoid", "sqrtsoftplus"),
+    "moe-router-topk": int,
+    "moe-router-topk-scaling-factor": float,
+    "moe-shared-expert-intermediate-size": int,
+    "moe-token-dispatcher-type": ("allgather", "alltoall", "flex"),
+    "multi-latent-attention": None,
     "no-gradient-accumulation-fusion": None,
     "norm-epsilon": float,
     "normalization": ("LayerNorm", "RMSNorm"),
     "num-attention-heads": int,
     "num-distributed-optimizer-instances": int,
+    "num-experts": int,
     "num-layers": int,
     "num-layers-per-virtual-pipeline-stage": int,
     "num-query-groups": int,
@@ -41,10 +60,15 @@ FLAGS: dict[str, Takes] = {
     "overlap-param-gather": None,
     "pipeline-model-parallel-size": int,
     "position-embedding-type": ("learned_absolute", "rope", "mrope", "relative", "none"),
+    "q-lora-rank": int,
+    "qk-head-dim": int,
+    "qk-layernorm": None,
+    "qk-pos-emb-head-dim": int,
     "recompute-granularity": ("full", "selective"),
     "recompute-method": ("uniform", "block"),
     "recompute-num-layers": int,
     "rope-scaling-factor": float,
+    "rope-type": ("rope", "yarn"),
     "rotary-base": int,
     "seq-length": int,
     "sequence-parallel": None,
@@ -57,5 +81,6 @@ FLAGS: dict[str, Takes] = {
     "use-megatron-fsdp": None,
     "use-precision-aware-optimizer": None,
     "use-rope-scaling": None,
+    "v-head-dim": int,
     "vocab-size": int,
 }

@@ -1,10 +1,9 @@
 """Each tool's own parser reads what is emitted for it: those that are installed.
 
 Accelerate is in the extra ``peers``, DeepSpeed in ``deepspeed``; torchtitan gets an environment of its own.
-Megatron-LM's parser needs a checkout of the tag core_v0.16.1 on PYTHONPATH.
+Megatron-LM's parser needs a checkout of the tag core_v0.19.0 on PYTHONPATH.
 """
 
-import importlib.metadata
 import json
 import os
 import shlex
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 
 from refshard.emit.table import emit
+from refshard.emit.tool import WHOLE
 from tests.emit.jobs import ACCELERATE, DEEPSPEED, MEGATRON, TORCHTITAN
 from tests.emit.test_structure import megatron_words
 
@@ -23,6 +23,7 @@ MEGATRON_PARSER = """
 import json, sys
 import megatron.training.arguments as arguments
 arguments.get_device_arch_version = lambda: 9  # it asks a GPU
+arguments.torch.cuda.get_device_capability = lambda: (9, 0)
 names, sys.argv = json.loads(sys.argv[2]), ["pretrain_gpt.py", *json.loads(sys.argv[1])]
 parsed = arguments.parse_args()
 arguments.validate_args(parsed, {})
@@ -42,26 +43,38 @@ def written(tool: str, files: dict[str, str], folder: Path) -> Path:
 def test_torchtitan_parses_its_module(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = pytest.importorskip("torchtitan.config")
     job, emitted = TORCHTITAN[name], emit("torchtitan", TORCHTITAN[name])
-    assert importlib.metadata.version("torchtitan") == emitted.version
+    if job.job.precision == "fp8":  # its converters ask for a GPU that has it
+        torch = pytest.importorskip("torch")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     module = written("torchtitan", emitted.files, tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, module.stem, raising=False)
     parsed = config.ConfigManager().parse_args(emitted.command.partition("-m torchtitan.train ")[2].split())
     asked, model = job.job, parsed.model_spec.model
     assert (model.dim, len(model.layers), model.vocab_size) == (job.model.dim, job.model.n_layers, job.model.vocab)
-    assert model.layers[0].feed_forward.w1.out_features == job.model.ffn_dim
+    last, experts = model.layers[-1], job.model.experts
+    if experts is None:
+        assert last.feed_forward.w1.out_features == job.model.ffn_dim
+    else:
+        assert last.moe.num_experts == experts.count
     assert model.enable_weight_tying == job.model.tied
-    assert (parsed.training.global_batch_size, parsed.training.seq_len) == (asked.global_batch, job.job.seq_len)
+    assert parsed.training.num_tokens_per_train_step == asked.global_batch * asked.seq_len
+    assert parsed.training.max_context_length == asked.seq_len
     axes = (
         "data_parallel_replicate",
         "data_parallel_shard",
         "context_parallel",
         "tensor_parallel",
         "pipeline_parallel",
+        "expert_parallel",
     )
     degrees = [getattr(parsed.parallelism, f"{axis}_degree") for axis in axes]
     shard = [asked.data_ranks, 1] if asked.strategy == "ddp" else [asked.dp_replicate, asked.dp_shard]
-    assert degrees == [*shard, asked.cp, asked.tp, asked.pp]
+    assert degrees == [*shard, asked.cp, asked.tp, asked.pp, asked.ep]
+    if asked.strategy == "simplefsdp":
+        assert parsed.compile.memory_policy == {"none": "default", "selective": "eager"}[str(asked.checkpointing)]
+        return
     policy = {"none": "NoneType", "full": "FullAC.Config", "selective": "SelectiveAC.Config"}[str(asked.checkpointing)]
     assert type(parsed.activation_checkpoint).__qualname__ == policy
 
@@ -85,13 +98,18 @@ def test_accelerate_parses_its_yaml(name: str, tmp_path: Path, monkeypatch: pyte
     assert arguments.num_processes == asked.gpus
     assert environment["ACCELERATE_MIXED_PRECISION"] == {"fp32": "no"}.get(asked.precision, asked.precision)
     assert (environment["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] == "True") == asked.implementation.compiled
-    if asked.strategy == "ddp":
+    if asked.strategy in WHOLE:
         assert "ACCELERATE_USE_FSDP" not in environment
         return
     for key, value in environment.items():
         if key.startswith("FSDP"):
             monkeypatch.setenv(key, value)
-    monkeypatch.setenv("FSDP_SYNC_MODULE_STATES", "false")  # it would look for a device
+    on_meta = asked.tp == 1 and asked.precision != "fp8"
+    assert (
+        environment["FSDP_CPU_RAM_EFFICIENT_LOADING"] == environment["FSDP_SYNC_MODULE_STATES"] == str(on_meta).lower()
+    )
+    for key in ("SYNC_MODULE_STATES", "CPU_RAM_EFFICIENT_LOADING"):
+        monkeypatch.setenv(f"FSDP_{key}", "false")  # it would look for a device
     check_plugin(FullyShardedDataParallelPlugin(), name)
     if (mesh := check_mesh(environment, monkeypatch)) is not None:
         assert (mesh.dp_replicate_size, mesh.dp_shard_size) == (asked.dp_replicate, asked.dp_shard)
@@ -146,6 +164,8 @@ def test_deepspeed_parses_its_json(name: str, monkeypatch: pytest.MonkeyPatch) -
         asked.dp_shard if asked.dp_replicate > 1 and name == "hpz" else 1
     )
     assert (parsed.zero_config.offload_optimizer is not None) == asked.offload
+    assert parsed.gradient_clipping == 1.0
+    assert parsed.expert_parallel_config.autoep_size == asked.ep
     assert (
         str(parsed.communication_data_type)
         == {"fp32": "torch.float32", "bf16": "torch.bfloat16"}[asked.implementation.reduction]
@@ -155,7 +175,7 @@ def test_deepspeed_parses_its_json(name: str, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.processes
 @pytest.mark.parametrize("name", sorted(MEGATRON))
 def test_megatron_parses_and_validates_its_arguments(name: str) -> None:
-    pytest.importorskip("megatron.training", reason="needs a checkout of Megatron-LM core_v0.16.1 on PYTHONPATH")
+    pytest.importorskip("megatron.training", reason="needs a checkout of Megatron-LM core_v0.19.0 on PYTHONPATH")
     asked = MEGATRON[name].job
     (script,) = emit("megatron", MEGATRON[name]).files.values()
     expected = {
@@ -163,6 +183,8 @@ def test_megatron_parses_and_validates_its_arguments(name: str) -> None:
         "virtual_pipeline_model_parallel_size": asked.interleave if asked.interleave > 1 else None,
         "sequence_parallel": asked.tp > 1,
         "global_batch_size": asked.global_batch,
+        "num_experts": experts.count if (experts := MEGATRON[name].model.experts) else None,
+        "expert_model_parallel_size": asked.ep,
     }
     variables = {"WORLD_SIZE": str(asked.gpus), "RANK": "0", "LOCAL_RANK": "0"}
     if "CUDA_DEVICE_MAX_CONNECTIONS" in script:

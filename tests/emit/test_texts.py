@@ -5,6 +5,7 @@
 writes them anew.
 """
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ import pytest
 from refshard.commands.plan import PLANNED
 from refshard.emit.suite import COMPILED, MODEL, PLANNED_ONLY, SPLIT, SPLIT_BY_SEQUENCE, STAGED
 from refshard.emit.table import TOOLS, emit
-from refshard.emit.tool import Emitted, Setting
+from refshard.emit.tool import Emitted, Setting, preset
+from refshard.emit.torchtitan import FLAVORS
 from refshard.errors import SpecError
 from refshard.specs.model import load_model
 from refshard.specs.suite import parse_suite
 from refshard.strategies import check_case
 from refshard.strategies.table import ROWS
-from tests.emit.jobs import EVERY, REFSHARD, job
+from tests.emit.jobs import DEEPSPEED, EVERY, REFSHARD, job
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = [(tool, name) for tool, jobs in EVERY.items() for name in jobs]
@@ -61,7 +63,7 @@ def test_notes_are_sentences(tool: str, name: str) -> None:
         ("torchtitan", {"strategy": "fsdp1", "dp_shard": 8}, "strategy must be one that it runs .*'fsdp1'; name one"),
         (
             "torchtitan", {"model": "llama2-7b", "dp_shard": 8},
-            "dimensions of a Llama 3 flavor .*, got 32 layers of width",
+            "dimensions of one of its flavors .*, got 32 layers of width",
         ),
         (
             "torchtitan", {"dp_shard": 8, "checkpointing": "every-2"},
@@ -75,7 +77,7 @@ def test_notes_are_sentences(tool: str, name: str) -> None:
             "torchtitan", {"dp_shard": 2, "pp": 4, "schedule": "zero-bubble"},
             "at least 2 for schedule 'zero-bubble', got 1; plan with --interleave 2 or --schedule 1f1b",
         ),
-        ("torchtitan", {"strategy": "ddp", "dp_shard": 2, "cp": 4}, "cp must be 1, got 4; its cp ranks"),
+        ("torchtitan", {"strategy": "ddp", "dp_shard": 2, "cp": 4}, "cp and ep must be 1, got 4 and 1; their ranks"),
         ("torchtitan", {"strategy": "simplefsdp", "dp_shard": 8, "pp": 2}, "pp must be 1, got 2; plan with"),
         ("accelerate", {"dp_shard": 8, "pp": 2}, "pp must be 1, got 2; emit for torchtitan or megatron"),
         ("accelerate", {"strategy": "fsdp1", "dp_shard": 2, "tp": 4}, "tp must be 1, got 4; plan with --str"),
@@ -120,16 +122,25 @@ def test_notes_are_sentences(tool: str, name: str) -> None:
         ),
         ("refshard", {"dp_shard": 8, "precision": "fp8"}, "precision must be 'bf16' or 'fp32', got 'fp8'"),
         ("refshard", {"model": "mixtral-8x7b", "dp_shard": 8}, "experts must be absent .* got a table; emit for"),
-        (
-            "megatron", {"model": "mixtral-8x7b", "strategy": "megatron", "dp_shard": 8},
-            "experts must be absent for what",
-        ),
         ("megatron", {"model": "gemma3-1b", "strategy": "megatron", "dp_shard": 8}, "model: extra_norms must be false"),
-        ("torchtitan", {"model": "qwen3-8b", "dp_shard": 8}, "query_norm must be false for what is written"),
+        ("torchtitan", {"model": "gemma3-12b", "dp_shard": 8}, "dimensions of one of its flavors .*, got 48 layers"),
         (
             "accelerate", {"model": "mixtral-8x7b", "dp_shard": 8, "ep": 4},
-            "ep must be 1 for mixtral-8x7b, which has 8 experts, got 4; plan with --ep 1",
+            "ep must be 1, as it cannot divide experts over ranks, got 4; plan with --ep 1, or emit for torchtitan",
         ),
+        (
+            "megatron", {"model": "mixtral-8x7b", "strategy": "megatron", "dp_shard": 16, "ep": 16},
+            "ep must divide the 8 experts, got 16; change --ep",
+        ),
+        ("torchtitan", {"model": "qwen3-30b-a3b", "dp_shard": 4, "dp_replicate": 2, "ep": 8}, "tp = 4, got 8"),
+        ("torchtitan", {"model": "qwen3-30b-a3b", "strategy": "ddp", "dp_shard": 8, "ep": 8}, "must be 1, got 1 and 8"),
+        (
+            "deepspeed", {"model": "mixtral-8x7b", "dp_shard": 8, "dp_replicate": 2, "ep": 8},
+            "dp_replicate must be 1 where ep = 8, got 2",
+        ),
+        ("torchtitan", {"model": "llama3.2-1b", "dp_shard": 4, "pp": 2}, "ties its embedding to its head, got 2"),
+        ("megatron", {"strategy": "megatron", "dp_shard": 8, "tuning": "lora"}, "tuning must be 'full', got 'lora'"),
+        ("torchtitan", {"dp_shard": 8, "optimizer": "muon"}, "optimizer must be 'adamw', got 'muon'; emit for acc"),
         ("refshard", {"strategy": "megatron", "dp_shard": 8}, "strategy must be one that it runs, got 'megatron'"),
         (
             "refshard", {"strategy": "fsdp1", "dp_shard": 8, "compiled": True},
@@ -219,9 +230,19 @@ def test_a_model_that_is_no_preset_is_written_beside_the_suite(tmp_path: Path) -
     assert any("not of its module" in note for note in found.notes)
 
 
-@pytest.mark.parametrize("name", ["mine.models:build", "qwen3-8b", "mixtral-8x7b"])
-def test_accelerate_finds_the_blocks_of_a_model_that_is_no_llama_of_transformers_itself(name: str) -> None:
-    given = job(dp_shard=8) if ":" in name else job(model=name, dp_shard=8)
-    found = emit("accelerate", renamed(given, name))
-    assert "cls_to_wrap" not in "".join(found.files.values())
-    assert any("_no_split_modules" in note for note in found.notes)
+@pytest.mark.parametrize(("fields", "on_meta"), [({}, True), ({"precision": "fp8"}, False), ({"tp": 2}, False)])
+def test_accelerate_loads_on_the_meta_device_where_it_can(fields: dict[str, Any], on_meta: bool) -> None:
+    found = emit("accelerate", job(dp_shard=8, **fields))
+    assert f"fsdp_cpu_ram_efficient_loading: {str(on_meta).lower()}\n" in "".join(found.files.values())
+    assert any("meta device of the others" in note for note in found.notes) == on_meta
+
+
+@pytest.mark.parametrize("name", sorted(DEEPSPEED))
+def test_deepspeed_clips_gradients_as_others_do(name: str) -> None:
+    (text,) = emit("deepspeed", DEEPSPEED[name]).files.values()
+    assert json.loads(text)["gradient_clipping"] == 1.0
+
+
+def test_models_that_torchtitan_has_are_known_by_their_dimensions() -> None:
+    for name in FLAVORS:
+        assert preset(load_model(name), FLAVORS) == name
