@@ -67,7 +67,7 @@ def adapted_shapes(model: ModelSpec, lora: Lora) -> dict[str, tuple[int, int]]:
         SpecError: the model's blocks have no such layer.
     """
     q_dim, kv_dim = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
-    shapes = {}
+    shapes: dict[str, tuple[int, int]] = {}
     if model.latent is None:
         shapes |= dict.fromkeys(("k_proj", "v_proj"), (model.dim, kv_dim))
         shapes |= {"q_proj": (model.dim, q_dim), "o_proj": (q_dim, model.dim)}

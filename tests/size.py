@@ -14,7 +14,7 @@ SLACK = 100
 """Most lines that a budget may exceed its package by."""
 BUDGETS = {
     "refshard/analysis": 10_450,
-    "refshard/commands": 3_450,
+    "refshard/commands": 3_490,
     "refshard/dryrun": 7_820,
     "refshard/emit": 900,
     "refshard/emulate": 1_400,
@@ -23,12 +23,12 @@ BUDGETS = {
     "refshard/fakecuda": 1_985,
     "refshard/measure": 8_450,
     "refshard/models": 1_300,
-    "refshard/plan": 3_135,
+    "refshard/plan": 3_140,
     "refshard/report": 9_605,
-    "refshard/specs": 2_720,
+    "refshard/specs": 2_765,
     "refshard/strategies": 3_150,
     "refshard/*.py": 2_360,
-    "tests": 78_450,
+    "tests": 78_650,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

@@ -173,7 +173,8 @@ def test_windows_rotations_and_experts_of_further_families(tmp_path: Path) -> No
     assert read(**{**MISTRAL, "sliding_window": 4096}).window == 4096
     assert (read(**GEMMA2).window, read(**GEMMA2).global_every, read(**GEMMA2).rope_theta) == (16, 2, 1e4)
     oss = read(**{**GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}})
-    assert (oss.window, oss.global_every, oss.experts) == (16, 2, Experts(count=8, active=2, ffn_dim=96, biased=True))
+    experts = Experts(count=8, active=2, ffn_dim=96, biased=True, clamped=True)
+    assert (oss.window, oss.global_every, oss.experts, oss.yarn) == (16, 2, experts, True)
     text = read(model_type="llama4", architectures=["Llama4ForConditionalGeneration"], text_config=LLAMA4_TEXT)
     assert text.experts == Experts(count=4, active=1, ffn_dim=96, shared_ffn_dim=96, every=2)
     assert (text.ffn_dim, text.window, text.global_every, text.expert_layers) == (160, 8192, 4, 2)

@@ -107,8 +107,15 @@ def test_axes_are_named_and_left_out_of_the_hash_where_they_are_not_given() -> N
     axes = {
         "precision": "bf16", "tuning": "qlora", "optimizer": "adamw-8bit", "offload": True, "dp_replicate": 2, "tp": 2,
         "sequence_parallel": True, "cp": 2, "pp": 2, "interleave": 2, "schedule": "interleaved", "comm_memory": "group",
+        "lora_rank": 16, "lora_targets": "q_proj",
     }  # fmt: skip
-    together = {"sequence_parallel": {"tp"}, "interleave": {"pp", "schedule"}, "schedule": {"pp", "interleave"}}
+    together = {
+        "lora_rank": {"tuning"},
+        "lora_targets": {"tuning"},
+        "sequence_parallel": {"tp"},
+        "interleave": {"pp", "schedule"},
+        "schedule": {"pp", "interleave"},
+    }
     newer = {*axes, "ep", "implementation"}
     older = {FIRST_NAMES.get(name, name): value for name, value in plain.fields.items() if name not in newer}
     assert plain.hash == hashlib.sha256(msgspec.json.encode(older, order="sorted")).hexdigest()[:12]
@@ -118,12 +125,14 @@ def test_axes_are_named_and_left_out_of_the_hash_where_they_are_not_given() -> N
         assert changed.hash != plain.hash
         assert changed.name != plain.name
     words = (
-        "bf16", "qlora", "adamw-8bit", "offload", "2 replicas", "tensor parallel 2", "sequence parallel",
+        "bf16", "qlora rank 16 on q_proj", "adamw-8bit", "offload", "2 replicas", "tensor parallel 2", "sequence parallel",
         "context parallel 2", "pipeline 2", "interleaved 2", "group memory",
     )  # fmt: skip
     every = plain.changed(gpus=32, global_batch=8, **axes)
     assert every.axes == words
-    assert every.reference() == plain.reference().changed(tuning="qlora", optimizer="adamw-8bit")
+    assert every.reference() == plain.reference().changed(
+        tuning="qlora", lora_rank=16, lora_targets="q_proj", optimizer="adamw-8bit"
+    )
 
 
 def test_a_dry_run_is_one_process_of_a_world_of_any_size() -> None:

@@ -101,9 +101,9 @@ def test_the_answer_comes_first_then_ties_or_what_is_next_and_status_0() -> None
     (summary, *_) = tables(found, detail=False)
     assert summary.title.startswith("llama3-8b on dgx-h100x2: 16 sequences of 4,096 tokens a step (65,536 tokens)")
     assert {row["strategy"] for row in rows(summary)} == {"refshard-yafsdp", "fsdp2", "fsdp1"}
-    first, *steps = [float(row["step_s"]) for row in as_csv(found)]
+    fastest_peer, *steps = [float(row["step_s"]) for row in as_csv(found)]
     assert as_csv(found)[0]["strategy"] == "fsdp2", "which GPUs have measured; the engine's lead is within the error"
-    assert first > steps[0]
+    assert fastest_peer > steps[0]
     assert steps == sorted(steps)
 
 

@@ -137,12 +137,13 @@ FP32 = [Cell("fsdp2", MODELS[0], policy, 8, 1, fp32=True) for policy in POLICIES
 
 def tuned_grid() -> list[Cell]:
     """One GPU, and adapters there and over the strategies."""
+    tunings: tuple[Tuning, ...] = ("full", "lora", "qlora")
     one = [
         Cell("single", model, policy, 1, microbatches, layers=layers, tuning=tuning)
-        for tuning, policy in product(("full", "lora", "qlora"), POLICIES)
+        for tuning, policy in product(tunings, POLICIES)
         for model, microbatches, layers in ((MODELS[0], 1, 3), (MODELS[1], 2, None))
     ]
-    several = product((*PEERS, *ENGINE), ("lora", "qlora"))
+    several = product((*PEERS, *ENGINE), tunings[1:])
     return one + [
         Cell(strategy, MODELS[0], POLICIES[place % 3], 8, 1 + place % 2, layers=4, tuning=tuning)
         for place, (strategy, tuning) in enumerate(several)
