@@ -63,6 +63,7 @@ MEGATRON: dict[str, Setting] = {
     "ddp": job(strategy="ddp", dp_shard=8),
     "fsdp": job(strategy="megatron-fsdp", dp_shard=8),
     "qwen3": job(strategy="megatron", model="qwen3-8b", dp_shard=4, tp=2),
+    "qwen2.5": job(strategy="megatron", model="qwen2.5-7b", dp_shard=4, tp=2),
     "mixtral": job(strategy="megatron", model="mixtral-8x7b", dp_shard=4, tp=2, pp=4, microbatches=4),
     "experts": job(strategy="megatron", model="qwen3-30b-a3b", dp_shard=4, tp=2, ep=8, checkpointing="full"),
     "latent": job(strategy="megatron", model="deepseek-v3", dp_shard=16, tp=4, ep=32, checkpointing="full"),

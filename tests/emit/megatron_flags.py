@@ -8,6 +8,7 @@ Takes = type[int] | type[float] | type[str] | tuple[str, ...] | None
 
 FLAGS: dict[str, Takes] = {
     "accumulate-allreduce-grads-in-fp32": None,
+    "add-qkv-bias": None,
     "attention-dropout": float,
     "bf16": None,
     "ckpt-format": ("torch", "torch_dist", "torch_dcp", "fsdp_dtensor"),
