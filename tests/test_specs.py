@@ -125,7 +125,8 @@ def test_axes_are_named_and_left_out_of_the_hash_where_they_are_not_given() -> N
         assert changed.hash != plain.hash
         assert changed.name != plain.name
     words = (
-        "bf16", "qlora rank 16 on q_proj", "adamw-8bit", "offload", "2 replicas", "tensor parallel 2", "sequence parallel",
+        "bf16", "qlora rank 16 on q_proj", "adamw-8bit", "offload", "2 replicas", "tensor parallel 2",
+        "sequence parallel",
         "context parallel 2", "pipeline 2", "interleaved 2", "group memory",
     )  # fmt: skip
     every = plain.changed(gpus=32, global_batch=8, **axes)

@@ -81,11 +81,11 @@ class _Estimate:
         self._routed = routed_layers(model) / model.n_layers
         # Dense layers come first, or alternate, and those of the first stage count. The part that are mixtures, of a
         # pipeline's first rank and others.
-        dense, every = (model.experts.dense_layers, model.experts.every) if model.experts else (model.n_layers, 1)
-        first = np.maximum(1, self._stages.first)
+        dense, every = (model.experts.dense_layers, model.experts.every) if model.experts else (0, 1)
+        first, some = np.maximum(1, self._stages.first), float(self._routed > 0) / every
         before = np.minimum(dense, self._stages.begin)
-        self._routed_first = np.where(self._alone, self._routed, np.maximum(0, first - before) / first / every)
-        self._routed_later = np.where(self._alone, self._routed, float(self._routed > 0) / every)
+        self._routed_first = np.where(self._alone, self._routed, some * np.maximum(0, first - before) / first)
+        self._routed_later = np.where(self._alone, self._routed, some)
         self._sizes()
 
     def _sizes(self) -> None:

@@ -67,7 +67,8 @@ def test_published_adapters_are_as_fast_as_the_docs_say(name: str, error: float)
     adapter = run.script.adapter
     job = Job(
         strategy="single", model=run.model, gpus=1, seq_len=4096, global_batch=run.microbatch or 1, precision="bf16",
-        checkpointing="full", tuning="qlora" if run.script.quantised else "lora", lora_rank=adapter.rank or 8, lora_targets=",".join(adapter.targets),
+        checkpointing="full", tuning="qlora" if run.script.quantised else "lora", lora_rank=adapter.rank or 8,
+        lora_targets=",".join(adapter.targets),
         implementation=Implementation(fused_norms=False),
     )  # fmt: skip
     on = load_cluster("dgx-a100").of_world_size(1)
