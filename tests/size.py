@@ -16,7 +16,7 @@ BUDGETS = {
     "refshard/analysis": 10_450,
     "refshard/commands": 3_490,
     "refshard/dryrun": 7_820,
-    "refshard/emit": 910,
+    "refshard/emit": 925,
     "refshard/emulate": 1_400,
     "refshard/engine": 9_400,
     "refshard/events": 2_100,

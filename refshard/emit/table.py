@@ -5,6 +5,7 @@ from collections.abc import Callable
 from refshard.emit import accelerate, deepspeed, megatron, suite, torchtitan
 from refshard.emit.tool import Emitted, Setting
 from refshard.errors import SpecError, nearest
+from refshard.specs.job import Implementation
 
 TOOLS: dict[str, Callable[[Setting], Emitted]] = {
     "torchtitan": torchtitan.emit,
@@ -28,6 +29,9 @@ POLICIES: dict[str, tuple[str, ...]] = {
 }
 """The checkpointing policies of tools that cannot checkpoint a number of layers; one that is not listed can."""
 
+UNWRITTEN = ("fp8_attention", "fp8_head", "fused_experts", "graphs", "recomputes", "expert_tp", "stages")
+"""Fields of the implementation that only closed forms know."""
+
 
 def emit(tool: str, setting: Setting) -> Emitted:
     """The files and the command with which ``tool`` runs the job.
@@ -37,4 +41,10 @@ def emit(tool: str, setting: Setting) -> Emitted:
     """
     if tool not in TOOLS:
         raise SpecError(f"emit: no tool '{tool}'; {nearest(tool, list(TOOLS))}")
+    given, default = setting.job.implementation, Implementation()
+    if unwritten := next((name for name in UNWRITTEN if getattr(given, name) != getattr(default, name)), None):
+        raise SpecError(
+            f"{unwritten}: no emitted configuration sets it, got {getattr(given, unwritten)!r}; leave it at its default, "
+            "and set the tool's own option"
+        )
     return TOOLS[tool](setting)

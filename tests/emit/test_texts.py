@@ -246,3 +246,11 @@ def test_deepspeed_clips_gradients_as_others_do(name: str) -> None:
 def test_models_that_torchtitan_has_are_known_by_their_dimensions() -> None:
     for name in FLAVORS:
         assert preset(load_model(name), FLAVORS) == name
+
+
+@pytest.mark.parametrize(
+    "field", [{"expert_tp": 2}, {"stages": "4*8"}, {"graphs": "steps"}, {"recomputes": "mlp"}], ids=str
+)
+def test_what_only_closed_forms_know_is_refused(field: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match=f"{next(iter(field))}: no emitted configuration sets it, got .*; leave it at"):
+        emit("megatron", job(strategy="megatron", dp_shard=4, pp=2, microbatches=4, **field))
