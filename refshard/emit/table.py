@@ -44,7 +44,7 @@ def emit(tool: str, setting: Setting) -> Emitted:
     given, default = setting.job.implementation, Implementation()
     if unwritten := next((name for name in UNWRITTEN if getattr(given, name) != getattr(default, name)), None):
         raise SpecError(
-            f"{unwritten}: no emitted configuration sets it, got {getattr(given, unwritten)!r}; leave it at its default, "
-            "and set the tool's own option"
+            f"{unwritten}: no emitted configuration sets it, got {getattr(given, unwritten)!r}; leave it at its "
+            "default, and set the tool's own option"
         )
     return TOOLS[tool](setting)
