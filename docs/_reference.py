@@ -54,10 +54,13 @@ MEANINGS: dict[Spec, dict[str, str]] = {
         "indices. `selective` keeps attention's output and "
         "every second matrix product's in all layers.",
         "precision": "Dtype of gathered parameters and of compute. Masters, reductions and optimizer state are fp32.",
-        "tuning": "Train all parameters, LoRA adapters (rank 8, on every linear layer of the blocks), or LoRA adapters "
-        "on NF4 bases. Adapters need the extra `peers`.",
-        "optimizer": "AdamW; AdamW with 8-bit state (torchao); or Muon for the matrices of the blocks and AdamW for "
-        "all else.",
+        "tuning": "Train all parameters, LoRA adapters, or LoRA adapters on NF4 bases. Adapters need the extra "
+        "`peers`.",
+        "lora_rank": "Rank of the adapters.",
+        "lora_targets": "Linear layers of each block that have adapters: `all-linear`, or names with commas between, "
+        "such as `q_proj,v_proj`.",
+        "optimizer": "AdamW; AdamW with 8-bit state (torchao); Muon for the matrices of the blocks and AdamW for "
+        "all else; or SGD with momentum.",
         "offload": "Keep masters, gradients and optimizer state in host memory.",
         "dp_replicate": "Hybrid sharding: this many groups of ranks each shard the whole model.",
         "tp": "Ranks that split each matrix. Each such group counts as one rank for the strategy.",
