@@ -45,7 +45,7 @@ def make_optimizer(module: nn.Module, case: Case, muon: MakeMuon = torch.optim.M
     if case.job.optimizer == "adamw-8bit":
         return _adamw_8bit(trained, case)
     if case.job.optimizer == "sgd":
-        return torch.optim.SGD(_groups(trained), lr=case.protocol.learning_rate, momentum=MOMENTUM, fused=True)
+        return torch.optim.SGD(_groups(trained), lr=case.protocol.learning_rate, momentum=MOMENTUM)
     matrices = _block_matrices(module) if case.job.optimizer == "muon" else []
     parts = [muon(matrices, **_muon_options(case))] if matrices else []
     rest = [p for p in trained if not any(p is matrix for matrix in matrices)]
