@@ -1,4 +1,4 @@
-"""The optimizer that most strategies step: torch's fused AdamW, torchao's with 8-bit state, Muon and AdamW, or SGD.
+"""The optimizer that most strategies step: torch's fused AdamW, torchao's with 8-bit state, or Muon and AdamW.
 
 Muon steps the matrices of the blocks and AdamW all else, as practitioners train: an embedding, a head and a norm are no
 matrices between hidden layers. One learning rate serves both, since ``match_rms_adamw`` gives Muon's updates the size
@@ -31,9 +31,6 @@ over two ranks in place of the mean, ten losses of llama-tiny differ by 4e-7; wi
 allows.
 """
 
-MOMENTUM = 0.9
-"""SGD's."""
-
 
 def make_optimizer(module: nn.Module, case: Case, muon: MakeMuon = torch.optim.Muon) -> torch.optim.Optimizer:
     """The case's optimizer over the module's trained parameters. ``muon`` makes Muon, if the case asks for it.
@@ -44,8 +41,6 @@ def make_optimizer(module: nn.Module, case: Case, muon: MakeMuon = torch.optim.M
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if case.job.optimizer == "adamw-8bit":
         return _adamw_8bit(trained, case)
-    if case.job.optimizer == "sgd":
-        return torch.optim.SGD(_groups(trained), lr=case.protocol.learning_rate, momentum=MOMENTUM)
     matrices = _block_matrices(module) if case.job.optimizer == "muon" else []
     parts = [muon(matrices, **_muon_options(case))] if matrices else []
     rest = [p for p in trained if not any(p is matrix for matrix in matrices)]

@@ -17,7 +17,7 @@ from refshard.specs.model import is_factory
 
 OWN_MODEL = "own model"
 """The axis of cases with a factory's model."""
-PLAIN: frozenset[str] = frozenset({"inference", "microbatches", "checkpointing", "bf16", "adamw-8bit", "muon", "sgd"})
+PLAIN: frozenset[str] = frozenset({"inference", "microbatches", "checkpointing", "bf16", "adamw-8bit", "muon"})
 ANY: frozenset[str] = PLAIN | {"lora", "qlora"}
 SHARDED: frozenset[str] = ANY | {"offload", "dp_replicate"}
 TUNABLE: frozenset[str] = frozenset({"comm_memory"})
@@ -156,7 +156,7 @@ def axes_of(case: Case) -> frozenset[str]:
 FLAT: dict[str, str] = {"muon": "each rank steps a 1-D part of a flattened matrix, and Muon needs matrices"}
 UNEVEN: dict[str, str] = {"muon": "ranks have uneven parts of a matrix, and torch's DTensor operators need even ones"}
 ONE: dict[str, str] = {"muon": "it takes one optimizer, and torch's Muon takes matrices alone"}
-COMPILED: frozenset[str] = frozenset({"inference", "microbatches", "checkpointing", "bf16", "muon", "sgd"})
+COMPILED: frozenset[str] = frozenset({"inference", "microbatches", "checkpointing", "bf16", "muon"})
 
 
 def _variants(code: str, rows: Mapping[str, tuple[str, Mapping[str, Any]]], **same: Any) -> dict[str, Row]:
@@ -242,8 +242,7 @@ ROWS: dict[str, Row] = {
     ),
     "pipeline": Row(
         code="pipeline.Pipeline", about="torch's pipeline schedules, all ranks in one pipeline", by_block=False,
-        axes=frozenset({"inference", "microbatches", "checkpointing", "adamw-8bit", "muon", "sgd", "schedule"}),
-        deferred=True,
+        axes=frozenset({"inference", "microbatches", "checkpointing", "adamw-8bit", "muon", "schedule"}), deferred=True,
     ),
     "refshard-replicate": Row(
         code="refshard.Refshard", about="this project's engine, nothing sharded", arguments={"mode": "replicate"},
