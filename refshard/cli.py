@@ -372,7 +372,7 @@ def plan(
     lora_targets: Annotated[
         str, typer.Option(help="Layers with adapters: all-linear, or some, such as q_proj,v_proj.")
     ] = "all-linear",
-    optimizer: Annotated[str, typer.Option(help="adamw, adamw-8bit, muon or sgd.")] = "adamw",
+    optimizer: Annotated[str, typer.Option(help="adamw, adamw-8bit or muon.")] = "adamw",
     price: Annotated[float, typer.Option(help="USD per GPU-hour.")] = 2.5,
     mtbf: Annotated[float, typer.Option(help="Hours between failures of one GPU, for goodput and cost.")] = 50_700.0,
     top: Annotated[int, typer.Option(help="Number of configurations to list.")] = 8,

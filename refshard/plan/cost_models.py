@@ -15,12 +15,11 @@ STATE_BYTES = {
     "adamw": 2.0 * MASTER_BYTES,
     "adamw-8bit": 2 * (1 + 4 / 256),
     "muon": 1.0 * MASTER_BYTES,
-    "sgd": 1.0 * MASTER_BYTES,
 }
 """State of the optimizer for each element: AdamW's two averages in fp32, or in 8 bits with an fp32 scale for 256 of
-them (torchao); Muon's momentum, which only the matrices of blocks have: AdamW updates the others. SGD's momentum.
+them (torchao); Muon's momentum, which only the matrices of blocks have: AdamW updates the others.
 """
-UPDATED_BYTES = {"adamw": ADAMW_BYTES, "adamw-8bit": 16, "muon": 20, "sgd": 20}
+UPDATED_BYTES = {"adamw": ADAMW_BYTES, "adamw-8bit": 16, "muon": 20}
 """Bytes that the optimizer reads and writes for each element: parameter, gradient and state."""
 NEWTON_SCHULZ = 5
 """Muon's iterations of each matrix, (m, n) with m <= n, of 4 m^2 n + 2 m^3 FLOPs (Jordan et al., "Muon", 2024)."""

@@ -62,9 +62,7 @@ def test_adapters_beyond_data_parallelism_and_of_experts_are_refused() -> None:
         estimated(job(tuning="lora"), model="mixtral-8x7b")
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "state", "moved"), [("adamw", 8, 28), ("adamw-8bit", 2 + 1 / 32, 16), ("sgd", 4, 20)]
-)
+@pytest.mark.parametrize(("optimizer", "state", "moved"), [("adamw", 8, 28), ("adamw-8bit", 2 + 1 / 32, 16)])
 def test_an_optimizers_state_and_what_it_moves(optimizer: str, state: float, moved: int) -> None:
     found = estimated(job(**ONE, optimizer=optimizer), cluster=cluster())
     assert found.memory.optimizer[0] == pytest.approx(state * MODEL.params)

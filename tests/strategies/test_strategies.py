@@ -108,7 +108,6 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "bf16 qlora": {"tuning": "qlora", "precision": "bf16"},
     "8-bit": {"optimizer": "adamw-8bit"},
     "muon": {"optimizer": "muon"},
-    "sgd": {"optimizer": "sgd"},
     "muon both": {"optimizer": "muon", "precision": "bf16", "microbatches": 2, "checkpointing": "full"},
     "muon offload": {"optimizer": "muon", "offload": True},
     "muon replicas": {"optimizer": "muon", "gpus": 4, "dp_replicate": 2},
@@ -255,7 +254,7 @@ def test_every_block_is_a_unit_and_others_hold_the_rest(cell: Key) -> None:
 @those()
 def test_losses_equal_those_of_one_unsharded_rank(cell: Key) -> None:
     case = case_of(cell[2], cell[1])
-    plain = {"adamw": "plain", "adamw-8bit": "8-bit", "muon": "muon", "sgd": "sgd"}[case.job.optimizer]
+    plain = {"adamw": "plain", "adamw-8bit": "8-bit", "muon": "muon"}[case.job.optimizer]
     like = "inference" if case.job.workload == "inference" else {"full": plain}.get(case.job.tuning, case.job.tuning)
     reference = of(cell[0], like, "single")["losses"]
     assert of(*cell)["losses"] == pytest.approx(reference, rel=parity_tolerance(case))
