@@ -129,4 +129,4 @@ def test_files_of_other_tools_are_written_from_the_wheel(
     folder = quickstart[0].parent
     plan = ("plan", "--model", "llama3-8b", "--cluster", "dgx-h100", "--emit", "torchtitan", "--out", "emitted")
     run(folder / "venv" / "bin" / "refshard", *plan, cwd=folder)
-    assert "config.training.seq_len = 8192\n" in (folder / "emitted" / "refshard_torchtitan.py").read_text()
+    assert "config.training.max_context_length = 8192\n" in (folder / "emitted" / "refshard_torchtitan.py").read_text()
