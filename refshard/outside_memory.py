@@ -43,3 +43,10 @@ def context(hardware: HardwareSpec) -> Overhead:
     measured, _ = _CONTEXTS[_HOPPER]
     size, source = _CONTEXTS.get(hardware.capability, (measured, f"not known for this GPU; {_MEASURED}"))
     return Overhead(name="CUDA context, loaded kernels, cuBLAS and cuDNN", bytes=size, source=source)
+
+
+def outside_bytes(hardware: HardwareSpec, communicators: int) -> int:
+    """Bytes of a GPU's memory outside the allocator, of a process with so many communicators."""
+    first, further = COMMUNICATOR_BYTES
+    nccl = first + (communicators - 1) * further if communicators else 0
+    return context(hardware).bytes + nccl

@@ -28,7 +28,7 @@ BUDGETS = {
     "refshard/specs": 2_765,
     "refshard/strategies": 3_150,
     "refshard/*.py": 2_360,
-    "tests": 78_650,
+    "tests": 78_660,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

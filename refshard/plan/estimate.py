@@ -1,6 +1,7 @@
 """Step time and memory of many configurations of one model on one cluster, one entry a row."""
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import msgspec
 import numpy as np
@@ -125,7 +126,7 @@ class _Estimate:
         self._tuned, self._updated = ~rows.where("tuning", "full"), self._own
         if self._tuned.any():
             self._check_tuned()
-            adapters = model.n_layers * self._tuned_layers()["adapters"]
+            adapters = model.n_layers * self._tuned_layers["adapters"]
             self._updated = np.where(self._tuned, adapters / np.where(divided, rows.shards, 1), self._own)
 
     def _check_tuned(self) -> None:
@@ -141,6 +142,7 @@ class _Estimate:
         if any((self._rows[axis][self._tuned] > 1).any() for axis in ("tp", "cp", "pp", "ep")):
             raise SpecError("tuning: adapters have closed forms of data parallelism alone; leave tp, cp, pp, ep at 1")
 
+    @cached_property
     def _tuned_layers(self) -> dict[str, Floats]:
         """The fields of :class:`TunedLayer`, and bytes of the loss and of hidden states; 0 in rows that train
         everything.
@@ -177,7 +179,7 @@ class _Estimate:
         longer = mixed_s["forward_s"] + backward_of(mixed_s) - dense_s["forward_s"] - backward_of(dense_s)
         unit, trained = self._unit, np.ones_like(self._embedding)
         if self._tuned.any():
-            of = self._tuned_layers()
+            of = self._tuned_layers
             gathered = of["frozen"] / self._element + of["adapters"]
             unit = Elements(np.where(self._tuned, gathered, unit.rest), np.where(self._tuned, 0, unit.experts))
             trained = np.where(self._tuned, of["adapters"] / np.maximum(1, gathered), trained)
@@ -353,7 +355,7 @@ class _Estimate:
     def _tuned_memory(self) -> Memory:
         """The same of rows that train adapters: the higher of the loss and the backward of the last layer."""
         rows, model, e, shards = self._rows, self._model, self._element, self._rows.shards
-        of = self._tuned_layers()
+        of = self._tuned_layers
         layers, ends = model.n_layers, e * (self._embedding + self._head)
         frozen, zero = layers * of["frozen"] + ends, np.zeros_like(ends)
         divided, by_unit = rows.cost("shards_optimizer") > 0, rows.cost("shards_parameters") > 0

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from refshard.outside_memory import COMMUNICATOR_BYTES, context
+from refshard.outside_memory import outside_bytes
 from refshard.plan.cost_models import MASTER_BYTES
 from refshard.plan.kernels import (
     Share,
@@ -40,12 +40,11 @@ def usable_bytes(hardware: HardwareSpec, candidates: Candidates) -> Floats:
     """
     if not hardware.asynchronous:
         return np.full(len(candidates), float(hardware.memory_bytes))
-    first, further = COMMUNICATOR_BYTES
     axes = [candidates["tp"], candidates["cp"], candidates["pp"], candidates["ep"]]
     axes += [candidates.data_ranks * candidates["cp"] // candidates["dp_replicate"], candidates["dp_replicate"]]
     groups = sum((size > 1).astype(np.int64) for size in axes)
-    outside = context(hardware).bytes + np.where(groups > 0, first + (groups - 1) * further, 0)
-    return (hardware.memory_bytes - outside).astype(np.float64)
+    outside = np.array([float(outside_bytes(hardware, count)) for count in range(len(axes) + 1)])
+    return hardware.memory_bytes - outside[groups]
 
 
 SCORE_BYTES = 4

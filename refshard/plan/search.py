@@ -43,7 +43,7 @@ def search(
     limits = np.where(divided, MODEL_PARALLEL_PART, 1.0) * (1 - FRAGMENTATION) * usable
     resolved = _fewest(model, cluster, seq_len, candidates, limits)
     found = estimate(model, cluster, seq_len, resolved)
-    fits = (found.memory.peak <= limits) & (found.host_bytes <= max(0, cluster.host_memory_bytes))
+    fits = (found.memory.peak <= limits) & (found.host_bytes <= cluster.host_memory_bytes)
     speed = resolved["global_batch"] * seq_len / found.step_s / resolved["gpus"]
     rows = np.flatnonzero(fits)
     # The order of enumeration decides between equals: less splitting comes first.

@@ -19,7 +19,7 @@ from refshard.analysis.history import series_of
 from refshard.analysis.rankings import ALIKE, Ranking, step_time
 from refshard.analysis.ratios import ratios
 from refshard.errors import SpecError
-from refshard.outside_memory import COMMUNICATOR_BYTES, context
+from refshard.outside_memory import outside_bytes
 from refshard.quantities import GIB, axis_unit, format_bytes, format_part, format_percent, format_seconds
 from refshard.records import Run
 from refshard.report.blocks import Block, Charts, Column, Quantity, Row, Section, Table, table
@@ -142,8 +142,8 @@ def _limit(case: CaseResult) -> tuple[float, str] | None:
         return None
     if not hardware.asynchronous:
         return None
-    nccl = 0 if case.spec.job.gpus == 1 else COMMUNICATOR_BYTES[0]  # further communicators leave less
-    return hardware.memory_bytes - context(hardware).bytes - nccl, "usable"
+    # Further communicators leave less.
+    return hardware.memory_bytes - outside_bytes(hardware, int(case.spec.job.gpus > 1)), "usable"
 
 
 def tradeoff(ranking: Ranking, identity: str, dry_runs: Mapping[CaseResult, CaseResult]) -> Chart | None:
