@@ -373,6 +373,13 @@ def plan(
         str, typer.Option(help="Layers with adapters: all-linear, or some, such as q_proj,v_proj.")
     ] = "all-linear",
     optimizer: Annotated[str, typer.Option(help="adamw, adamw-8bit or muon.")] = "adamw",
+    implementation: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What your code decides, FIELD=VALUE, repeated for several: expert_tp=1, stages=4*15,2, "
+            "graphs=blocks, dispatch=once ...; docs/how-to/plan.md lists them."
+        ),
+    ] = None,
     price: Annotated[float, typer.Option(help="USD per GPU-hour.")] = 2.5,
     mtbf: Annotated[float, typer.Option(help="Hours between failures of one GPU, for goodput and cost.")] = 50_700.0,
     top: Annotated[int, typer.Option(help="Number of configurations to list.")] = 8,
@@ -410,8 +417,8 @@ def plan(
         strategies=strategy, microbatch=microbatch, accumulate=accumulate, checkpointing=checkpointing,
         dp_replicate=dp_replicate, tp=tp, cp=cp, pp=pp, interleave=interleave, schedule=schedule, ep=ep,
         precision=precision, reduction=reduction, compiled=compile_, offload=offload, tuning=tuning,
-        lora_rank=lora_rank, lora_targets=lora_targets, optimizer=optimizer, price_usd=price,
-        mtbf_hours=mtbf, top=top, dry_runs=dry_runs,
+        lora_rank=lora_rank, lora_targets=lora_targets, optimizer=optimizer,
+        implementation=tuple(implementation or ()), price_usd=price, mtbf_hours=mtbf, top=top, dry_runs=dry_runs,
     )  # fmt: skip
     return command.plan(options, page=html, tool=emit, out=out)
 

@@ -1,5 +1,5 @@
-"""GPU memory outside torch's allocator, that of CUDA's context and of NCCL's communicators: estimates, with their
-sources.
+"""What tensors cannot have of a GPU's memory: CUDA's context and NCCL's communicators, which are estimates with their
+sources; and the setting with which torch's allocator leaves least unused.
 """
 
 from dataclasses import dataclass
@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from refshard.quantities import MIB
 from refshard.specs.hardware import HardwareSpec
 
+EXPANDABLE_SEGMENTS = "PYTORCH_ALLOC_CONF=expandable_segments:True"
+"""The environment variable with which torch's allocator fragments least. Until torch 2.8 it is PYTORCH_CUDA_ALLOC_CONF.
+"""
 COMMUNICATOR_BYTES = (558 * MIB, 390 * MIB)
 """What NCCL takes for a process's first communicator, and for each further one: measured on an H200 with groups of one
 rank (profiles/recorded/h200/outside.json).

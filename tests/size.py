@@ -14,21 +14,21 @@ SLACK = 100
 """Most lines that a budget may exceed its package by."""
 BUDGETS = {
     "refshard/analysis": 10_450,
-    "refshard/commands": 3_490,
+    "refshard/commands": 3_520,
     "refshard/dryrun": 7_820,
-    "refshard/emit": 925,
+    "refshard/emit": 930,
     "refshard/emulate": 1_400,
     "refshard/engine": 9_400,
     "refshard/events": 2_100,
     "refshard/fakecuda": 1_985,
     "refshard/measure": 8_450,
     "refshard/models": 1_300,
-    "refshard/plan": 3_140,
-    "refshard/report": 9_605,
-    "refshard/specs": 2_765,
+    "refshard/plan": 3_170,
+    "refshard/report": 9_615,
+    "refshard/specs": 2_770,
     "refshard/strategies": 3_150,
     "refshard/*.py": 2_360,
-    "tests": 78_660,
+    "tests": 78_720,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

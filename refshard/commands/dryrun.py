@@ -105,7 +105,7 @@ def dryrun(options: Options, *, trace: Path | None = None, html: Path | None = N
         replace_file(trace, [as_kineto(found.trace)])
     against = None
     if options.compile == "both" and found.run.answer.compiled is not None:
-        other = trial.analyse(dry_run(replace(request, environment=_EAGER)))
+        other = trial.analyse(dry_run(replace(request, environment={**request.environment, **_EAGER})))
         against = Against(varied="torch.compile", names=("compiled", "eager"), other=other)
     elif options.against:
         theirs = trial_of(replace(options, words=options.against))
@@ -217,7 +217,8 @@ def trial_of(options: Options) -> Trial:
     request = request_on(
         options.cluster, gpus, command=command.command, module=command.module, rank=options.rank or 0,
         routing=options.routing, steps=MOST_STEPS if options.steps is None else options.steps,
-        until_stable=options.steps is None, environment=_EAGER if options.compile == "off" else {},
+        until_stable=options.steps is None,
+        environment={**command.environment, **(_EAGER if options.compile == "off" else {})},
         rank_variables=gpus != 1 or not command.python, phases=options.phases, until_phase=options.until_phase,
     )  # fmt: skip
     return Trial(request=request, global_tokens=tokens, prices=options.prices)

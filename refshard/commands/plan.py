@@ -16,10 +16,13 @@ from refshard.emit.tool import Setting as EmitSetting
 from refshard.engine.placement import MODES
 from refshard.errors import SpecError, nearest
 from refshard.folders import replace_file
+from refshard.outside_memory import EXPANDABLE_SEGMENTS
 from refshard.plan.cost_models import COST_MODELS, find_cost_model
+from refshard.plan.memory import FRAGMENTATION
 from refshard.plan.plan import VARIANTS, Failures, Plan, Reader, Row, Size, listed, load_spread, with_dry_rows
 from refshard.plan.search import AUTO, search
 from refshard.plan.space import ALL, Space, candidates
+from refshard.quantities import GIB
 from refshard.report.blocks import Answer, Text
 from refshard.report.plan.answer import plan_answer
 from refshard.report.plan.text import short_text
@@ -28,8 +31,8 @@ from refshard.specs.hardware import ELEMENT_BYTES
 from refshard.specs.job import REFERENCE_STRATEGY, Implementation, Optimizer, Precision, Schedule, Tuning
 from refshard.specs.layers import POLICY
 from refshard.specs.model import ModelSpec, is_factory, load_model, model_name
+from refshard.specs.reading import convert, within
 from refshard.specs.reading import tokens as read_tokens
-from refshard.specs.reading import within
 from refshard.specs.tuning import ALL_LINEAR, Lora, projections_of
 from refshard.strategies.table import ROWS
 
@@ -47,6 +50,10 @@ that Llama 3 405B was trained with in the end (Grattafiori et al., 2024)."""
 ONE_GPU_SEQUENCES = 16
 """Sequences of one GPU's step where no batch is given, in microbatches of any size: QLoRA's (Dettmers et al., 2023).
 """
+_OWN_OPTIONS = {
+    "compiled": "use --compile", "reduction": "use --reduction", "reduce_each": "the plan tries both",
+}  # fmt: skip
+"""Fields of the implementation that ``--implementation`` does not set, and what to do instead."""
 UPSTREAM = "yafsdp"
 """Also the end of the name of one of the engine's strategies."""
 Name = TypeVar("Name", bound=str)
@@ -58,7 +65,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     Lists are separated by commas; ``all`` is every size that can run. An axis that is None is 1, or ``all`` with
     ``search``; ``dp_replicate`` is ``all`` in any case, and so are ``ep`` of a mixture of experts, and ``tp`` and
     microbatches of a given batch.
-    ``compiled`` is a list of ``no`` and ``yes``; None is ``no``.
+    ``compiled`` is a list of ``no`` and ``yes``; None is ``no``. ``implementation`` has other fields of
+    :class:`~refshard.specs.job.Implementation`, each as ``FIELD=VALUE``.
     """
 
     model: str
@@ -87,6 +95,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     lora_rank: int = Lora().rank
     lora_targets: str = ALL_LINEAR
     optimizer: str = "adamw"
+    implementation: tuple[str, ...] = ()
     price_usd: float = 2.5
     mtbf_hours: float = Failures().mtbf_hours
     top: int = 8
@@ -227,7 +236,7 @@ def _with_dry_runs(size: Size, options: Options, model: ModelSpec, cluster: Clus
         count=count, usable_bytes=size.usable_bytes, each_s=DRY_RUN_S, all_s=DRY_RUNS_S
     )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="refshard-plan-") as made:
-        run = partial(dry_run_many, on_progress=tell)
+        run = partial(dry_run_many, on_progress=tell, environment=dict([EXPANDABLE_SEGMENTS.split("=")]))
         jobs, step_s = [row.job for row in size.rows], [row.step_s for row in size.rows]
         found = dry_run_rounds(jobs, step_s, setting, Path(made), rounds, run)
     rows = []
@@ -246,14 +255,21 @@ def _emitted(
     """Write the first configuration that the tool can run; returns what to do with it, as text.
 
     Raises:
-        SpecError: the tool can run none of them; the message is about the first.
+        SpecError: the tool can run none of them, or none fits with what the tool takes beyond the plan's memory; the
+            message is about the first.
     """
     refused: SpecError | None = None
     for row in rows:
         job = msgspec.structs.replace(row.job, cluster=options.cluster)
         try:
             emitted = emit(tool, EmitSetting(job=job, model=model, cluster=cluster))
-            break
+            if emitted.extra_bytes <= max(0, row.headroom_bytes - FRAGMENTATION * row.usable_bytes):
+                break
+            raise SpecError(
+                f"emit: {tool} takes {emitted.extra_bytes / GIB:.2f} GiB more than the plan's "
+                f"{row.memory_bytes / GIB:.2f} GiB, too much for {row.usable_bytes / GIB:.2f} GiB of usable memory; "
+                "plan with a smaller --microbatch or with --checkpointing full"
+            )
         except SpecError as error:
             refused = refused or error
     else:
@@ -287,7 +303,6 @@ def space_of(options: Options, model: ModelSpec, cluster: ClusterSpec) -> Space:
         name: _axis(name, getattr(options, name), searched=_searched(name, options, model, cluster))
         for name in ("tp", "cp", "pp", "interleave", "ep", "dp_replicate", "microbatch")
     }
-    reduction = _known("reduction", options.reduction, tuple(ELEMENT_BYTES))
     try:
         projections_of(options.lora_targets)
     except ValueError as error:
@@ -303,8 +318,22 @@ def space_of(options: Options, model: ModelSpec, cluster: ClusterSpec) -> Space:
         precisions=_precisions(options, cluster), compiled=_compiled(options), model=options.model,
         gpus=cluster.world_size, cluster=_sized_name(options.cluster, cluster), seq_len=options.seq_len,
         global_batch=global_batch_of(options, model, cluster), offload=options.offload,
-        implementation=Implementation(reduction=reduction), **axes, **tuned,
+        implementation=_implementation(options), **axes, **tuned,
     )  # fmt: skip
+
+
+def _implementation(options: Options) -> Implementation:
+    given = {"reduction": _known("reduction", options.reduction, tuple(ELEMENT_BYTES))}
+    for one in options.implementation:
+        name, equals, value = one.partition("=")
+        if not equals or name in _OWN_OPTIONS:
+            remedy = _OWN_OPTIONS.get(name, "separate the field and its value by '='")
+            raise SpecError(f"implementation must be FIELD=VALUE, for a field without an option, got '{one}'; {remedy}")
+        given[name] = value
+    found = convert(given, Implementation, where="implementation", strict=False)
+    if found.stages and not options.search and options.pp is None:
+        raise SpecError(f"stages need a pipeline, got {found.stages!r} without one; add --pp")
+    return found
 
 
 def _sized_name(given: str, cluster: ClusterSpec) -> str:

@@ -20,8 +20,8 @@ from refshard.dryrun.recording import Category, Phase
 from refshard.dryrun.sweep import largest
 from refshard.dryrun.trials import Laboratory, Prediction, Trial, summary
 from refshard.errors import SpecError
+from refshard.outside_memory import EXPANDABLE_SEGMENTS
 
-EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 _CHECKPOINTING = "activation checkpointing of each layer"
 _LAYER = re.compile(r"^(.*?\.\d+)(\.|$)")
 _MANY = 64
@@ -98,7 +98,7 @@ def _segments(found: Analysis) -> Iterator[Remedy]:
     other = found.run.answer.other_segments
     if other is not None and other.expandable and other.reserved < 0.99 * found.run.answer.peak.reserved:
         tried = msgspec.structs.replace(summary(found), fits=other.fits, reserved_bytes=other.reserved)
-        yield Remedy(change=EXPANDABLE, tried=tried)
+        yield Remedy(change=EXPANDABLE_SEGMENTS, tried=tried)
 
 
 def _more_gpus(found: Analysis, choices: Choices, laboratory: Laboratory) -> Iterator[Remedy]:

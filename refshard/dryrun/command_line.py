@@ -4,8 +4,9 @@ This module parses torchrun's options. Other launchers that are Python programs 
 :mod:`refshard.dryrun.launchers`.
 """
 
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ _FLAGS = frozenset({"standalone", "module", "m", "no_python", "run_path", "use_e
 """Options of torchrun that take no value."""
 _OTHER_LAUNCHERS = frozenset({"srun", "mpirun", "mpiexec", "horovodrun", "ray"})
 """Launchers that a dry run cannot follow."""
+_VARIABLE = re.compile(r"[A-Za-z_]\w*=")
 _NOT_PYTHON = {
     ".ipynb": "a notebook; make a script of it: jupyter nbconvert --to script NOTEBOOK",
     ".sh": "a shell script; give the command in it that starts the training",
@@ -30,6 +32,7 @@ _NOT_PYTHON = {
 class TrainingCommand:
     """``command`` is a script (with ``module``, a module) and its arguments. ``nodes`` and ``ranks_per_node`` are
     torchrun's options, None if not given. With ``python`` the command line began with that word: no launcher.
+    ``environment`` has the variables that were set before it, as in a shell.
     """
 
     command: tuple[str, ...]
@@ -37,6 +40,7 @@ class TrainingCommand:
     nodes: int | None = None
     ranks_per_node: int | None = None
     python: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -48,13 +52,17 @@ class _Torchrun:
 def read_command(words: Sequence[str]) -> TrainingCommand:
     """Find out what a command line runs.
 
-    >>> read_command(["torchrun", "--nproc-per-node", "8", "-m", "mine.train", "--lr", "1"])
-    TrainingCommand(command=('mine.train', '--lr', '1'), module=True, nodes=None, ranks_per_node=8, python=False)
+    >>> read_command(["N=1", "torchrun", "--nproc-per-node", "8", "-m", "a.b"])
+    TrainingCommand(command=('a.b',), module=True, nodes=None, ranks_per_node=8, python=False, environment={'N': '1'})
 
     Raises:
         SpecError: it names no script, a script that does not exist, or an unsupported launcher.
     """
     left = list(words)
+    if left and _VARIABLE.match(left[0]):
+        name, _, value = left[0].partition("=")
+        found = read_command(left[1:])
+        return replace(found, environment={name: value, **found.environment})
     if python := bool(left) and Path(left[0]).name.startswith("python"):
         left = left[1:]
         while left and left[0] in ("-u", "-O", "-B"):

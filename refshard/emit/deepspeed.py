@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from refshard.emit.tool import Emitted, Setting, above_one, applying, reduces, refuse, refuse_job, tuned
+from refshard.outside_memory import EXPANDABLE_SEGMENTS
 from refshard.quantities import GIB
 from refshard.specs.model import ModelSpec
 
@@ -57,7 +58,11 @@ def emit(setting: Setting) -> Emitted:
                 f"Model, optimizer and data come from your {SCRIPT}: give it batches of {one.microbatch} x "
                 f"{one.seq_len} tokens.",
             ),
-            (used.nodes > 1, f"List the nodes in {HOSTS}, one a line: HOST slots={used.ranks_per_node}."),
+            (
+                used.nodes > 1,
+                f"List the nodes in {HOSTS}, one a line: HOST slots={used.ranks_per_node}. For the other nodes, write "
+                f"{EXPANDABLE_SEGMENTS} to .deepspeed_env.",
+            ),
             (
                 not one.strategy.startswith("deepspeed"),
                 f"{what}, with DeepSpeed's own code: the plan's time and memory are those of {one.strategy}.",

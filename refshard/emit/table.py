@@ -2,9 +2,12 @@
 
 from collections.abc import Callable
 
+import msgspec
+
 from refshard.emit import accelerate, deepspeed, megatron, suite, torchtitan
 from refshard.emit.tool import Emitted, Setting
 from refshard.errors import SpecError, nearest
+from refshard.outside_memory import EXPANDABLE_SEGMENTS
 from refshard.specs.job import Implementation
 
 TOOLS: dict[str, Callable[[Setting], Emitted]] = {
@@ -34,7 +37,7 @@ UNWRITTEN = ("fp8_attention", "fp8_head", "fused_experts", "graphs", "recomputes
 
 
 def emit(tool: str, setting: Setting) -> Emitted:
-    """The files and the command with which ``tool`` runs the job.
+    """The files and the command with which ``tool`` runs the job; on GPUs, torch's allocator has the plan's setting.
 
     Raises:
         SpecError: there is no such tool, or it cannot run the job.
@@ -47,4 +50,7 @@ def emit(tool: str, setting: Setting) -> Emitted:
             f"{unwritten}: no emitted configuration sets it, got {getattr(given, unwritten)!r}; leave it at its "
             "default, and set the tool's own option"
         )
-    return TOOLS[tool](setting)
+    emitted = TOOLS[tool](setting)
+    if setting.cluster.accelerator.device != "cuda":
+        return emitted
+    return msgspec.structs.replace(emitted, command=f"{EXPANDABLE_SEGMENTS} {emitted.command}")

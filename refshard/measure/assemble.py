@@ -22,6 +22,7 @@ from refshard.measure.launchers.base import LaunchOutcome
 from refshard.measure.load import load_of
 from refshard.measure.rank import RankResult, rank_file, trace_file
 from refshard.measure.reduced import Reduced
+from refshard.outside_memory import EXPANDABLE_SEGMENTS
 from refshard.records import (
     DERIVED,
     METRICS,
@@ -298,7 +299,7 @@ def retry_warnings(ranks: Sequence[GpuMemory]) -> tuple[str, ...]:
     return (
         f"GPU memory ran short {total} {times} during the measured steps ({', '.join(listed)}): "
         "the allocator then waits for the device, frees its cache and retries cudaMalloc, so steps stall; use less "
-        "memory, or set PYTORCH_ALLOC_CONF=expandable_segments:True",
+        f"memory, or set {EXPANDABLE_SEGMENTS}",
     )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from refshard import resources
 from refshard.flops import CONVENTION, Convention, flops_per_token
 from refshard.plan.estimate import checkpointed_layers
-from refshard.plan.memory import PARTS
+from refshard.plan.memory import PARTS, fixed_segments
 from refshard.plan.search import Found
 from refshard.plan.space import Candidates
 from refshard.specs.cluster import ClusterSpec
@@ -149,6 +149,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     allocator can reserve. ``checkpointed`` of its ``layers``
     layers recompute. ``gpu_hours`` and ``cost_usd`` are those of a trillion tokens, at ``goodput``.
 
+    ``fixed_segments`` is how much more memory its kind needs at most without
+    :data:`~refshard.outside_memory.EXPANDABLE_SEGMENTS`, as a fraction.
+
     If the real code was dry-run, ``dry_step_s`` is its step time and ``reserved_bytes`` what the caching allocator
     reserved, and speed and cost follow from these; ``not_dry`` says why it was not.
     """
@@ -172,6 +175,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     gpu_hours: float
     cost_usd: float
     flops_convention: Convention = CONVENTION
+    fixed_segments: float = 0.0
     dry_step_s: float | None = None
     reserved_bytes: int | None = None
     not_dry: str = ""
@@ -298,6 +302,7 @@ class Reader:
             memory={part: int(getattr(estimates.memory, part)[place]) for part in PARTS},
             checkpointed=checkpointed_layers(job.checkpointing, layers), layers=layers, goodput=goodput,
             gpu_hours=hours, cost_usd=hours * self.price_usd,
+            fixed_segments=fixed_segments(job, self.model) if self.cluster.accelerator.device == "cuda" else 0.0,
         )  # fmt: skip
 
 

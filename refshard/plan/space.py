@@ -17,6 +17,7 @@ import numpy.typing as npt
 from refshard.plan.cost_models import COST_MODELS, find_cost_model
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.job import REFERENCE_STRATEGY, Implementation, Job, Optimizer, Precision, Schedule, Tuning
+from refshard.specs.layers import listed_stages
 from refshard.specs.model import ModelSpec
 from refshard.specs.tuning import ALL_LINEAR, Lora
 
@@ -266,14 +267,18 @@ def _sizes(given: tuple[int, ...], most: int, divides: Sequence[int]) -> list[in
 
 
 def _schedules(space: Space, n_layers: int, pp: int) -> Iterator[tuple[int, Schedule]]:
-    """Stretches of layers on each rank, and the schedule; stretches must be even, with the ends counted as layers or
-    not.
+    """Stretches of layers on each rank, and the schedule; unless their stages are listed, stretches must be even, with
+    the ends counted as layers or not.
     """
+    listed = len(listed_stages(space.implementation.stages)) if space.implementation.stages else 0
     if pp == 1:
-        yield 1, "1f1b"
+        if not listed:
+            yield 1, "1f1b"
         return
     given = space.interleave if space.interleave != ALL else tuple(range(1, MOST_STRETCHES + 1))
     even = [n for n in given if n_layers % (pp * n) == 0 or (n_layers + 2) % (pp * n) == 0]
+    if listed:
+        given = even = [listed // pp] if listed % pp == 0 else []
     for schedule in space.schedules:
         if schedule == "1f1b" and 1 in given:
             yield 1, schedule

@@ -56,19 +56,28 @@ STAGES = re.compile(r"\d{1,4}(\*[1-9]\d{0,3})?(,\d{1,4}(\*[1-9]\d{0,3})?)*")
 """How the layers of each stage are written, in order: ``4*15,2`` is 15 stages of 4 layers, and one of 2."""
 
 
-def sizes_of_stages(given: str, n_layers: int, stages: int) -> tuple[int, ...]:
-    """How many layers each stage has; ``given`` is written as in :data:`STAGES`.
+def listed_stages(given: str) -> tuple[int, ...]:
+    """The layers of each stage, from how :data:`STAGES` are written.
 
-    >>> sizes_of_stages("2*3,1", 7, 4)
+    >>> listed_stages("2*3,1")
     (2, 2, 2, 1)
 
     Raises:
-        SpecError: it is not written so, or does not give every layer to a stage.
+        SpecError: it is not written so.
     """
     if not STAGES.fullmatch(given):
         raise SpecError(f"stages must list the layers of each stage, as '4*15,2', got {given!r}; correct it")
     parts = [part.partition("*") for part in given.split(",")]
-    sizes = tuple(int(size) for size, _, times in parts for _ in range(int(times or 1)))
+    return tuple(int(size) for size, _, times in parts for _ in range(int(times or 1)))
+
+
+def sizes_of_stages(given: str, n_layers: int, stages: int) -> tuple[int, ...]:
+    """How many layers each stage has; ``given`` is written as in :data:`STAGES`.
+
+    Raises:
+        SpecError: it is not written so, or does not give every layer to a stage.
+    """
+    sizes = listed_stages(given)
     if len(sizes) != stages or sum(sizes) != n_layers:
         raise SpecError(
             f"stages must give {n_layers} layers to {stages} stages (pp * interleave), got {sum(sizes)} in {given!r}, "

@@ -454,9 +454,38 @@ def test_a_tool_that_runs_nothing_of_the_plan_says_why(tmp_path: Path) -> None:
         plan(options(strategies="fsdp2"), tool="refshard", out=tmp_path / "file")
 
 
+def test_what_a_tool_takes_beyond_the_plan_must_fit_too(tmp_path: Path) -> None:
+    one = {"model": "llama3.2-1b", "cluster": "dgx-h100", "strategies": "fsdp2", "checkpointing": "none"}
+    with pytest.raises(SpecError, match=r"accelerate takes 6\.\d+ GiB more than the plan's 7\d.* GiB, too much for 77"):
+        plan(options(**one, microbatch="6"), tool="accelerate", out=tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+    found = plan(options(**one, microbatch="3"), tool="accelerate", out=tmp_path / "a")
+    assert "Norms of transformers' models keep copies in fp32: 3.09 GiB more than the plan's." in text(found)
+
+
+def test_an_implementation_is_stated_by_field() -> None:
+    split = {"model": "llama3-70b", "cluster": "dgx-h100x8", "strategies": "fsdp2", "tokens_per_step": "1M", "pp": "4"}
+    rows = configurations(**split, implementation=("stages=22,21,21,16", "fused_norms=0"))
+    assert {(one["stages"], one["fused_norms"], one["pp"], one.get("interleave", 1)) for one in rows} == {
+        ("22,21,21,16", False, 4, 1)
+    }
+    (uneven, even) = (sizes(**split, implementation=given)[0]["rows"][0] for given in (("stages=35,15,15,15",), ()))
+    assert uneven["step_s"] > even["step_s"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (
+            {"implementation": ("stages",)}, "implementation must be FIELD=VALUE, for a field without an option, got "
+            "'stages'; separate the field and its value by '='",
+        ),
+        ({"implementation": ("compiled=1",)}, "got 'compiled=1'; use --compile$"),
+        ({"implementation": ("stags=4,4",)}, "implementation: unknown key 'stags'; did you mean 'stages'"),
+        ({"implementation": ("graphs=all",)}, "graphs: invalid enum value 'all'; known: none, routers, blocks, steps"),
+        ({"implementation": ("stages=16,16",)}, "stages need a pipeline, got '16,16' without one; add --pp"),
+        ({"implementation": ("stages=16,17",), "pp": "2", "accumulate": 2, "strategies": "fsdp2"},
+         "stages must give 32 layers to 2 stages"),
         ({"model": "llama3-8bb"}, "no preset 'llama3-8bb'; did you mean 'llama3-8b'"),
         ({"cluster": "dgx-h10x4"}, "no profile and no file 'dgx-h10x4'; did you mean 'dgx-h100'"),
         ({"strategies": "ddp,refshard-yafspd"}, "no strategy 'refshard-yafspd' has a closed form; did you mean '"),

@@ -21,6 +21,8 @@ def script(tmp_path: Path) -> str:
 def test_a_script_and_a_module_are_taken_as_they_are(script: str) -> None:
     assert read_command([script, "--lr", "1"]) == TrainingCommand(command=(script, "--lr", "1"))
     assert read_command(["python", "-u", script]) == TrainingCommand(command=(script,), python=True)
+    by_shell = TrainingCommand(command=("a.b",), module=True, environment={"A": "1", "B": "x=y"})
+    assert read_command(["A=1", "B=x=y", "-m", "a.b"]) == by_shell
     assert read_command(["-m", "a.b", "x"]) == TrainingCommand(command=("a.b", "x"), module=True)
 
 

@@ -1,12 +1,9 @@
 """The texts, command by command and note by note, as they were accepted (``golden/``), and the refusals.
 
-    EMIT_GOLDEN=write python -m pytest tests/emit/test_texts.py
-
-writes them anew.
+``pytest tests/emit/test_texts.py --accept`` writes them anew.
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +34,9 @@ def as_text(emitted: Emitted) -> str:
 
 
 @pytest.mark.parametrize(("tool", "name"), CASES)
-def test_what_is_emitted_is_as_accepted(tool: str, name: str) -> None:
+def test_what_is_emitted_is_as_accepted(tool: str, name: str, request: pytest.FixtureRequest) -> None:
     path, text = GOLDEN / f"{tool}-{name}.txt", as_text(emit(tool, EVERY[tool][name]))
-    if os.environ.get("EMIT_GOLDEN") == "write":
+    if request.config.getoption("accept"):
         path.write_text(text)
     assert text == path.read_text()
 

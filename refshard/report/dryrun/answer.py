@@ -9,12 +9,13 @@ from typing import Any
 import msgspec
 
 from refshard.analysis.figures import TraceFigures
-from refshard.dryrun.advice import EXPANDABLE, Advice
+from refshard.dryrun.advice import Advice
 from refshard.dryrun.analyse import Analysis
 from refshard.dryrun.memory import Held, without_numbers
 from refshard.dryrun.recording import ROOT, Phase, Recording
 from refshard.dryrun.request import Request
 from refshard.events.writer import as_kineto
+from refshard.outside_memory import EXPANDABLE_SEGMENTS
 from refshard.quantities import format_bytes, format_percent, format_seconds, format_times
 from refshard.report.blocks import (
     Answer,
@@ -595,7 +596,7 @@ def _advice(found: Analysis) -> Iterator[str]:
     answer = found.run.answer
     wasted, other = answer.peak.reserved - answer.peak.allocated, answer.other_segments
     if wasted > _FRAGMENTED * found.usable_bytes and not (other is not None and other.expandable is False):
-        tried = "" if other is None else f" With {EXPANDABLE}: {format_bytes(other.reserved)} reserved."
+        tried = "" if other is None else f" With {EXPANDABLE_SEGMENTS}: {format_bytes(other.reserved)} reserved."
         yield f"Fragmentation: peak reserved exceeds peak allocated by {format_bytes(wasted)}.{tried}"
     if answer.retries:
         yield (

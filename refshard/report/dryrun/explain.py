@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import msgspec
 
-from refshard.dryrun.advice import EXPANDABLE, Advice
+from refshard.dryrun.advice import Advice
 from refshard.dryrun.analyse import Analysis
 from refshard.dryrun.explain import Departure, Explanation, Part, RealRun, scaled
+from refshard.outside_memory import EXPANDABLE_SEGMENTS
 from refshard.plain import plain
 from refshard.quantities import MIB, format_bytes, format_percent
 from refshard.report.blocks import Answer, Block, Notes, Quantity, Row, Section, Verdict, table
@@ -101,7 +102,7 @@ def _causes(real: RealRun, found: Analysis, explanation: Explanation) -> Iterato
     other = found.run.answer.other_segments
     if found.fits and other is not None and other.expandable:
         now, then = format_bytes(found.run.answer.peak.reserved), format_bytes(other.reserved)
-        yield f"With {EXPANDABLE} the dry run reserves {then}, without it {now}."
+        yield f"With {EXPANDABLE_SEGMENTS} the dry run reserves {then}, without it {now}."
 
 
 def _departure(one: Departure) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from refshard.outside_memory import EXPANDABLE_SEGMENTS
 from refshard.plan.cost_models import find_cost_model
 from refshard.plan.memory import FRAGMENTATION
 from refshard.plan.plan import Plan, Row, Spread, cheapest, fastest, ranked
@@ -189,6 +190,11 @@ def warnings(plan: Plan, spread: Spread) -> list[str]:
             f"Error bars: {error.count} published runs of this kind ({kind}) were held out of the fit: median error "
             f"{format_percent(error.median)}; 8 of 10 lie within the range."
         )
+    if more := max((row.fixed_segments for row in rows), default=0.0):
+        found.append(
+            f"Memory assumes {EXPANDABLE_SEGMENTS}: without it, dry runs of this kind need up to "
+            f"{format_percent(more, 0)} more."
+        )
     if any(row.job.offload for row in rows):
         found.append("With --offload the host runs AdamW, at the rate of its memory: with few threads it takes longer.")
     far = [abs(row.dry_step_s / row.step_s - 1) for size in plan.sizes for row in size.rows if row.dry_step_s]
@@ -206,8 +212,7 @@ def assumptions(plan: Plan) -> list[str]:
     """What the model leaves out and assumes."""
     failures = plan.failures
     return [
-        "The model leaves out: other jobs on the network; reading data and saving checkpoints; fragmentation of the "
-        "allocator, beyond a fixed allowance.",
+        "The model leaves out: other jobs on the network; reading data and saving checkpoints.",
         "It assumes fp32 masters (with adapters bf16 ones), a fused optimizer, clipped gradients, synthetic data, and "
         "balanced routing of tokens to experts (refshard dryrun --routing has other assumptions). Megatron has "
         "Transformer Engine's fused kernels and cuDNN's attention; others have eager blocks, unless --compile "

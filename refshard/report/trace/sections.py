@@ -21,6 +21,7 @@ from refshard.analysis.figures import (
 )
 from refshard.analysis.names import name_in_words
 from refshard.events.timeline import Timeline
+from refshard.outside_memory import EXPANDABLE_SEGMENTS
 from refshard.quantities import format_bytes, format_ns, format_part, format_percent
 from refshard.report.blocks import Cell, Part, Quantity, Row, Section
 from refshard.report.trace.findings import SMALL, exposed_waits, group_of, reach_of, short, size_of, unknown_waiting
@@ -290,7 +291,7 @@ _STALL = {
     ),
     Stall.ALLOCATOR: (
         "", "warm up before the steps that count; if it goes on, leave the allocator headroom: smaller batches, or "
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation",
+        f"{EXPANDABLE_SEGMENTS} against fragmentation",
     ),
     Stall.LOADING: ("kernel loading", f"{_WARM_UP}; CUDA_MODULE_LOADING=EAGER loads all kernels at the start"),
     Stall.QUEUE: ("full launch queue", "nothing: the host is ahead of the GPU"),

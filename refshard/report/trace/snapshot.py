@@ -16,6 +16,7 @@ from refshard.analysis.snapshot import (
     Site,
     SizeFigures,
 )
+from refshard.outside_memory import EXPANDABLE_SEGMENTS
 from refshard.plain import plain
 from refshard.quantities import MIB, format_bytes, format_ns, format_part, format_percent, format_times
 from refshard.report.blocks import Answer, Block, Notes, Quantity, Row, Text, Verdict, table
@@ -24,7 +25,6 @@ from refshard.report.trace.text import share
 _LINES, _SIZES, _OOMS, _FREE = 12, 10, 5, 5
 _LARGE = 0.1
 """Below this share of reserved memory, lost memory is not worth a remedy."""
-_EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 _SUMS = {
     "asked for": "requested_bytes", "rounding": "rounding_bytes", "waiting for a stream": "pending_bytes",
     "free, in segments in use": "split_bytes", "free, in unused segments": "unused_bytes", "reserved": "reserved_bytes",
@@ -201,7 +201,7 @@ def _verdict(one: DeviceFigures, conf: str) -> Iterator[str]:
     yield f"{text}."
     if one.failure is None and now.split_bytes > _LARGE * now.reserved_bytes:
         part = f"{format_bytes(now.split_bytes)} ({format_percent(now.split_bytes / now.reserved_bytes, 0)})"
-        attempt = "" if "expandable_segments:True" in conf else f" Try {_EXPANDABLE}."
+        attempt = "" if "expandable_segments:True" in conf else f" Try {EXPANDABLE_SEGMENTS}."
         yield f"Fragmentation: {part} are free, in segments that are in use.{attempt}"
     if history is not None and one.failure is not None:
         yield from failure_sentences(history.ooms, one.failure, one.free_blocks, conf)
@@ -228,7 +228,7 @@ def failure_sentences(
     elif "expandable_segments:True" in conf:
         yield "Together that is enough: fragmentation that expandable segments, already on, do not join."
     else:
-        yield f"Together that is enough, but not in one piece: fragmentation. Try {_EXPANDABLE}."
+        yield f"Together that is enough, but not in one piece: fragmentation. Try {EXPANDABLE_SEGMENTS}."
 
 
 def _segment_bytes(asked: int) -> int:

@@ -144,7 +144,7 @@ def test_where_nothing_fits_the_closest_is_named_and_what_would_help() -> None:
     least = row(1.0, peak_gib=90, tp=2)
     found = answer(size(unfit=(least, row(1.0, peak_gib=99))))
     assert verdict(found) == [
-        "Nothing fits: 70.0 GiB of 80.0 GiB are usable, 4 % of which stay free for fragmentation.",
+        "Nothing fits: 70.0 GiB of 80.0 GiB are usable, 2 % of which stay free for fragmentation.",
         "Closest: fsdp2 with TP 2 x FSDP 8, no checkpointing, needs 90.0 GiB. Use more nodes, a smaller microbatch, or "
         "--search.",
     ]
