@@ -244,6 +244,11 @@ def trace(
             help="Kineto traces (.json, .json.gz), exports of nsys (.sqlite), folders of them, or memory snapshots."
         ),
     ],
+    context: typer.Context,
+    hang: Annotated[
+        bool,
+        typer.Option("--hang", help="Files are flight recorder dumps of ranks (nccl_trace_rank_*): why the job hangs."),
+    ] = False,
     html: _Html = None,
     job: Annotated[bool, typer.Option("--job", help="Treat all files as ranks of one job.")] = False,
     calibration: Annotated[
@@ -276,9 +281,16 @@ def trace(
         ),
     ] = None,
 ) -> Answer:
-    """Analyse profiler traces: overlap, idle time, give-way, stragglers, and warnings about the trace."""
+    """Analyse profiler traces: overlap, idle time, give-way, stragglers, and warnings about the trace.
+
+    With --hang, exit status 1 if the dumps show why the job hangs, else 0.
+    """
     from refshard.commands import trace as command
 
+    if hang:
+        if extra := _given(context) - {"paths", "--hang", *OUTPUT_OPTIONS}:
+            raise SpecError(f"hang: dumps take no option of traces; leave out {', '.join(sorted(extra))}")
+        return command.hang(paths)
     return command.trace(
         paths, page=html, one_job=job, calibration=calibration, against=against, cross_check=cross_check,
         window=window, device=device, communication=communication or (),

@@ -11,17 +11,13 @@ operators. Bytes are negative for what goes, and ns is -1 for what was there bef
 and comes again, maybe for another purpose.
 """
 
-import gzip
 import os
-import pickle
-import re
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Annotated, Any, NoReturn, cast
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -29,37 +25,17 @@ import numpy.typing as npt
 
 from refshard.analysis.memory_peaks import blocks_of
 from refshard.errors import TraceError
+from refshard.events.pickles import opened, read_pickle
+from refshard.events.sites import Site, sites_of
 from refshard.events.timeline import Ints, Mask, Rows
-from refshard.plain import plain
 
 ACTIONS = (
     "alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map", "segment_unmap", "oom",
 )  # fmt: skip
 """What an allocator records, by its code in :attr:`AllocatorHistory.actions`; anything else is left out."""
 NO_SITE = -1
-_PICKLE, _GZIP, _NEWEST_PROTOCOL = 0x80, b"\x1f\x8b", 5
-_OF_TORCH = re.compile(
-    r"(?:^|/)(?:site|dist)-packages/(?:torch|triton|functorch)/|(?:^|/)py?torch/torch/|^torch/|/torchinductor_"
-    r"|/lib/python3[.\d]*t?/(?!(?:site|dist)-packages/)"
-)
-"""Python's own files as well, which torch calls user code through."""
-_NO_PYTHON = re.compile(r"^\?\?$|^$|\.(?:c|cc|cpp|cu|h|hpp|cuh|so)(?:\.\d+)*$|^<frozen ")
-
 _Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 _Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-
-
-class Site(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of Python."""
-
-    file: str
-    line: int
-    function: str
-
-    @property
-    def is_of_torch(self) -> bool:
-        """Whether it is of torch's own code or Python's, as where autograd's thread allocates."""
-        return _OF_TORCH.search(self.file) is not None
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -133,28 +109,18 @@ class MemorySnapshot:
     settings: dict[str, str | int | float]
 
 
-def is_snapshot(path: Path) -> bool:
-    """Whether a file is a pickle, by its first bytes; it may be gzipped."""
-    if not os.path.isfile(path):  # noqa: PTH113 -- never raises; opening a pipe would wait for its writer
-        return False
-    try:
-        with _opened(path) as file:
-            head = file.read(2)
-    except (OSError, EOFError, zlib.error):
-        return False
-    return len(head) == 2 and head[0] == _PICKLE and head[1] <= _NEWEST_PROTOCOL
-
-
 def read_snapshot(path: Path) -> MemorySnapshot:
     """Read a snapshot; what it holds is checked, and nothing of it is run.
 
     Raises:
         TraceError: the file cannot be read, is damaged, holds more than plain values, or is no memory snapshot.
     """
-    found = _plain(path)
+    found = read_pickle(path, "a CUDA memory snapshot", "record fewer entries (max_entries)")
     try:
         snapshot = msgspec.convert({"segments": found} if isinstance(found, list) else found, type=_Snapshot)
     except (msgspec.ValidationError, RecursionError) as error:
+        if isinstance(found, dict) and found.keys() >= {"entries", "pg_config"}:
+            raise TraceError(f"{path}: is a flight recorder dump; analyse it with refshard trace --hang") from None
         raise TraceError(
             f"{path}: not a CUDA memory snapshot ({error}); write one with torch.cuda.memory._dump_snapshot(FILE)"
         ) from None
@@ -170,48 +136,6 @@ def read_snapshot(path: Path) -> MemorySnapshot:
         sites=tuple(sites.table),
         settings={k: v for k, v in snapshot.allocator_settings.items() if isinstance(v, (str, int, float))},
     )  # fmt: skip
-
-
-class _PlainUnpickler(pickle.Unpickler):
-    """Refuses anything but containers, text and numbers: only a name can make an unpickler call something."""
-
-    def find_class(self, module: str, name: str) -> NoReturn:
-        """Refuse."""
-        raise _NotPlainError(f"{module}.{name}")
-
-    def persistent_load(self, pid: Any) -> NoReturn:
-        """Refuse."""
-        raise _NotPlainError("an object kept elsewhere")
-
-
-class _NotPlainError(Exception):
-    """What a pickle asks for."""
-
-
-def _plain(path: Path) -> Any:
-    try:
-        with _opened(path) as file:
-            return _PlainUnpickler(file).load()
-    except _NotPlainError as error:
-        raise TraceError(
-            f"{path}: is a pickle that asks for {plain(str(error))[:200]}; a CUDA memory snapshot holds plain values "
-            "only, and anything else is not loaded, because it could run code"
-        ) from None
-    except OSError as error:
-        raise TraceError(f"{path}: cannot be read ({error.strerror or error})") from None
-    except MemoryError:
-        raise TraceError(f"{path}: does not fit into memory; record fewer entries (max_entries)") from None
-    except Exception as error:
-        reason = plain(str(error) or type(error).__name__)[:200]
-        raise TraceError(f"{path}: damaged pickle ({reason}); copy or write it again") from None
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
-    with path.open("rb") as raw:
-        packed = raw.read(2) == _GZIP
-        raw.seek(0)
-        yield cast(IO[bytes], gzip.GzipFile(fileobj=raw)) if packed else raw
 
 
 class _Sites:
@@ -232,15 +156,9 @@ class _Sites:
         return self._seen[id(frames)]
 
 
-def _site(frames: Sequence[Any]) -> Site | None:
+def _site(frames: Any) -> Site | None:
     inside = None
-    for frame in frames:
-        if not isinstance(frame, dict):
-            continue
-        file, line, function = frame.get("filename"), frame.get("line"), frame.get("name")
-        if not isinstance(file, str) or not isinstance(line, int) or _NO_PYTHON.search(file):
-            continue
-        site = Site(file=file, line=line, function=str(function))
+    for site in sites_of(frames):
         if not site.is_of_torch:
             return site
         inside = inside or site
@@ -622,7 +540,7 @@ def is_memory_timeline(path: Path) -> bool:
     if not os.path.isfile(path):  # noqa: PTH113 -- never raises; opening a pipe would wait for its writer
         return False
     try:
-        with _opened(path) as file:
+        with opened(path) as file:
             return file.read(64).lstrip().replace(b" ", b"").startswith(_START)
     except (OSError, EOFError, zlib.error):
         return False
@@ -635,7 +553,7 @@ def memory_timeline(path: Path) -> MemoryTimelineFigures:
         TraceError: the file cannot be read, is damaged, or is no memory timeline.
     """
     try:
-        with _opened(path) as file:
+        with opened(path) as file:
             text = file.read(_MOST_BYTES + 1)
         if len(text) > _MOST_BYTES:
             raise TraceError(f"{path}: expands to more than {_MOST_BYTES:,} bytes; record fewer steps")

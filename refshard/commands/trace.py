@@ -11,17 +11,21 @@ import msgspec
 from refshard.analysis import hta
 from refshard.analysis.analyse import Analysis, analyse, join
 from refshard.analysis.difference import difference, mean_steps, pair
+from refshard.analysis.hang import find_hang
 from refshard.analysis.kineto import timeline_of
 from refshard.analysis.names import patterns
-from refshard.analysis.snapshot import is_memory_timeline, is_snapshot, memory_timeline, read_snapshot, snapshot_figures
+from refshard.analysis.snapshot import is_memory_timeline, memory_timeline, read_snapshot, snapshot_figures
 from refshard.analysis.windows import parse_window
 from refshard.commands.printing import write_page
 from refshard.errors import SpecError, TraceError
+from refshard.events.flight import read_flights
 from refshard.events.nsys import is_nsys
+from refshard.events.pickles import is_pickle
 from refshard.events.reader import read_trace
 from refshard.report.blocks import Answer
 from refshard.report.trace.answer import check_block, trace_answer
 from refshard.report.trace.difference import Compared, difference_answer
+from refshard.report.trace.hang import hang_answer
 from refshard.report.trace.snapshot import memory_timeline_answer, snapshot_answer
 
 _SUFFIXES = (".json", ".json.gz", ".sqlite")
@@ -100,7 +104,7 @@ def trace(
 def _of_memory(paths: Sequence[Path], *, has_options: bool) -> Answer | None:
     """The answer of files about memory alone: snapshots, or timelines of torch's profiler; None if there are none."""
     for kind, is_kind, answer_of in (
-        ("memory snapshot", is_snapshot, memory_snapshots),
+        ("memory snapshot", is_pickle, memory_snapshots),
         ("memory timeline", is_memory_timeline, memory_timelines),
     ):
         found = [path for path in paths if is_kind(path)]
@@ -112,6 +116,15 @@ def _of_memory(paths: Sequence[Path], *, has_options: bool) -> Answer | None:
             raise SpecError(f"{found[0]}: a {kind} takes no option of traces; leave them out")
         return answer_of(found)
     return None
+
+
+def hang(paths: Sequence[Path]) -> Answer:
+    """The answer about flight recorder dumps: why the job that left them hangs.
+
+    Raises:
+        TraceError: a file is damaged or no dump, or there is none.
+    """
+    return hang_answer(find_hang(read_flights(paths)))
 
 
 def memory_snapshots(paths: Sequence[Path]) -> Answer:

@@ -18,9 +18,7 @@ from refshard.analysis.memory_peaks import blocks_of
 from refshard.analysis.snapshot import (
     DeviceFigures,
     OomFigures,
-    Site,
     held_at_failure,
-    is_snapshot,
     read_snapshot,
     snapshot_figures,
 )
@@ -29,6 +27,8 @@ from refshard.dryrun.memory import categories, live_rows, without_numbers
 from refshard.dryrun.recording import Category, Kind, Recording
 from refshard.dryrun.steps import steps_of
 from refshard.errors import TraceError
+from refshard.events.pickles import is_pickle
+from refshard.events.sites import Site
 
 NO_LINE = ""
 """The line of what autograd's own thread allocates, and of blocks without a stack."""
@@ -71,7 +71,7 @@ def read_real_run(path: Path) -> RealRun:
     Raises:
         TraceError: it is no snapshot, damaged, or does not tell which lines allocated memory.
     """
-    if path.is_file() and not is_snapshot(path):
+    if path.is_file() and not is_pickle(path):
         raise TraceError(f"{path}: is no pickle; write a snapshot with torch.cuda.memory._dump_snapshot(FILE)")
     snapshot = read_snapshot(path)
     devices = snapshot_figures(snapshot)

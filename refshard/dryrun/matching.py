@@ -10,105 +10,31 @@ by an error), is taken to do whatever the others wait for. What then still waits
 
 import re
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 import numpy as np
 
-from refshard.dryrun.recording import GROUP, NO_STREAM, ROOT, Flag, Kind, Recording
-from refshard.quantities import format_bytes
+from refshard.analysis.mismatch import (
+    MESSAGES,
+    ROOTED,
+    Call,
+    Fault,
+    GroupKey,
+    Mismatch,
+    absent_sides,
+    calls_differ,
+    deadlock,
+    name_ranks,
+    shortest_circle,
+    sides_of,
+    wrong_group,
+)
+from refshard.dryrun.recording import GROUP, NO_STREAM, Flag, Kind, Recording
 
-_ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
-_MESSAGES = frozenset({"send", "recv"})
 _PER_UNIT = frozenset({"all_gather", "reduce_scatter"})
 """Collectives that sharding issues for a unit: of two units, they must not meet."""
 _SEEN = (Kind.COLLECTIVE, Kind.RECORD, Kind.WAIT, Kind.SYNCHRONISE, Kind.MARK)
-_LISTED = 8
-
-
-class Fault(StrEnum):
-    """How calls fail to meet.
-
-    ``DIFFERS``: calls that meet differ in their operation, size, dtype or root. ``MISSING``: a rank ends without the
-    call that others wait for. ``DEADLOCK``: ranks wait for each other in a circle. ``GROUP``: a group was created with
-    other ranks, in another order, or not on all of its ranks. ``VALUES``: calls of the same size meet that belong to
-    different modules.
-    """
-
-    DIFFERS = "differs"
-    MISSING = "missing"
-    DEADLOCK = "deadlock"
-    GROUP = "group"
-    VALUES = "values"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupKey:
-    """A group as all of its ranks know it: torch's name, its global ranks, and its number among backends of both."""
-
-    name: str
-    ranks: tuple[int, ...]
-    number: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One rank's call of a collective. ``other`` is the global rank of a message's other end, or of the root; -1 if it
-    has neither. ``places`` are lines of the script, from the innermost call on. ``step`` counts optimizer steps from 1.
-    """
-
-    op: str
-    bytes: int
-    dtype: str = ""
-    other: int = -1
-    module: str = ""
-    places: tuple[str, ...] = ()
-    step: int = 1
-
-    def __str__(self) -> str:
-        way = "from" if self.op in ("recv", "broadcast", "scatter") else "to"
-        end = "" if self.other < 0 else f" {way} rank {self.other}"
-        size = "" if self.op == "barrier" else f" of {format_bytes(self.bytes)}{f' {self.dtype}' if self.dtype else ''}"
-        module = f" in {self.module}" if self.module not in ("", ROOT) else ""
-        return f"{self.op}{end}{size}{module}{f' ({self.places[0]})' if self.places else ''}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
-    """What some ranks do in a mismatch: their call, and ``says`` in words what it is in."""
-
-    ranks: tuple[int, ...]
-    says: str
-    call: Call | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mismatch:
-    """Calls that do not fit together, in ``group``, the first such ones there. ``number`` counts the group's calls from
-    1. ``since`` are the places of the calls that met before this one and were not from the same lines, if any: they
-    tell where the ranks parted.
-    """
-
-    fault: Fault
-    group: GroupKey
-    sides: tuple[Side, ...]
-    number: int
-    step: int
-    since: str = ""
-
-    @property
-    def hangs(self) -> bool:
-        """Whether it hangs; else values are wrong."""
-        return self.fault != Fault.VALUES
-
-    def __str__(self) -> str:
-        joint = {Fault.DIFFERS: " where ", Fault.VALUES: " where ", Fault.DEADLOCK: ", while "}.get(self.fault, "; ")
-        sides = joint.join(f"{name_ranks(side.ranks)} {side.says}" for side in self.sides[:_LISTED])
-        where = "" if len(self.group.ranks) < 2 else f", in the group of {name_ranks(self.group.ranks)}"
-        values = "" if self.hangs else ": the same size, so no hang, but the values are those of another module"
-        since = f". Calls from different lines met before, first {self.since}" if self.since else ""
-        return f"{sides}; from step {self.step} on{where}{values}{since}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -117,22 +43,6 @@ class Ran:
 
     recording: Recording
     whole: bool
-
-
-def name_ranks(ranks: Iterable[int]) -> str:
-    """Ranks in words.
-
-    >>> name_ranks([1]), name_ranks([0, 1, 2, 3]), name_ranks([0, 2, 4, 6]), name_ranks([0, 5])
-    ('rank 1', 'ranks 0 to 3', 'ranks 0, 2, 4 and 6', 'ranks 0 and 5')
-    """
-    found = sorted(ranks)
-    if len(found) == 1:
-        return f"rank {found[0]}"
-    if len(found) > 2 and found == list(range(found[0], found[-1] + 1)):
-        return f"ranks {found[0]} to {found[-1]}"
-    if len(found) > _LISTED:
-        return f"{len(found)} ranks ({', '.join(map(str, found[:_LISTED]))} ...)"
-    return f"ranks {', '.join(map(str, found[:-1]))} and {found[-1]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,7 +177,7 @@ class _Host:
     def _call(self, world: "_World", call: Call, group: GroupKey, stream: int, joined: bool) -> None:
         self.last = call
         meeting = world.arrive(self, call, group)
-        on_host: object = (group, "host", len(self.calls[group]) if call.op in _MESSAGES else 0)
+        on_host: object = (group, "host", len(self.calls[group]) if call.op in MESSAGES else 0)
         queue = self.streams[on_host if stream == NO_STREAM else stream]
         batch = next((entry for entry in reversed(queue) if isinstance(entry, _Batch)), None)
         if not joined or batch is None:
@@ -301,7 +211,7 @@ class _World:
         """The meeting of a rank's call, None where it meets nobody who ran."""
         host.calls[group].append(call)
         ends: tuple[int, ...] = ()
-        if call.op in _MESSAGES:
+        if call.op in MESSAGES:
             ends = (host.rank, call.other) if call.op == "send" else (call.other, host.rank)
         number = host.counts[group, ends]
         host.counts[group, ends] += 1
@@ -315,7 +225,7 @@ class _World:
         first = next(iter(meeting.calls.values()), None)
         meeting.calls[host.rank] = call
         if first is not None and group not in self._differing:
-            if _differ(first, call):
+            if calls_differ(first, call):
                 self._differing[group] = meeting
             elif group not in self._values and _of_other_modules(first, call):
                 self._values[group] = meeting
@@ -346,7 +256,7 @@ class _World:
                     self._ignored |= {first, group}
                     if group.name not in told:
                         told.add(group.name)
-                        yield _wrong_group(rank, first, host.rank, group)
+                        yield wrong_group(rank, first, host.rank, group)
         for host in self.hosts.values():
             for group in host.groups.values():
                 for rank in group.ranks:
@@ -358,7 +268,7 @@ class _World:
                     if (theirs := next(alike, None)) is None and not other.whole:
                         continue
                     self._ignored |= {group, theirs or group}
-                    yield _wrong_group(host.rank, group, rank, theirs)
+                    yield wrong_group(host.rank, group, rank, theirs)
 
     def doubts(self) -> Iterator[str]:
         """Groups with ranks that were cut off after as many steps, but not after as many calls."""
@@ -366,7 +276,7 @@ class _World:
             hosts = [host for rank, host in self.hosts.items() if rank in group.ranks and not host.whole]
             ranks: dict[int, list[int]] = defaultdict(list)
             for host in hosts:
-                ranks[sum(call.op not in _MESSAGES for call in host.calls[group])].append(host.rank)
+                ranks[sum(call.op not in MESSAGES for call in host.calls[group])].append(host.rank)
             if len(ranks) > 1 and len({host.step for host in hosts}) == 1:
                 counts = ", ".join(f"{name_ranks(which)} made {count:,}" for count, which in sorted(ranks.items()))
                 yield (
@@ -381,7 +291,7 @@ class _World:
             for group, meeting in found.items():
                 if fault == Fault.VALUES and group in self._differing:
                     continue
-                sides = _sides(meeting.calls, fault)
+                sides = sides_of(meeting.calls, fault)
                 yield Mismatch(
                     fault=fault, group=group, sides=sides, number=meeting.number + 1,
                     step=min(call.step for call in meeting.calls.values()), since=self._since(meeting),
@@ -390,7 +300,7 @@ class _World:
     def _since(self, meeting: _Meeting) -> str:
         """Where calls that met directly before this one come from different lines, the first of these."""
         calls = {rank: self.hosts[rank].calls[meeting.group] for rank in meeting.calls}
-        lists = {rank: [call for call in each if call.op not in _MESSAGES] for rank, each in calls.items()}
+        lists = {rank: [call for call in each if call.op not in MESSAGES] for rank, each in calls.items()}
         first = meeting.number
         if any(len(each) <= first for each in lists.values()):
             return ""  # a message
@@ -413,7 +323,7 @@ class _World:
             if not gone:
                 continue
             ended = True
-            ends = meeting.members if any(call.op in _MESSAGES for call in meeting.calls.values()) else ()
+            ends = meeting.members if any(call.op in MESSAGES for call in meeting.calls.values()) else ()
             if (meeting.group, ends) not in told:
                 told.add((meeting.group, ends))
                 yield self._missing(meeting, gone)
@@ -421,17 +331,10 @@ class _World:
             yield circle
 
     def _missing(self, meeting: _Meeting, gone: Sequence[int]) -> Mismatch:
-        last = [(rank, self.hosts[rank].last) for rank in gone]
-        by_last: dict[Call | None, list[int]] = defaultdict(list)
-        for rank, call in last:
-            by_last[call].append(rank)
-        sides = [*_sides(meeting.calls, Fault.MISSING, "waits in", "wait in")]
-        for call, ranks in by_last.items():
-            verb = "ends" if len(ranks) == 1 else "end"
-            after = "; no other call before" if call is None else f", after {call}"
-            sides.append(Side(ranks=tuple(ranks), says=f"{verb} without it{after}", call=call))
+        sides = sides_of(meeting.calls, Fault.MISSING, "waits in", "wait in")
+        ended = absent_sides({rank: self.hosts[rank].last for rank in gone}, "ends without it", "end without it")
         return Mismatch(
-            fault=Fault.MISSING, group=meeting.group, sides=tuple(sides), number=meeting.number + 1,
+            fault=Fault.MISSING, group=meeting.group, sides=(*sides, *ended), number=meeting.number + 1,
             step=min(call.step for call in meeting.calls.values()),
         )  # fmt: skip
 
@@ -442,75 +345,11 @@ class _World:
                    if other != rank and other not in meeting.heads}
             for rank, waits in blocked.items()
         }  # fmt: skip
-        paths = [path for start in edges if (path := _cycle(edges, start))]
-        if not paths:
+        path = shortest_circle(edges)
+        if not path:
             return None
-        path = min(paths, key=len)
-        sides, steps = [], []
-        for rank, other in zip(path, [*path[1:], path[0]]):
-            meeting = edges[rank][other]
-            call = meeting.calls[rank]
-            steps.append(call.step)
-            sides.append(Side(ranks=(rank,), says=f"waits for rank {other} in {call}", call=call))
-        group = edges[path[0]][path[1 % len(path)]].group
-        return Mismatch(fault=Fault.DEADLOCK, group=group, sides=tuple(sides), number=0, step=min(steps))
-
-
-def _cycle(edges: Mapping[int, Mapping[int, _Meeting]], start: int) -> list[int]:
-    """A shortest path from ``start`` back to it, by breadth; empty if there is none."""
-    before: dict[int, int] = {}
-    queue = deque([start])
-    while queue:
-        one = queue.popleft()
-        for other in edges.get(one, {}):
-            if other == start:
-                path = [one]
-                while path[-1] != start:
-                    path.append(before[path[-1]])
-                return path[::-1]
-            if other not in before:
-                before[other] = one
-                queue.append(other)
-    return []
-
-
-def _sides(calls: Mapping[int, Call], fault: Fault, verb: str = "calls", verbs: str = "call") -> tuple[Side, ...]:
-    """Ranks by what they do, the most common last."""
-    by_key: dict[object, list[int]] = defaultdict(list)
-    for rank, call in sorted(calls.items()):
-        key: object = call.places
-        if fault in (Fault.DIFFERS, Fault.VALUES):
-            key = (call.op, call.bytes, call.dtype, call.other, call.module)
-        by_key[key].append(rank)
-    ordered = sorted(by_key.values(), key=lambda ranks: (len(ranks), ranks))
-    return tuple(
-        Side(ranks=tuple(ranks), says=f"{verb if len(ranks) == 1 else verbs} {calls[ranks[0]]}", call=calls[ranks[0]])
-        for ranks in ordered
-    )
-
-
-def _wrong_group(rank: int, group: GroupKey, other: int, theirs: GroupKey | None) -> Mismatch:
-    """The rank's group, and what another of its ranks has in its place."""
-    mine = f"creates group {group.name} of {name_ranks(group.ranks)}"
-    if theirs is None:
-        says = "never creates it"
-    elif theirs.name == group.name:
-        says = f"creates group {theirs.name} of {name_ranks(theirs.ranks)}"
-    else:
-        says = f"creates it as group {theirs.name}"
-    sides = (Side(ranks=(rank,), says=mine), Side(ranks=(other,), says=says))
-    return Mismatch(fault=Fault.GROUP, group=group, sides=sides, number=0, step=1)
-
-
-def _differ(one: Call, other: Call) -> bool:
-    """Whether calls that meet are not the same. An all-to-all may move other bytes on each rank."""
-    if {one.op, other.op} == _MESSAGES:
-        return (one.bytes, one.dtype) != (other.bytes, other.dtype)
-    if one.op != other.op or (one.dtype and other.dtype and one.dtype != other.dtype):
-        return True
-    if one.op == "all_to_all":
-        return False
-    return one.bytes != other.bytes or (one.op in _ROOTED and one.other != other.other)
+        around = [edges[rank][other] for rank, other in zip(path, [*path[1:], path[0]])]
+        return deadlock(path, [meeting.calls[rank] for rank, meeting in zip(path, around)], around[0].group)
 
 
 def _of_other_modules(one: Call, other: Call) -> bool:
@@ -550,7 +389,7 @@ def _call(recording: Recording, row: int, group: GroupKey, other: int, step: int
     dtype = re.match(r"\W*(\w+)\[", recording.signature_table[recording.signatures[row]])
     return Call(
         op=op, bytes=int(recording.sizes[row]), dtype=dtype[1] if dtype and op != "barrier" else "",
-        other=group.ranks[other] if op in _ROOTED or op in _MESSAGES else -1,
+        other=group.ranks[other] if op in ROOTED or op in MESSAGES else -1,
         module=recording.module_table[recording.modules[row]],
         places=tuple(recording.site_table[recording.sites[row]].splitlines()), step=step,
     )  # fmt: skip

@@ -16,7 +16,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from refshard.dryrun.recording import ROOT, Category
+from refshard.analysis.mismatch import ROOT
+from refshard.dryrun.recording import Category
 from refshard.dryrun.request import Pool
 
 _NOTHING = Pool(allocated=0, active=0, reserved=0, requested=0)

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+from refshard.analysis.mismatch import Mismatch
 from refshard.dryrun.exchange import Values, unsettled
-from refshard.dryrun.matching import Matched, Mismatch, Ran, match
+from refshard.dryrun.matching import Matched, Ran, match
 from refshard.dryrun.price import is_message
 from refshard.dryrun.recording import GROUP, Kind, Recording
 from refshard.dryrun.request import Request

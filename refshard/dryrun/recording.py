@@ -21,8 +21,6 @@ GROUP = 0xFFFFFFFF
 """Which bits of a collective's subject are the id of its group."""
 BEGINS, ENDS = "begins: ", "ends: "
 """What marks of a phase say before its name."""
-ROOT = "(root)"
-"""The path of the outermost module."""
 HOST_COUNTS = ("host_operators", "host_dispatched", "host_nodes", "host_calls")
 """Columns that count what the host did."""
 

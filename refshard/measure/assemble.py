@@ -4,7 +4,7 @@ The proof is that a launch did what its case claims: units, collectives against 
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -17,7 +17,7 @@ from refshard.analysis.kineto import read_timeline
 from refshard.analysis.overlap import collectives_per_step, mean_ratio, step_breakdowns
 from refshard.errors import TraceError
 from refshard.flops import CONVENTION, formula
-from refshard.measure.flight import read_flights, waited_for
+from refshard.measure.flight import waited_for
 from refshard.measure.launchers.base import LaunchOutcome
 from refshard.measure.load import load_of
 from refshard.measure.rank import RankResult, rank_file, trace_file
@@ -83,7 +83,7 @@ def assemble(
     except msgspec.DecodeError as damage:
         return msgspec.structs.replace(blank, state="failed", error=f"a rank left a damaged result: {damage}")
     if launch.timed_out or len(ranks) < case.processes or any(r.state != "ok" for r in ranks):
-        state, error = failure_of(case, launch, ranks, read_flights(folder))
+        state, error = failure_of(case, launch, ranks, folder)
         log_tail = tuple(map(without_home, launch.log_tail))
         return msgspec.structs.replace(blank, state=state, error=error, log_tail=log_tail)
     try:
@@ -128,16 +128,12 @@ def _with_samples(
     )
 
 
-def failure_of(
-    case: Case, launch: LaunchOutcome, ranks: Sequence[RankResult], flights: Mapping[int, Any]
-) -> tuple[State, str]:
-    """The state of a case that did not end well, and its cause in one line. ``flights`` are the ranks' flight recorders
-    at the time limit.
-    """
+def failure_of(case: Case, launch: LaunchOutcome, ranks: Sequence[RankResult], folder: Path) -> tuple[State, str]:
+    """The state of a case that did not end well, and its cause in one line; ``folder`` holds what the ranks left."""
     if launch.out_of_memory:
         return "oom", f"{launch.error}: killed by the kernel's OOM killer"
     if launch.timed_out:
-        waiting = waited_for(flights)
+        waiting = waited_for(folder)
         return "timeout", timeout_text(case, launch) + (f"; {waiting}" if waiting else "")
     unwell = [rank for rank in ranks if rank.state != "ok"]
     for rank in unwell:

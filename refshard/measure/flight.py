@@ -8,14 +8,16 @@ import json
 import os
 import signal
 import threading
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d
+
+from refshard.analysis.hang import find_hang
+from refshard.events.flight import Flight, flight_of
 
 
 def flight_file(folder: Path, rank: int) -> Path:
@@ -57,51 +59,11 @@ def _answer(reader: int, number: signal.Signals, file: Path, backend: str) -> No
             return
 
 
-def read_flights(folder: Path) -> dict[int, Any]:
-    """What each rank left in a launch's folder, by rank."""
-    found: dict[int, Any] = {}
+def waited_for(folder: Path) -> str:
+    """Why a launch hangs, from what its ranks left in its folder; empty if unknown."""
+    found: dict[int, Flight] = {}
     for file in sorted(folder.glob("flight*.json")):
         with suppress(ValueError, OSError):  # empty: the rank did not answer
-            found[int(file.stem.removeprefix("flight"))] = json.loads(file.read_bytes())
-    return found
-
-
-def waited_for(flights: Mapping[int, Any]) -> str:
-    """Which collective some ranks wait in, and which ranks are missing there; empty if unknown.
-
-    It is the first collective of a process group that one of its ranks has called and another has not; if all have
-    called the same, the first that is not complete.
-    """
-    groups: dict[tuple[str, str], dict[int, dict[int, Any]]] = defaultdict(dict)  # by name and description
-    for rank, flight in flights.items():
-        for entry in flight.get("entries", []):
-            if not entry["is_p2p"]:
-                groups[tuple(entry["process_group"])].setdefault(rank, {})[entry["collective_seq_id"]] = entry
-    found = (_waiting(description or name, ranks) for (name, description), ranks in groups.items())
-    return "; ".join(filter(None, found))
-
-
-def _waiting(group: str, ranks: Mapping[int, Mapping[int, Any]]) -> str:
-    latest = {rank: max(entries) for rank, entries in ranks.items()}
-    number = min(latest.values()) + 1
-    inside = [rank for rank, last in latest.items() if last >= number]
-    if inside:
-        outside = [rank for rank in latest if rank not in inside]
-        where = ranks[inside[0]].get(number)
-        op = "a collective" if where is None else _named(where)
-        return f"{op} (number {number} of {group}) was called by {_listed(inside)} and not by {_listed(outside)}"
-    last = {rank: entries[number - 1] for rank, entries in ranks.items()}
-    pending = [rank for rank, entry in last.items() if not entry["retired"] and entry["state"] != "completed"]
-    if not pending:
-        return ""
-    return f"{_named(last[pending[0]])} (number {number - 1} of {group}) has not ended on {_listed(pending)}"
-
-
-def _named(entry: Any) -> str:
-    op = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
-    sizes = " and ".join("x".join(map(str, size)) for size in entry["input_sizes"][:2])
-    return f"{op} of {sizes} elements" if sizes else str(op)
-
-
-def _listed(ranks: list[int]) -> str:
-    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join([*map(str, ranks[:8]), *['...'][: len(ranks) > 8]])}"
+            rank = int(file.stem.removeprefix("flight"))
+            found[rank] = flight_of(rank, json.loads(file.read_bytes()))
+    return "; ".join(map(str, find_hang(found).mismatches))

@@ -15,12 +15,12 @@ from refshard.analysis.snapshot import (
     DeviceFigures,
     Fragmentation,
     HistoryFigures,
-    Site,
-    is_snapshot,
     read_snapshot,
     snapshot_figures,
 )
 from refshard.errors import TraceError
+from refshard.events.pickles import is_pickle
+from refshard.events.sites import Site
 from tests.analysis.snapshots import SEGMENT, TORCH, UNIT, Allocator, frames, write
 
 KIB = 1024
@@ -237,7 +237,7 @@ def test_a_snapshot_is_known_by_its_content_and_may_be_gzipped(tmp_path: Path) -
     packed.write_bytes(gzip.compress(plain.read_bytes()))
     text = tmp_path / "other.pickle"
     text.write_text('{"traceEvents": []}')
-    assert [is_snapshot(path) for path in (plain, packed, text, tmp_path, tmp_path / "none")] == [True, True] + [
+    assert [is_pickle(path) for path in (plain, packed, text, tmp_path, tmp_path / "none")] == [True, True] + [
         False
     ] * 3
     assert snapshot_figures(read_snapshot(packed)) == snapshot_figures(read_snapshot(plain))

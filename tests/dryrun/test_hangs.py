@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from refshard.dryrun.matching import Fault
+from refshard.analysis.mismatch import Fault
 from tests.dryrun.test_command import run
 from tests.fakecuda.needs import needs_device
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refshard.dryrun.matching import Fault, Mismatch, Ran, match
+from refshard.analysis.mismatch import Fault, Mismatch
+from refshard.dryrun.matching import Ran, match
 from refshard.dryrun.recording import Flag
 from tests.dryrun.made import Made
 

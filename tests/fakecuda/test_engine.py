@@ -1,5 +1,7 @@
 """The engine on fake GPUs: groups do not grow with models, and what fails leaves nothing behind."""
 
+from pathlib import Path
+
 import pytest
 
 from refshard.engine.placement import MODES
@@ -49,7 +51,7 @@ def test_ranks_without_memory_raise_and_go_on_with_what_they_have(seen: Seen, mo
         assert found["losses"] == expected
 
 
-def test_a_case_of_which_one_rank_runs_out_of_memory_ends_oom(seen: Seen) -> None:
+def test_a_case_of_which_one_rank_runs_out_of_memory_ends_oom(seen: Seen, tmp_path: Path) -> None:
     """Even where the rank that waited for it is the first to fail."""
     first, second = seen.on_all("one_rank_runs_out")
     assert (first["state"], second["state"]) == ("failed", "oom")
@@ -57,6 +59,6 @@ def test_a_case_of_which_one_rank_runs_out_of_memory_ends_oom(seen: Seen) -> Non
     ranks = [RankResult(rank=rank, **told) for rank, told in enumerate((first, second))]
     outcome = LaunchOutcome(failed_rank=0, error="rank 0 ended with exit status 1")
     case = Case.of(strategy="refshard-fsdp", model="llama-mini", gpus=2, global_batch=2, seq_len=8)
-    state, error = failure_of(case, outcome, ranks, {})
+    state, error = failure_of(case, outcome, ranks, tmp_path)
     assert state == "oom"
     assert error.startswith("rank 1: OutOfMemoryError: CUDA out of memory.")

@@ -127,7 +127,7 @@ def test_out_of_time_says_where_each_rank_stood(beaten: Run) -> None:
     heads = [line for line in record.log_tail if line.endswith("most recent call first:")]
     assert heads == ["rank 0, most recent call first:", "rank 1, most recent call first:"]
     assert any(line.endswith(" in train") for line in record.log_tail)
-    assert re.search(r"; \w+ of .* \(number \d+ of \w+\) was called by rank 0 and not by rank 1$", record.error)
+    assert re.search(r"; rank 0 waits in \w+ of .*; rank 1 does not call it", record.error)
 
 
 def test_a_resumed_run_repeats_what_failed_and_only_that(beaten: Run, mended: Run) -> None:

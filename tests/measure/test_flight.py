@@ -1,66 +1,33 @@
-"""Which collective ranks wait for, from what flight recorders hold."""
+"""Which collective the ranks of a launch wait for, from what their flight recorders left."""
 
 import json
 from pathlib import Path
-from typing import Any
 
-import pytest
-
-from refshard.measure.flight import flight_file, read_flights, waited_for
+from refshard.measure.flight import flight_file, waited_for
+from tests.analysis.test_hang import Made
 
 
-def entry(number: int, op: str = "nccl:all_gather", *, group: str = "default_pg", **changes: Any) -> dict[str, Any]:
-    """A collective as torch's flight recorder writes it, complete unless ``changes`` say otherwise."""
-    return {
-        "collective_seq_id": number, "profiling_name": op, "process_group": ["0", group], "input_sizes": [[4, 8]],
-        "is_p2p": False, "state": "completed", "retired": True, **changes,
-    }  # fmt: skip
+def leave(folder: Path, *made: Made) -> None:
+    for one in made:
+        flight_file(folder, one.rank).write_text(json.dumps(one.dump()))
 
 
-def flight(*entries: dict[str, Any]) -> dict[str, Any]:
-    return {"version": "2.10", "entries": list(entries)}
-
-
-PENDING: dict[str, Any] = {"state": "started", "retired": False}
-
-
-def test_a_collective_that_a_rank_never_called_is_what_the_others_wait_for() -> None:
-    done = entry(7)
-    flights = {rank: flight(done, entry(8, "nccl:reduce_scatter", **PENDING)) for rank in (0, 2, 3)}
-    told = waited_for({**flights, 1: flight(done)})
-    assert told == (
-        "reduce_scatter of 4x8 elements (number 8 of default_pg) was called by ranks 0, 2, 3 and not by rank 1"
+def test_a_collective_that_a_rank_never_called_is_what_the_others_wait_for(tmp_path: Path) -> None:
+    leave(tmp_path, *(Made(rank).call().call("_reduce_scatter_base", ended=False) for rank in (0, 2)), Made(1).call())
+    assert waited_for(tmp_path) == (
+        "ranks 0 and 2 wait in reduce_scatter of 4.00 KiB fp32 (job/train.py:7 in train); rank 1 does not call it, "
+        "after all_reduce of 4.00 KiB fp32 (job/train.py:7 in train); call 2, in the group of ranks 0 to 2"
     )
 
 
-def test_the_first_missing_collective_counts_and_not_the_latest() -> None:
-    ahead = flight(entry(8), entry(9, "nccl:all_reduce", **PENDING), entry(10, **PENDING))
-    told = waited_for({0: ahead, 1: flight(entry(8))})
-    assert told == "all_reduce of 4x8 elements (number 9 of default_pg) was called by rank 0 and not by rank 1"
-
-
-def test_a_collective_that_all_called_and_none_ended() -> None:
-    flights = {rank: flight(entry(3, "gloo:broadcast", **PENDING)) for rank in range(2)}
-    assert waited_for(flights) == "broadcast of 4x8 elements (number 3 of default_pg) has not ended on ranks 0, 1"
-
-
-def test_each_process_group_is_told_by_itself() -> None:
-    mine = [entry(1, group="shard", **PENDING)]
-    flights = {0: flight(*mine, entry(5, group="replicate")), 1: flight(entry(5, group="replicate"))}
-    assert waited_for(flights) == "all_gather of 4x8 elements (number 1 of shard) has not ended on rank 0"
-
-
-@pytest.mark.parametrize("flights", [{}, {0: {}}, {0: flight()}, {0: flight(entry(1)), 1: flight(entry(1))}])
-def test_where_nothing_waits_nothing_is_said(flights: dict[int, Any]) -> None:
-    assert waited_for(flights) == ""
-
-
-def test_messages_between_two_ranks_are_no_collectives() -> None:
-    assert waited_for({0: flight(entry(1, is_p2p=True, **PENDING)), 1: flight()}) == ""
+def test_where_nothing_waits_nothing_is_said(tmp_path: Path) -> None:
+    assert waited_for(tmp_path) == ""
+    leave(tmp_path, *(Made(rank).call() for rank in range(3)))
+    assert waited_for(tmp_path) == ""
 
 
 def test_what_a_rank_did_not_leave_is_left_out(tmp_path: Path) -> None:
-    flight_file(tmp_path, 0).write_text(json.dumps(flight(entry(1))))
+    leave(tmp_path, Made(0).call(ended=False))
     flight_file(tmp_path, 1).touch()
     flight_file(tmp_path, 2).write_text('{"entries": [')
-    assert read_flights(tmp_path) == {0: flight(entry(1))}
+    assert "ranks 1 and 2 left no dump" in waited_for(tmp_path)

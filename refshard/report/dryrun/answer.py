@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 
 from refshard.analysis.figures import TraceFigures
+from refshard.analysis.mismatch import ROOT
 from refshard.dryrun.advice import Advice
 from refshard.dryrun.analyse import Analysis
 from refshard.dryrun.memory import Held, without_numbers
-from refshard.dryrun.recording import ROOT, Phase, Recording
+from refshard.dryrun.recording import Phase, Recording
 from refshard.dryrun.request import Request
 from refshard.events.writer import as_kineto
 from refshard.outside_memory import EXPANDABLE_SEGMENTS

@@ -3,17 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
-import msgspec
-
+from refshard.analysis.mismatch import name_ranks
 from refshard.dryrun.analyse import Analysis
-from refshard.dryrun.matching import Mismatch, name_ranks
 from refshard.dryrun.ranks import RanksRun
 from refshard.quantities import format_seconds
-from refshard.report.blocks import Answer, Block, Notes, Quantity, Row, Section, Text, Verdict, table
+from refshard.report.blocks import Answer, Block, Notes, Quantity, Row, Section, Verdict, table
 from refshard.report.dryrun.answer import dryrun_answer
-
-_SHOWN = 8
-"""Mismatches with their stacks; first of each kind are enough to act on."""
+from refshard.report.trace.hang import mismatch_objects, mismatch_section, mismatch_sentences
 
 
 def ranks_answer(ran: RanksRun, found: Analysis, step_s: dict[int, float | None], more: str = "") -> Answer:
@@ -42,11 +38,7 @@ def _verdict(ran: RanksRun, found: Analysis, step_s: dict[int, float | None], al
         rest.append(f"The slowest is rank {slowest}: step time {format_seconds(step_s[slowest])}.")
     if not ran.mismatches:
         return replace(alone, sentences=[first, *rest, *_matched(ran)])
-    worst = ran.mismatches[0]
-    head = f"{'HANGS' if worst.hangs else 'WRONG VALUES'}: {worst}"
-    others = len(ran.mismatches) - 1
-    more = [f"{others} more {'mismatch' if others == 1 else 'mismatches'} in other groups."] if others else []
-    return Verdict(sentences=[head, *more, first, *rest], style="bad")
+    return Verdict(sentences=[*mismatch_sentences(ran.mismatches), first, *rest], style="bad")
 
 
 def _matched(ran: RanksRun) -> list[str]:
@@ -71,9 +63,7 @@ def _sections(ran: RanksRun, step_s: dict[int, float | None]) -> list[Block]:
     ]  # fmt: skip
     blocks: list[Block] = []
     if ran.mismatches:
-        title = "MISMATCHES: calls of collectives that do not meet their like on other ranks"
-        lines = "\n\n".join(_with_stacks(one) for one in ran.mismatches[:_SHOWN])
-        blocks.append(Section(title=title, id="mismatches", nav="Mismatches", blocks=[Text(text=lines, style="code")]))
+        blocks.append(mismatch_section(ran.mismatches))
     notes = [*ran.matched.doubts]
     if ran.again:
         notes.append(
@@ -94,24 +84,12 @@ def _outcome(ran: RanksRun, rank: int) -> str:
     return "out of memory" if run.refused is not None else run.answer.outcome
 
 
-def _with_stacks(one: Mismatch) -> str:
-    """A mismatch, and the lines of the script that lead to each side's call."""
-    lines = [str(one)]
-    for side in one.sides:
-        if side.call is not None and side.call.places:
-            lines.append(f"  {name_ranks(side.ranks)}: {side.call.op}")
-            lines += [f"    {place}" for place in side.call.places]
-    return "\n".join(lines)
-
-
 def _as_object(ran: RanksRun, step_s: dict[int, float | None]) -> dict[str, Any]:
     """For ``--json``."""
     return {
         "hangs": any(one.hangs for one in ran.mismatches),
         "collectives": ran.collectives,
-        "mismatches": [
-            {**msgspec.to_builtins(one), "says": str(one), "hangs": one.hangs} for one in ran.mismatches
-        ],
+        "mismatches": mismatch_objects(ran.mismatches),
         "doubts": list(ran.matched.doubts),
         "unsettled": list(ran.unsettled),
         "slowest": _slowest(step_s),

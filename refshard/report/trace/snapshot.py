@@ -13,7 +13,6 @@ from refshard.analysis.snapshot import (
     LineFigures,
     MemoryTimelineFigures,
     OomFigures,
-    Site,
     SizeFigures,
 )
 from refshard.outside_memory import EXPANDABLE_SEGMENTS
@@ -179,7 +178,7 @@ def _failures(ooms: Sequence[OomFigures]) -> list[str]:
     sentences = []
     for one in ooms[:_OOMS]:
         when = "" if one.time_us is None else f"{datetime.fromtimestamp(one.time_us // 1_000_000, UTC):%H:%M:%S UTC}: "
-        where = "" if one.site is None else f" at {_where(one.site)}"
+        where = "" if one.site is None else f" at {one.site.short}"
         sentences.append(
             f"{when}{format_bytes(one.asked_bytes)} asked for{where}, {format_bytes(one.device_free_bytes)} free on "
             f"the device, {format_bytes(one.reserved_bytes - one.requested_bytes)} reserved and not in use."
@@ -213,7 +212,7 @@ def failure_sentences(
     """What was asked for and what was free, and whether the allocator could have served it."""
     oom = ooms[-1]
     asked, free, on_device = oom.asked_bytes, failure.free_bytes, oom.device_free_bytes
-    where = "" if oom.site is None else f" at {_where(oom.site)}"
+    where = "" if oom.site is None else f" at {oom.site.short}"
     times = "" if len(ooms) == 1 else f" {len(ooms):,} times, the last time{where and ','}"
     block = f", at most {format_bytes(free_blocks[0].size)} in one block" if free_blocks and not failure.changed else ""
     yield (
@@ -239,9 +238,4 @@ def _segment_bytes(asked: int) -> int:
 
 
 def _place(line: LineFigures) -> str:
-    return "(no stack)" if line.site is None else _where(line.site)
-
-
-def _where(site: Site) -> str:
-    """A line by its file's last two parts."""
-    return f"{'/'.join(PurePath(site.file).parts[-2:])}:{site.line}"
+    return "(no stack)" if line.site is None else line.site.short
