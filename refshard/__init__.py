@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from refshard.version import __version__
 
 if TYPE_CHECKING:
+    from refshard.analysis.frames import read_trace
     from refshard.dryrun.factory import dry_run
     from refshard.engine import checkpoint
     from refshard.engine.ahead import reshard, unshard
@@ -25,6 +26,7 @@ __all__ = [
     "full_parameters",
     "local_parameters",
     "no_sync",
+    "read_trace",
     "register_forward_method",
     "reshard",
     "shard",
@@ -41,6 +43,7 @@ _HOME = {
     "full_parameters": "refshard.engine.api",
     "local_parameters": "refshard.engine.optim",
     "no_sync": "refshard.engine.api",
+    "read_trace": "refshard.analysis.frames",
     "register_forward_method": "refshard.engine.methods",
     "reshard": "refshard.engine.ahead",
     "shard": "refshard.engine.api",
@@ -50,7 +53,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the engine, and torch with it, or dry runs, on first use."""
+    """Import the engine, and torch with it, dry runs or frames on first use."""
     if name == "checkpoint":
         return importlib.import_module("refshard.engine.checkpoint")
     if name in _HOME:

@@ -4,6 +4,7 @@ Exit status: 0 if all that was requested was done and every case ended ok or is 
 nothing fits, 2 for a mistake in the arguments, 130 if interrupted. ``refshard gate`` has its own.
 """
 
+import json
 import re
 import sys
 import traceback
@@ -235,6 +236,15 @@ def report(
         print(written)
 
 
+def _trace_schema(asked: bool) -> None:
+    if asked:
+        from refshard.commands.printing import put_out
+        from refshard.report.trace.schema import trace_schema
+
+        put_out(json.dumps(trace_schema(), indent=2), sys.stdout)
+        raise typer.Exit
+
+
 @app.command()
 @printed
 def trace(
@@ -280,6 +290,10 @@ def trace(
             help="Count kernels with this regular expression in their names as communication too; may be repeated.",
         ),
     ] = None,
+    json_schema: Annotated[  # noqa: ARG001 -- it has printed already
+        bool,
+        typer.Option("--json-schema", is_eager=True, callback=_trace_schema, help="Print the schema of --json."),
+    ] = False,
 ) -> Answer:
     """Analyse profiler traces: overlap, idle time, give-way, stragglers, and warnings about the trace.
 

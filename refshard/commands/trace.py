@@ -11,6 +11,7 @@ import msgspec
 from refshard.analysis import hta
 from refshard.analysis.analyse import Analysis, analyse, join
 from refshard.analysis.difference import difference, mean_steps, pair
+from refshard.analysis.frames import SUFFIXES, trace_files
 from refshard.analysis.hang import find_hang
 from refshard.analysis.kineto import timeline_of
 from refshard.analysis.names import patterns
@@ -28,7 +29,6 @@ from refshard.report.trace.difference import Compared, difference_answer
 from refshard.report.trace.hang import hang_answer
 from refshard.report.trace.snapshot import memory_timeline_answer, snapshot_answer
 
-_SUFFIXES = (".json", ".json.gz", ".sqlite")
 _NAMED = 3
 """Skipped files of folders that are named; folders may hold many that are no traces."""
 _MOST_GRAPHS = 8
@@ -178,20 +178,12 @@ def _files(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
         if not os.path.isdir(path):  # noqa: PTH112 -- never raises
             found.setdefault(path.resolve(), path)
             continue
-        inside = _candidates(path)
+        inside = trace_files(path)
         if not inside:
-            empty.append(f"{path}: holds no trace; traces end in {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}")
+            empty.append(f"{path}: holds no trace; traces end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
         for file in inside:
             found.setdefault(file.resolve(), file)
     return list(found.values()), empty
-
-
-def _candidates(folder: Path) -> list[Path]:
-    """Files that may be traces, in a folder and below it, hidden ones left out; of a run's folder, its traces."""
-    if (folder / "records.jsonl").exists() and (folder / "traces").exists():
-        folder = folder / "traces"
-    files = (Path(where, name) for where, _, names in os.walk(folder) for name in names)
-    return sorted(p for p in files if p.name.endswith(_SUFFIXES) and os.path.isfile(p) and p.name[0] != ".")  # noqa: PTH113
 
 
 def _compare(before: Sequence[Analysis], after: Sequence[Analysis]) -> Compared:
