@@ -23,7 +23,7 @@ from refshard.analysis.overlap import breakdowns, idle_figures, lone_copies
 from refshard.analysis.quality import find_graphs, find_warnings, missing_device, mostly_capture
 from refshard.analysis.whatif import what_ifs
 from refshard.analysis.windows import WindowOptions, bounds, window_figures, window_warnings
-from refshard.events.reader import read_trace
+from refshard.events.reader import read_events
 from refshard.events.selection import only_device
 from refshard.events.table import MemoryEvents, TraceFile
 from refshard.events.timeline import Timeline, Window
@@ -82,7 +82,7 @@ def analyse(
     Raises:
         TraceError: the file is no trace, is damaged, or holds nothing that could be analysed.
     """
-    trace = read_trace(source) if isinstance(source, Path) else source
+    trace = read_events(source) if isinstance(source, Path) else source
     if device is not None:
         trace = only_device(trace, device)
     timeline, identity = timeline_of(trace, window, communication=communicating), identity_of(trace)

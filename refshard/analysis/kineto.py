@@ -39,7 +39,7 @@ from refshard.analysis.windows import (
     step_at,
 )
 from refshard.errors import TraceError
-from refshard.events.reader import read_trace
+from refshard.events.reader import read_events
 from refshard.events.table import (
     ANNOTATION,
     EMULATED,
@@ -779,7 +779,7 @@ def read_timeline(path: Path) -> Timeline:
     Raises:
         TraceError: the file is missing, damaged, no trace, or holds no step.
     """
-    timeline = timeline_of(read_trace(path))
+    timeline = timeline_of(read_events(path))
     if timeline.windows[0].step is None:
         raise TraceError(f"{path}: holds no ProfilerStep; call profiler.step() after every training step")
     return timeline

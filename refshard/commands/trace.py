@@ -22,7 +22,7 @@ from refshard.errors import SpecError, TraceError
 from refshard.events.flight import read_flights
 from refshard.events.nsys import is_nsys
 from refshard.events.pickles import is_pickle
-from refshard.events.reader import read_trace
+from refshard.events.reader import read_events
 from refshard.report.blocks import Answer
 from refshard.report.trace.answer import check_block, trace_answer
 from refshard.report.trace.difference import Compared, difference_answer
@@ -73,7 +73,7 @@ def trace(
     own = patterns(communication)
     analyse_file = partial(
         analyse,
-        calibration=None if calibration is None else timeline_of(read_trace(calibration), communication=own),
+        calibration=None if calibration is None else timeline_of(read_events(calibration), communication=own),
         keep_timeline=against is None and (page is not None or cross_check is not None),
         communicating=own,
         window=chosen,

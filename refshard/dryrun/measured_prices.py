@@ -32,7 +32,7 @@ from refshard.dryrun.recording import Flag, Kind, Recording
 from refshard.dryrun.steps import Step
 from refshard.dryrun.work import TRITON, parse
 from refshard.errors import SpecError, TraceError
-from refshard.events.reader import read_trace
+from refshard.events.reader import read_events
 from refshard.events.table import ANNOTATION, HOST, MEMCPY, Operands, TraceFile
 from refshard.events.timeline import KINDS, UNKNOWN
 from refshard.events.timeline import Kind as SpanKind
@@ -86,7 +86,7 @@ def read_measured(path: Path) -> MeasuredTrace:
     Raises:
         TraceError: the file is damaged, no trace, or shows no kernels of a GPU.
     """
-    trace = _in_steps(read_trace(path))
+    trace = _in_steps(read_events(path))
     if not len(trace.device.starts):
         raise TraceError(
             f"prices: {path} must show kernels of a GPU, got none; record it with ProfilerActivity.CPU and CUDA"

@@ -150,7 +150,7 @@ class _MemoryArgs(msgspec.Struct, gc=False):
     device: int = msgspec.field(name="Device Id", default=-1)
 
 
-def read_trace(path: Path) -> TraceFile:
+def read_events(path: Path) -> TraceFile:
     """Read the trace of one rank, ``.json`` or gzipped, or what Nsight Systems exported to SQLite.
 
     Memory stays far below the file's size.

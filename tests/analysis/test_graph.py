@@ -12,7 +12,7 @@ from refshard.analysis import figures as whatif
 from refshard.analysis.analyse import analyse
 from refshard.analysis.graph import FULL_QUEUE, Graph, graph_of
 from refshard.analysis.kineto import timeline_of
-from refshard.events.reader import read_trace
+from refshard.events.reader import read_events
 from tests.analysis.handmade import event, write
 
 US = 1_000
@@ -28,7 +28,7 @@ def kernel(name: str, start: float, us: float, number: int, stream: int = 7, cat
 
 
 def graph(path: Path, made: list[dict[str, Any]]) -> Graph:
-    trace = read_trace(write(path / "trace.json", made))
+    trace = read_events(write(path / "trace.json", made))
     found = graph_of(trace, timeline_of(trace))
     assert found is not None
     return found

@@ -9,7 +9,7 @@ import pytest
 from refshard.analysis.figures import Cause, IdleFigures
 from refshard.analysis.kineto import timeline_of as read
 from refshard.analysis.overlap import CAUSES, idle_figures, idle_gaps
-from refshard.events.reader import read_trace
+from refshard.events.reader import read_events
 from refshard.events.timeline import UNKNOWN, HostCalls, Kind, Window
 from tests.analysis.handmade import event, write
 from tests.analysis.small import LANES, NAMES, Row, timeline_of
@@ -109,7 +109,7 @@ def test_a_launch_that_blocks_is_a_blocked_call(tmp_path: Path) -> None:
         event("cudaLaunchKernel", 6, 1_565_000, cat="cuda_runtime", correlation=2),
         event("second", 1_565_004, 10, cat="kernel", correlation=2, stream=7, device=0),
     ]
-    timeline = read(read_trace(write(tmp_path / "t.json", events)))
+    timeline = read(read_events(write(tmp_path / "t.json", events)))
     assert idle_figures(timeline) == (
         IdleFigures(cause=Cause.CALL, what="cudaLaunchKernel", ns=1_564_974_000, count=1, longest_ns=1_564_974_000),
     )

@@ -9,7 +9,7 @@ import pytest
 
 from refshard.analysis.jobs import Identity, group, identity_of, rank_in_name
 from refshard.errors import TraceError
-from refshard.events.reader import read_trace
+from refshard.events.reader import read_events
 from tests.analysis.handmade import BASE_US, event, write
 
 
@@ -56,7 +56,7 @@ def test_identity_comes_from_the_metadata(tmp_path: Path) -> None:
     events = [event("aten::mm", 3, 4)]
     path = write(tmp_path / "t.json", events, baseTimeNanoseconds=7, deviceProperties=device)
     path.write_text(path.read_text().replace('{"rank": 0}', json.dumps(info)))
-    found = identity_of(read_trace(path))
+    found = identity_of(read_events(path))
     assert (found.rank, found.world_size, found.backend) == (5, 8, "nccl")
     assert (found.start, found.end) == (BASE_US * 1000 + 3007, BASE_US * 1000 + 7007)
     assert "A100" in found.facts
@@ -66,7 +66,7 @@ def test_identity_comes_from_the_metadata(tmp_path: Path) -> None:
 def test_odd_metadata_tells_nothing(tmp_path: Path, odd: str) -> None:
     path = write(tmp_path / "t.json", [event("aten::mm", 3, 4)])
     path.write_text(path.read_text().replace('{"rank": 0}', odd))
-    found = identity_of(read_trace(path))
+    found = identity_of(read_events(path))
     assert (found.rank, found.world_size) == (None, None)
 
 

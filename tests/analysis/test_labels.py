@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from refshard.analysis.labels import ROOT, Labels, find_labels, meaning_of
-from refshard.events.reader import read_trace
+from refshard.events.reader import read_events
 from refshard.events.timeline import Meaning
 from tests.analysis.handmade import BASE_US, note, write
 
@@ -38,7 +38,7 @@ def test_other_names_mean_nothing(name: str) -> None:
 
 def labels_of(path: Path, *named: tuple[str, float, float]) -> Labels:
     events: list[dict[str, Any]] = [note(n, s, d) for n, s, d in named]
-    return find_labels(read_trace(write(path / "t.json", events)))
+    return find_labels(read_events(write(path / "t.json", events)))
 
 
 def units_computing(labels: Labels, points: list[float]) -> list[str | None]:

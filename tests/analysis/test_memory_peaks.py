@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from refshard.analysis.analyse import analyse
 from refshard.analysis.figures import MemoryPeak
 from refshard.analysis.memory_peaks import memory_peaks
-from refshard.events.reader import read_trace
+from refshard.events.reader import read_events
 from tests.analysis.handmade import event, note, step, write
 
 BEFORE, RESERVED = 1000, 5000
@@ -45,7 +45,7 @@ class Allocator:
 
 
 def peaks_of(path: Path, events: list[dict[str, Any]]) -> tuple[MemoryPeak, ...]:
-    return memory_peaks(read_trace(write(path, events)))
+    return memory_peaks(read_events(write(path, events)))
 
 
 def held(peak: MemoryPeak) -> dict[tuple[str, str | None], int]:

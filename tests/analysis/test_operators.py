@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from refshard.analysis.analyse import analyse
 from refshard.analysis.figures import CLASSES, Contention, OperatorReport, Slowdown
 from refshard.analysis.operators import find_contention, same_work
-from refshard.events.reader import read_trace
+from refshard.events.reader import read_events
 from refshard.events.timeline import UNKNOWN, Kind
 from tests.analysis.handmade import event, note, shaped, step, write
 from tests.analysis.small import NAMES, Row, timeline_of
@@ -209,7 +209,7 @@ def test_operands_are_kept_once_and_values_only_where_flops_depend_on_them(tmp_p
         event("aten::convolution", 6, 1, **same, Concrete_Inputs=["", "[1, 1]"]),
         event("aten::convolution", 8, 1, **same, Concrete_Inputs=["", "[2, 2]"]),
     ]
-    trace = read_trace(write(tmp_path / "t.json", events))
+    trace = read_events(write(tmp_path / "t.json", events))
     assert trace.host.operands.tolist() == [0, 0, -1, 1, 2]
     assert [json.loads(one.values or b"null") for one in trace.operands] == [None, ["", "[1, 1]"], ["", "[2, 2]"]]
     assert {json.dumps(json.loads(one.dims)) for one in trace.operands} == {"[[4, 4], []]"}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from refshard.analysis.kineto import timeline_of
 from refshard.analysis.labels import Nesting, innermost_on, nested_order
 from refshard.analysis.operators import launched_work
-from refshard.events.reader import read_trace
+from refshard.events.reader import read_events
 from refshard.events.timeline import UNKNOWN
 from tests.analysis.handmade import event, step, write
 
@@ -33,7 +33,7 @@ def launch(number: int, at: float, name: str = "cudaLaunchKernel", tid: int = 1)
 
 def owners(folder: Path, events: list[dict[str, Any]]) -> Pairs:
     """Kernels by name, each with its operator; operators' figures and the spans must say the same."""
-    trace = read_trace(write(folder / "t.json", [step(0, 0, 400), *events]))
+    trace = read_events(write(folder / "t.json", [step(0, 0, 400), *events]))
     timeline = timeline_of(trace)
     work, spans = launched_work(trace, timeline), timeline.spans
     assert work.names.tolist() == spans.operators.tolist()

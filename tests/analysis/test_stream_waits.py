@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from refshard.analysis.figures import Cause
 from refshard.analysis.kineto import timeline_of
 from refshard.analysis.overlap import idle_figures
-from refshard.events.reader import read_trace
+from refshard.events.reader import read_events
 from tests.analysis.handmade import event, write
 
 Events = list[dict[str, Any]]
@@ -36,7 +36,7 @@ def wait(number: int, at: float, stream: int, source: int, record: int | None = 
 
 
 def pairs(path: Path, events: Events) -> list[tuple[str, str]]:
-    timeline = timeline_of(read_trace(write(path, events)))
+    timeline = timeline_of(read_events(write(path, events)))
     names = [timeline.spans.name_table[code] for code in timeline.spans.names]
     assert timeline.calls is not None
     return [(names[one], names[other]) for one, other in zip(timeline.calls.waiting, timeline.calls.sources)]
@@ -108,7 +108,7 @@ def test_idle_time_is_a_dependency_if_the_span_waited_for_ended_as_it_began(
     tmp_path: Path, waited: Events, start: float, cause: Cause, what: str
 ) -> None:
     events = [*BEFORE, *BESIDE, *waited, *launch(3, 303, 24, start, 20), *launch(4, 304, 7, 600, 10)]
-    found = idle_figures(timeline_of(read_trace(write(tmp_path / "t.json", events))))
+    found = idle_figures(timeline_of(read_events(write(tmp_path / "t.json", events))))
     assert [(one.cause, one.what) for one in found if one.ns == round((start - 410) * 1000)] == [(cause, what)]
 
 
@@ -116,5 +116,5 @@ def test_of_streams_that_fall_silent_at_once_the_one_on_record_is_named(tmp_path
     both = [*launch(1, 300, 7, 306, 104), *launch(2, 301, 20, 310, 100), *launch(5, 301.5, 21, 310, 100)]
     for source in (7, 20, 21):
         events = [*BEFORE, *both, *wait(9, 302, 24, source), *launch(3, 303, 24, 430, 20)]
-        found = idle_figures(timeline_of(read_trace(write(tmp_path / "t.json", events))))
+        found = idle_figures(timeline_of(read_events(write(tmp_path / "t.json", events))))
         assert [one.what for one in found if one.cause is Cause.DEPENDENCY] == [f"stream 24 waits for stream {source}"]

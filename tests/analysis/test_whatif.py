@@ -14,7 +14,7 @@ from refshard.analysis.figures import WhatIfFigures
 from refshard.analysis.graph import graph_of
 from refshard.analysis.kineto import timeline_of
 from refshard.analysis.whatif import what_ifs
-from refshard.events.reader import read_trace
+from refshard.events.reader import read_events
 from refshard.events.timeline import Intervals
 from tests.analysis.builder import Training
 from tests.analysis.handmade import event, note, write
@@ -161,7 +161,7 @@ def test_every_rank_on_time(tmp_path: Path) -> None:
 
 def test_a_long_trace_is_represented_by_its_step_of_median_length(tmp_path: Path) -> None:
     """Its figures are those of the step alone, though it follows others."""
-    trace = read_trace(replace(TRAINING, steps=5).trace().write(tmp_path / "trace.json"))
+    trace = read_events(replace(TRAINING, steps=5).trace().write(tmp_path / "trace.json"))
     graph = graph_of(trace, timeline_of(trace), most_spans=50)
     assert graph is not None
     figures = what_ifs(graph)

@@ -23,7 +23,7 @@ from refshard.dryrun.recording import Flag, Phase, Recording
 from refshard.dryrun.recording import Kind as Recorded
 from refshard.dryrun.replay import NEVER, NS, Replayed, replay
 from refshard.dryrun.steps import Step, steps_of
-from refshard.events.reader import read_trace
+from refshard.events.reader import read_events
 from refshard.events.table import TraceFile
 from refshard.events.timeline import KINDS, UNKNOWN, Kind, Timeline
 from refshard.events.writer import as_kineto
@@ -139,7 +139,7 @@ def test_a_written_trace_reads_back_unchanged(tmp_path: Path) -> None:
         assert all((len(ours.memory.times), len(ours.frames.starts), len(ours.host_args), len(ours.device_args)))
         path = tmp_path / "trace.json"
         path.write_text(as_kineto(ours))
-        read = read_trace(path)
+        read = read_events(path)
         numbered = ("names", "operands", "lanes", "signatures")  # the reader numbers names in another order
         for table in ("host", "device", "syncs", "memory"):
             assert_same(getattr(ours, table), getattr(read, table), but=numbered)

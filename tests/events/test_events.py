@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from refshard.analysis.analyse import analyse
 from refshard.errors import TraceError
-from refshard.events.reader import read_trace
+from refshard.events.reader import read_events
 from refshard.events.stream import EventStream
 from refshard.events.table import TraceFile
 from refshard.report.trace.answer import as_objects
@@ -92,7 +92,7 @@ def test_every_way_of_writing_a_trace_reads_alike(tmp_path: Path) -> None:
     for number, text in enumerate(texts):
         path = tmp_path / f"{number}.json"
         path.write_bytes(text)
-        trace = read_trace(path)
+        trace = read_events(path)
         assert names(trace) == HOSTILE_NAMES
         assert trace.device.starts.tolist() == [10_000 * i for i in range(len(HOSTILE_NAMES))]
         assert trace.metadata.get("distributedInfo") == (None if number == 4 else {"rank": 2})
@@ -104,7 +104,7 @@ def test_the_schema_of_2021_reads_like_todays(tmp_path: Path) -> None:
         "Runtime": "cuda_runtime",
     }  # fmt: skip
     then, now = (
-        read_trace(
+        read_events(
             written(
                 tmp_path / f"{generation}.json",
                 [
@@ -128,7 +128,7 @@ def test_numbers_that_json_does_not_know_are_absent_and_counted(tmp_path: Path) 
     path = tmp_path / "t.json"
     text = json.dumps({"traceEvents": [kernel("NaN inf", 1, 2, bandwidth=7), kernel("b", 3, 4)]})
     path.write_text(text.replace('"bandwidth": 7', '"bandwidth": -inf, "x": NaN').replace('"ts": 3', '"ts": nan'))
-    trace = read_trace(path)
+    trace = read_events(path)
     assert names(trace) == ["NaN inf"]
     assert trace.skipped == {"not_numbers": 3, "without_times": 1}
 
@@ -146,7 +146,7 @@ ONE, TWO = (json.dumps(kernel(name, start, 2)) for name, start in (("a,}", 1), (
 def test_what_chrome_and_perfetto_allow_is_read(tmp_path: Path, text: str, skipped: dict[str, int]) -> None:
     path = tmp_path / "t.json"
     path.write_text(text)
-    trace = read_trace(path)
+    trace = read_events(path)
     assert names(trace) == ["a,}", "b"]
     assert trace.skipped == skipped
     assert {one.code for one in analyse(path).figures.warnings} >= set(skipped)
@@ -159,12 +159,12 @@ def test_a_file_that_ends_within_an_event_or_an_object_is_truncated(tmp_path: Pa
     path = tmp_path / "t.json"
     path.write_text(text)
     with pytest.raises(TraceError, match="truncated: it ends within its events"):
-        read_trace(path)
+        read_events(path)
 
 
 def test_of_several_categories_the_first_known_counts(tmp_path: Path) -> None:
     events = [{**kernel(cat, 5 * i, 2), "cat": cat} for i, cat in enumerate(("kernel,foo", "foo, Kernel", "foo,bar"))]
-    assert names(read_trace(written(tmp_path / "t.json", events))) == ["kernel,foo", "foo, Kernel"]
+    assert names(read_events(written(tmp_path / "t.json", events))) == ["kernel,foo", "foo, Kernel"]
 
 
 def test_odd_events_are_left_out_and_counted(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_odd_events_are_left_out_and_counted(tmp_path: Path) -> None:
         {**kernel("odd arguments", 9, 1), "args": {"correlation": "seven", "stream": 3}},
         {**kernel("no arguments", 11, 1), "args": []}, kernel("last", 12, 1),
     ]  # fmt: skip
-    trace = read_trace(written(tmp_path / "t.json", events))  # type: ignore[arg-type]
+    trace = read_events(written(tmp_path / "t.json", events))  # type: ignore[arg-type]
     assert names(trace) == ["good", "odd arguments", "no arguments", "last"]
     assert trace.skipped == {
         "unusable_events": 2, "negative_durations": 1, "without_times": 1, "unusable_arguments": 2,
@@ -184,7 +184,7 @@ def test_odd_events_are_left_out_and_counted(tmp_path: Path) -> None:
 def test_text_that_is_no_utf8_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_bytes(json.dumps({"traceEvents": [kernel("a?b", 1, 2)]}).encode().replace(b"?", b"\xff"))
-    assert names(read_trace(path)) == ["a\ufffdb"]
+    assert names(read_events(path)) == ["a\ufffdb"]
 
 
 GOOD = json.dumps({"traceEvents": [kernel("a", 1, 2)], "traceName": "x"}).encode()
@@ -214,7 +214,7 @@ def test_what_is_no_trace_is_one_clear_error(tmp_path: Path, content: bytes, mes
     path = tmp_path / "t.json"
     path.write_bytes(content)
     with pytest.raises(TraceError) as caught:
-        read_trace(path)
+        read_events(path)
     assert str(caught.value).startswith(f"{path}: ")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -224,26 +224,26 @@ def test_a_git_lfs_pointer_is_named_with_its_remedy(tmp_path: Path) -> None:
     path = tmp_path / "t.json.gz"
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n")
     with pytest.raises(TraceError, match=r"t.json.gz: is a Git LFS pointer, .* git lfs pull"):
-        read_trace(path)
+        read_events(path)
 
 
 def test_an_array_of_other_things_is_no_trace(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_text('[{"file": "a.json.gz", "batch_size": 32}]')
     with pytest.raises(TraceError, match=r"not a Kineto trace \(none of its 1 elements is an event"):
-        read_trace(path)
+        read_events(path)
 
 
 def test_a_missing_file_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="cannot be read"):
-        read_trace(tmp_path / "none.json")
+        read_events(tmp_path / "none.json")
     with pytest.raises(TraceError, match="is no regular file"):
-        read_trace(tmp_path)
+        read_events(tmp_path)
     with pytest.raises(TraceError, match="cannot be read"):
-        read_trace(tmp_path / ("x" * 300))
+        read_events(tmp_path / ("x" * 300))
     os.mkfifo(tmp_path / "fifo.json")
     with pytest.raises(TraceError, match="is no regular file"):
-        read_trace(tmp_path / "fifo.json")
+        read_events(tmp_path / "fifo.json")
 
 
 @pytest.mark.processes
@@ -255,7 +255,7 @@ def test_a_gzip_bomb_is_refused(tmp_path: Path) -> None:
         for _ in range(70):
             file.write(events)
     with pytest.raises(TraceError, match=r"of gzip expand to more than .* MiB, too much for a trace"):
-        read_trace(path)
+        read_events(path)
 
 
 @pytest.mark.parametrize(
@@ -267,12 +267,12 @@ def test_what_never_ends_is_given_up(tmp_path: Path, opening: bytes, message: st
     path = tmp_path / "t.json"
     path.write_bytes(opening + b"a" * 80 * 2**20)
     with pytest.raises(TraceError, match=message):
-        read_trace(path)
+        read_events(path)
 
 
 def peak_of_reading(path: Path) -> int:
     tracemalloc.start()
-    trace = read_trace(path)
+    trace = read_events(path)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert trace.size == path.stat().st_size
@@ -293,13 +293,13 @@ def test_many_events_on_one_thread(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     one = '{"ph":"X","cat":"cpu_op","name":"aten::mm","pid":1,"tid":1,"ts":%d,"dur":1}'
     path.write_text('{"traceEvents":[' + ",".join(one % i for i in range(300_000)) + "]}")
-    trace = read_trace(path)
+    trace = read_events(path)
     assert trace.count == len(trace.host.starts) == 300_000
     assert int(trace.host.ends[-1]) == 300_000_000
 
 
 def test_times_keep_their_nanoseconds(tmp_path: Path) -> None:
-    trace = read_trace(write(tmp_path / "t.json", [event("a", 0.001, 0.002), event("b", 7.129, 1)]))
+    trace = read_events(write(tmp_path / "t.json", [event("a", 0.001, 0.002), event("b", 7.129, 1)]))
     assert (trace.host.ends - trace.host.starts).tolist() == [2, 1000]
     assert int(trace.host.starts[1] - trace.host.starts[0]) == 7128
 
@@ -310,7 +310,7 @@ def test_memory_events_are_kept_in_the_order_of_time(tmp_path: Path) -> None:
     }  # fmt: skip
     first = {"ph": "i", "s": "t", "name": "[memory]", "pid": 1, "tid": 1, "ts": 3, "args": {"Bytes": 8}}
     later = {**first, "tid": "2", "ts": 5, "args": args}
-    trace = read_trace(written(tmp_path / "t.json", [later, event_of(2), first, {**first, "name": "else"}]))
+    trace = read_events(written(tmp_path / "t.json", [later, event_of(2), first, {**first, "name": "else"}]))
     found = trace.memory
     assert [trace.memory_devices[code] for code in found.devices] == ["cpu", "device 0"]
     assert [trace.threads[code] if code >= 0 else None for code in found.threads] == [None, ("1", "2")]
@@ -328,20 +328,20 @@ def test_braces_without_end_cost_no_time(tmp_path: Path) -> None:
     path = tmp_path / "t.json.gz"
     path.write_bytes(gzip.compress(b'{"traceEvents":[' + b"{" * 20_000_000))
     with pytest.raises(TraceError, match=r"damaged|truncated"):
-        read_trace(path)
+        read_events(path)
 
 
 def test_events_in_two_halves_and_in_two_arrays_are_not_lost_in_silence(tmp_path: Path) -> None:
     halves = [{**kernel("a", 1, 2), "ph": phase} for phase in "BE"]
-    assert read_trace(written(tmp_path / "t.json", [*halves, kernel("b", 3, 4)])).skipped == {"begin_and_end_pairs": 1}
+    assert read_events(written(tmp_path / "t.json", [*halves, kernel("b", 3, 4)])).skipped == {"begin_and_end_pairs": 1}
     (tmp_path / "two.json").write_text('{"traceEvents": [], "traceEvents": []}')
     with pytest.raises(TraceError, match="holds traceEvents twice"):
-        read_trace(tmp_path / "two.json")
+        read_events(tmp_path / "two.json")
 
 
 def test_one_odd_argument_costs_no_other(tmp_path: Path) -> None:
     odd = {"Collective name": None, "correlation": "12", "External id": 2**64 - 1, "stream": 5, "grid": [1, 2, 3]}
-    trace = read_trace(written(tmp_path / "t.json", [{**kernel("a", 1, 2), "pid": 0.5, "args": odd}]))
+    trace = read_events(written(tmp_path / "t.json", [{**kernel("a", 1, 2), "pid": 0.5, "args": odd}]))
     assert (trace.device.correlations.tolist(), trace.device.externals.tolist()) == ([12], [-1])
     assert trace.lanes == (("0.5", "5"),)
     assert trace.signatures == ("a [1,2,3] ",)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from refshard.events.reader import read_trace
+from refshard.events.reader import read_events
 from refshard.events.table import is_own
 from tests.analysis.handmade import event, write
 
@@ -39,7 +39,7 @@ def test_the_reader_keeps_the_users_frames_with_their_times(tmp_path: Path) -> N
         event("train.py(1): main", 7, -1, cat="python_function"),
         event("aten::mm", 5, 1),
     ]
-    trace = read_trace(write(tmp_path / "t.json", events))
+    trace = read_events(write(tmp_path / "t.json", events))
     frames, first = trace.frames, trace.frames.starts[0]
     assert first == trace.host.starts[0] - 5_000
     assert [frames.name_table[code] for code in frames.names] == ["train.py(1): main", "model.py(9): forward"]

@@ -10,7 +10,7 @@ import pytest
 from refshard.analysis.analyse import Analysis, analyse
 from refshard.analysis.windows import parse_window
 from refshard.errors import TraceError
-from refshard.events.reader import read_trace
+from refshard.events.reader import read_events
 from tests.analysis.builder import BASE_NS, Training
 from tests.events.nsys_export import SCHEMAS, SESSION_NS, Export, retold
 
@@ -60,7 +60,7 @@ def test_times_count_from_the_session_or_from_1970(tmp_path: Path) -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_columns_are_those_of_a_kineto_trace(tmp_path: Path, version: str) -> None:
     kineto = Training(steps=1).trace().write(tmp_path / "rank0.json")
-    ours, theirs = read_trace(retold(kineto, version).write(tmp_path / "r.sqlite")), read_trace(kineto)
+    ours, theirs = read_events(retold(kineto, version).write(tmp_path / "r.sqlite")), read_events(kineto)
     assert sorted(ours.names[code] for code in ours.device.names) == sorted(
         theirs.names[code] for code in theirs.device.names
     )
@@ -126,7 +126,7 @@ def test_copies_and_memsets_are_named_as_kineto_names_them(tmp_path: Path) -> No
                    **place)  # fmt: skip
     export.add("CUPTI_ACTIVITY_KIND_MEMSET", start=9, end=11, memKind=2, **place)
     export.range("step", 0, 20)
-    trace = read_trace(export.write(tmp_path / "a.sqlite"))
+    trace = read_events(export.write(tmp_path / "a.sqlite"))
     assert [trace.names[code] for code in trace.device.names] == [
         "Memcpy HtoD (Pageable -> Device)", "Memcpy DtoH (Device -> Pinned)", "Memcpy DtoD (Device -> Device)",
         "Memcpy Unknown (Pageable -> Unknown)", "Memset (Device)",
@@ -162,7 +162,7 @@ def test_ranges_that_never_ended_and_times_that_make_no_sense_are_counted(tmp_pa
     export.kernel("gemm", 5, 3, 1)
     export.kernel("gemm", 5, 8, 2)
     export.add("CUPTI_ACTIVITY_KIND_KERNEL", end=8, deviceId=0, streamId=7)
-    trace = read_trace(export.write(tmp_path / "a.sqlite"))
+    trace = read_events(export.write(tmp_path / "a.sqlite"))
     assert trace.skipped == {"ranges_without_end": 1, "negative_durations": 2, "without_times": 1}
     assert (len(trace.device.starts), len(trace.host.starts)) == (1, 0)
 
@@ -196,7 +196,7 @@ def test_what_is_no_export_is_refused(tmp_path: Path, sql: str, message: str) ->
     with closing(sqlite3.connect(path)) as database:
         database.executescript(sql)
     with pytest.raises(TraceError) as error:
-        read_trace(path)
+        read_events(path)
     assert message in str(error.value)
 
 
@@ -204,17 +204,17 @@ def test_reports_and_damaged_files_are_refused(tmp_path: Path) -> None:
     report = tmp_path / "a.nsys-rep"
     report.write_bytes(b"anything")
     with pytest.raises(TraceError, match=r"export it first: nsys export --type sqlite a\.nsys-rep"):
-        read_trace(report)
+        read_events(report)
     path = retold(Training().trace().write(tmp_path / "r.json"), "2026.4").write(tmp_path / "a.sqlite")
     path.write_bytes(path.read_bytes()[:9000])
     with pytest.raises(TraceError, match="damaged or truncated SQLite file"):
-        read_trace(path)
+        read_events(path)
 
 
 def test_the_file_is_not_touched(tmp_path: Path) -> None:
     path = retold(Training(steps=1).trace().write(tmp_path / "r.json"), "2026.4").write(tmp_path / "a.sqlite")
     before = path.read_bytes()
     path.chmod(0o400)
-    read_trace(path)
+    read_events(path)
     assert path.read_bytes() == before
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a.sqlite", "r.json"]
