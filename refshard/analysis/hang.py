@@ -142,15 +142,14 @@ class _Job:
         if circle := shortest_circle(dict(sorted(edges.items()))):
             around = [edges[rank][other] for rank, other in zip(circle, [*circle[1:], circle[0]])]
             causes.append(deadlock(circle, [m.calls[rank] for rank, m in zip(circle, around)], around[0].group))
-        held = set(circle) | {rank for m in differing.values() for rank in m.calls}
+        silent = {id(m): set(m.members) & set(self.silent) for m in waits if not absent[id(m)] | self._unknown(m)}
+        held = edges.keys() | {rank for m in differing.values() for rank in m.calls}
+        held |= {rank for m in waits if silent.get(id(m)) for rank in m.pending}
         for meeting in (one for one in waits if one not in around):
-            gone = absent[id(meeting)]
-            if gone and not gone & held and any(rank not in edges for rank in gone):
-                causes.append(self._missing(meeting, gone))
-            elif gone:
-                followers.append(self._missing(meeting, gone))
-            elif (silent := set(meeting.members) & set(self.silent)) and not self._unknown(meeting):
-                side = Side(ranks=tuple(sorted(silent)), says="left no dump")
+            if gone := absent[id(meeting)]:
+                (followers if gone <= held else causes).append(self._missing(meeting, gone))
+            elif without := silent.get(id(meeting)):
+                side = Side(ranks=tuple(sorted(without)), says="left no dump")
                 causes.append(self._waiting(meeting, Fault.MISSING, side))
         if not (found or causes or followers):
             causes += self._crossed(waits)

@@ -176,6 +176,13 @@ def test_a_rank_without_a_dump_is_named_and_nothing_else_is_said_of_it() -> None
     )
 
 
+def test_who_waits_for_a_rank_that_waits_for_one_without_a_dump_is_no_cause() -> None:
+    groups = {"a": [0, 1], "b": [1, 2]}
+    found = hang_of(Made(0, groups).call(group="a", ended=False), Made(1, groups).call(group="b", ended=False))
+    assert "rank 2 left no dump" in str(only(found.mismatches))
+    assert only(found.followers).group.name == "a"
+
+
 def test_a_rank_that_does_not_come_is_a_better_cause_than_one_without_a_dump() -> None:
     found = hang_of(Made(0).call().call(ended=False), Made(2).call())
     assert "rank 2 does not call it" in str(only(found.mismatches))
