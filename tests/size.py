@@ -27,7 +27,7 @@ BUDGETS = {
     "refshard/report": 9_745,
     "refshard/specs": 2_770,
     "refshard/strategies": 3_150,
-    "refshard/*.py": 2_370,
+    "refshard/*.py": 2_380,
     "tests": 79_310,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
