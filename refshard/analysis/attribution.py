@@ -14,6 +14,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from refshard.analysis.kineto import operation_of
+from refshard.analysis.names import name_in_words, work_in_words
 from refshard.analysis.overlap import CAUSES, idle_gaps, knows_launches
 from refshard.analysis.windows import bounds
 from refshard.events.timeline import (
@@ -161,6 +163,27 @@ def _operators(spans: Spans) -> tuple[list[str], Rows, Mask]:
             names.append(name)
         plain[code] = place[name]
     return names, np.where(by_name, plain[spans.names], spans.operators).astype(np.int64), by_name
+
+
+def meanings(spans: Spans) -> tuple[list[str], Rows]:
+    """What spans do, in words, and which of these each does.
+
+    Spans of one operator with the same inputs do the same; where these are unknown, those of one name.
+    """
+    inputs, is_comm = _column(spans.inputs, spans), spans.of_kind(Kind.COMM)
+    inputs[is_comm] = UNKNOWN
+    firsts, codes = grouped(np.where(inputs == UNKNOWN, spans.names, spans.operators), inputs, is_comm)
+    found = []
+    for row in firsts.tolist():
+        name, operator = spans.name_table[spans.names[row]], spans.operators[row]
+        if is_comm[row]:
+            found.append(operation_of(name))
+        elif inputs[row] != UNKNOWN:
+            given = spans.input_names[inputs[row]]
+            found.append(work_in_words(spans.name_table[operator], given.dims, given.dtype))
+        else:
+            found.append(name_in_words(name if operator == UNKNOWN else spans.name_table[operator]))
+    return found, codes
 
 
 def _column(column: Ints, spans: Spans) -> Rows:

@@ -311,6 +311,32 @@ def name_in_words(name: str) -> str:
     return name if len(name) <= LONGEST else short_kernel_name(name)
 
 
+def work_in_words(operator: str, dims: str, dtype: str) -> str:
+    """What a call of an operator computes, from its arguments' sizes such as ``[64,32]x[32,16]``, or else its name.
+
+    The sizes of a matrix product are rows, columns and the length of the sums.
+
+    >>> work_in_words("aten::mm", "[8192,4096]x[4096,14336]", "bf16")
+    'matrix product 8192x14336x4096, bf16'
+    >>> work_in_words("aten::_flash_attention_backward", "[1,32,8192,128]x[1,32,8192,128]", "bf16,fp32")
+    'attention, backward, 1x32x8192x128, bf16'
+    >>> work_in_words("aten::mul", "[8,4096]x[8,4096]", "bf16"), work_in_words("aten::mul", "", "")
+    ('aten::mul of 8x4096, bf16', 'aten::mul')
+    """
+    kind = CLASSES[class_of_operator(operator)]
+    shapes = [one.split(",") for one in re.findall(r"\[([\d,]+)\]", dims)]
+    if not shapes:
+        return name_in_words(operator)
+    first, pair = "x".join(shapes[0]), shapes[-2:] if "addmm" in operator else shapes[:2]
+    if kind == "GEMM" and len(pair) == 2 and len(pair[0]) > 1 and len(pair[1]) > 1 and pair[0][-1] == pair[1][-2]:
+        what = f"matrix product {'x'.join((*pair[0][:-1], pair[1][-1], pair[0][-1]))}"
+    elif kind in ("attention", "convolution"):
+        what = f"{kind}{', backward,' if 'backward' in operator else ''} {first}"
+    else:
+        what = f"{name_in_words(operator)} of {first}"
+    return f"{what}, {dtype.partition(',')[0]}" if dtype else what
+
+
 def _arguments(text: str) -> str:
     """What stands between the template's brackets that ``text`` begins with."""
     depth = 0

@@ -9,6 +9,7 @@ from itertools import islice
 
 import numpy as np
 
+from refshard.analysis.attribution import meanings
 from refshard.analysis.figures import (
     BETWEEN,
     COMMUNICATION,
@@ -158,6 +159,7 @@ class _Walk:
         nodes = np.flatnonzero(graph.is_span & (graph.launched_by != UNKNOWN))[::-1]
         first[graph.launched_by[nodes]] = graph.rows[nodes]
         self.first_span = first
+        self.meanings, self.meaning_of = meanings(graph.spans)
 
     def run(self) -> None:
         """From the end of the steps back to their start."""
@@ -218,7 +220,7 @@ class _Walk:
 
     def _work(self, span: int) -> tuple[str, str]:
         spans = self.graph.spans
-        return _CLASS_OF_KIND[spans.kinds[span]], spans.name_table[spans.names[span]]
+        return _CLASS_OF_KIND[spans.kinds[span]], self.meanings[self.meaning_of[span]]
 
     def _call_name(self, call: int) -> str:
         return str(self.graph.call_names[self.graph.calls.names[call]])
@@ -299,8 +301,9 @@ def _changes(graph: Graph, waited: Sequence[tuple[int, int]]) -> tuple[dict[str,
     if synchronises.any():
         changes[NO_SYNC] = lambda times: replace(times, wait_delays=np.where(synchronises, NEVER, times.wait_delays))
     inside = spans.of_kind(Kind.COMPUTE) & (spans.starts >= graph.start) & (spans.starts < graph.end)
-    if inside.any():  # the kernel that computes longest
-        name = int(np.argmax(np.bincount(spans.names[inside], weights=(spans.ends - spans.starts)[inside])))
-        mine, details[KERNEL] = graph.is_span & (spans.names == name)[graph.rows], spans.name_table[name]
+    if inside.any():  # the work that takes longest
+        names, codes = meanings(spans)
+        most = int(np.argmax(np.bincount(codes[inside], weights=(spans.ends - spans.starts)[inside])))
+        mine, details[KERNEL] = graph.is_span & (codes == most)[graph.rows], names[most]
         changes[KERNEL] = lambda times: replace(times, durations=np.where(mine, times.durations // 2, times.durations))
     return changes, details
