@@ -15,6 +15,7 @@ from refshard.analysis.exposure import Traffic, communication, exposure_of, link
 from refshard.analysis.figures import MemoryPoint, StepFigures, TraceFigures
 from refshard.analysis.graph import Graph, graph_of
 from refshard.analysis.host_stalls import find_host_stalls
+from refshard.analysis.host_time import host_time
 from refshard.analysis.jobs import Identity, group, identity_of, rank_in_name
 from refshard.analysis.kineto import Group, timeline_of
 from refshard.analysis.memory_peaks import allocated_over_time, memory_peaks
@@ -98,7 +99,7 @@ def analyse(
         communication=communication(traffic, collectives, {}, alone=True), idle=idle_figures(timeline),
         lone_copies=lone_copies(timeline, *bounds(timeline.windows)),
         memory=_memory(trace.memory, trace.memory_devices), memory_peaks=memory_peaks(trace),
-        host_stalls=find_host_stalls(trace, timeline),
+        host_stalls=find_host_stalls(trace, timeline), host_time=host_time(trace, timeline),
         warnings=(*find_warnings(trace, timeline), *window_warnings(trace, timeline, window)),
         windows=None if window is None else window_figures(window, steps),
         unavailable=missing or mostly_capture(timeline, graphs), host_only=missing is not None, graphs=graphs,

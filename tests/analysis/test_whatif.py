@@ -52,8 +52,8 @@ def run_again(program: Program, changes: list[str]) -> int:
     course = run(program)
     rules = Rules(
         communication_free=whatif.OVERLAPPED in changes, launches_free=whatif.LAUNCHES in changes,
-        no_sync=whatif.NO_SYNC in changes, fast=largest(program) if whatif.KERNEL in changes else "",
-        since=course.start,
+        host_fast=whatif.FAST_HOST in changes, no_sync=whatif.NO_SYNC in changes,
+        fast=largest(program) if whatif.KERNEL in changes else "", since=course.start,
     )  # fmt: skip
     communication = Intervals.of([(start, end) for op, _, start, end in course.kernels if op.communicates]).length
     return max(run(program, rules).end - course.start, communication if rules.communication_free else 0)
@@ -121,7 +121,7 @@ def test_training_with_inferred_waits(tmp_path: Path) -> None:
     reduced = plan.backward // 2 + 3 * (2 * plan.prep * plan.stretch + plan.reduce) + 2 * plan.prep + plan.reduce
     assert steps[whatif.KERNEL] == base - (plan.layers * plan.backward + 2 * plan.prep + plan.reduce - reduced)
     assert [one.what for one in figures.order][:2] == [whatif.KERNEL, whatif.OVERLAPPED]
-    assert figures.what_ifs[0].detail == "gemm_backward_kernel"
+    assert figures.what_ifs[0].detail == "aten::gemm_backward"
 
 
 def test_a_stall_without_a_cause_is_unexplained_and_ranks_nothing(tmp_path: Path) -> None:
