@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refshard.analysis.kineto import operation_of
-from refshard.analysis.names import name_in_words, work_in_words
+from refshard.analysis.names import kernel_in_words, name_in_words, work_in_words
 from refshard.analysis.overlap import CAUSES, idle_gaps, knows_launches
 from refshard.analysis.windows import bounds
 from refshard.events.timeline import (
@@ -170,7 +170,7 @@ def meanings(spans: Spans) -> tuple[list[str], Rows]:
 
     Spans of one operator with the same inputs do the same; where these are unknown, those of one name.
     """
-    inputs, is_comm = _column(spans.inputs, spans), spans.of_kind(Kind.COMM)
+    inputs, is_comm, (_, _, by_name) = _column(spans.inputs, spans), spans.of_kind(Kind.COMM), _operators(spans)
     inputs[is_comm] = UNKNOWN
     firsts, codes = grouped(np.where(inputs == UNKNOWN, spans.names, spans.operators), inputs, is_comm)
     found = []
@@ -182,7 +182,7 @@ def meanings(spans: Spans) -> tuple[list[str], Rows]:
             given = spans.input_names[inputs[row]]
             found.append(work_in_words(spans.name_table[operator], given.dims, given.dtype))
         else:
-            found.append(name_in_words(name if operator == UNKNOWN else spans.name_table[operator]))
+            found.append(kernel_in_words(name) if by_name[row] else name_in_words(spans.name_table[operator]))
     return found, codes
 
 

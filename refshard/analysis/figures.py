@@ -386,7 +386,7 @@ class CriticalPath(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
-    """A step would take ``step_ns``, ``gain_ns`` less than without this change; ``detail`` says what kernels compute."""
+    """A step would take ``step_ns``, ``gain_ns`` less than without this change; ``detail``: what kernels compute."""
 
     what: str
     step_ns: int

@@ -22,7 +22,7 @@ _KINDS: tuple[tuple[HostWork, int, "re.Pattern[str]"], ...] = (
     ("autograd", HOST, re.compile(r"^autograd::|^torch::autograd|Backward\d*$|^AccumulateGrad")),
     ("operators", HOST, re.compile("")), ("annotations", ANNOTATION, re.compile("")),
 )  # fmt: skip
-_NUMBERED = re.compile(r" \(.*\)$|\(.*\)$| for .*$|\d+")
+_NUMBERED = re.compile(r" ?\(.*\)$| for .*$|\d+$")
 _MOST_NAMED = 5
 
 

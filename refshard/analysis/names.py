@@ -195,7 +195,7 @@ _BY_OPERATOR: tuple[tuple[OperatorClass, str], ...] = (
     ("elementwise", r"^aten::(?!embedding|index|scatter|gather|sort|topk|argmax|multinomial|cumsum|nonzero|unique)"),
 )  # fmt: skip
 _BY_KERNEL: tuple[tuple[OperatorClass, str], ...] = (
-    ("attention", r"flash_(?:fwd|bwd|attn)|flash::|FlashAttn|(?<![a-z])f?mha|attention|attn_?(?:fwd|bwd)"),
+    ("attention", r"flash_(?:fwd|bwd|attn)|_sdpa_|flash::|FlashAttn|(?<![a-z])f?mha|attention|attn_?(?:fwd|bwd)"),
     ("convolution", r"conv(?:olution)?[_\dA-Z<]|fprop|dgrad|wgrad|winograd|scudnn|hcudnn|^igemm_|miopen(?!batch)|im2"),
     ("GEMM", r"(?<!fb)gemm|gemv|nvjet|^Cijk_|_mm_|matmul|splitK|^bmm_|\bmm_kernel|tem_fused_\w*mm"),
     ("optimizer", r"adam|sgd_|FusedOptimizer"),
@@ -232,7 +232,7 @@ def class_of_kernel(name: str) -> int:
     return next((code for code, rule in _KERNELS if rule.search(name)), OTHERS)
 
 
-LONGEST = 72
+LONGEST, _SHORT = 72, 20
 _TENSILE = re.compile(
     r"^(Cijk_[A-Za-z]+_[A-Za-z]+(?:_[A-Z]+)*?)_(?:Bias|HA|UserArgs|MT).*?(MT\d+x\d+x\d+)(?:_(MI\d+x\d+x\d+))?"
 )
@@ -335,6 +335,20 @@ def work_in_words(operator: str, dims: str, dtype: str) -> str:
     else:
         what = f"{name_in_words(operator)} of {first}"
     return f"{what}, {dtype.partition(',')[0]}" if dtype else what
+
+
+def kernel_in_words(kernel: str) -> str:
+    """What a kernel computes whose operator is unknown, as far as its name tells.
+
+    >>> kernel_in_words("nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT")
+    'matrix product (nvjet_sm90_tst…)'
+    """
+    words = {"GEMM": "matrix product", "attention": "attention", "convolution": "convolution"}
+    kind, name = words.get(CLASSES[class_of_kernel(kernel)]), name_in_words(kernel)
+    if kind is None or len(name) <= _SHORT:
+        return name
+    backward = ", backward" if re.search("bwd|bprop|backward", kernel) else ""
+    return f"{kind}{backward} ({name[:_SHORT].rpartition('_')[0] or name[:_SHORT]}…)"
 
 
 def _arguments(text: str) -> str:

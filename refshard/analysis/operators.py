@@ -375,7 +375,7 @@ def peaks_of(device: str) -> Peaks | None:
     if spec.tf32_peak:
         flops["tf32"] = spec.tf32_peak
     fastest = max(spec.attention_kernels.values(), default=1.0)
-    good = {("GEMM", dtype): rate.efficiency for dtype, rate in spec.matmul.items()}
+    good: dict[tuple[str, str], float] = {("GEMM", dtype): rate.efficiency for dtype, rate in spec.matmul.items()}
     good |= {("attention", dtype): min(1.0, rate.efficiency * fastest) for dtype, rate in spec.attention.items()}
     good |= {(kind, "fp16"): rate for (kind, dtype), rate in good.items() if dtype == "bf16"}
     memory = spec.memory_peak_bytes_per_s or None

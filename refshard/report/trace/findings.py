@@ -28,7 +28,19 @@ from refshard.analysis.figures import (
 )
 from refshard.analysis.names import name_in_words
 from refshard.quantities import format_bytes, format_ns, format_percent, format_rate
-from refshard.report.trace.text import counted, has_steps, in_each, is_alone, job_names, jobs, mean, of_each, parts, who
+from refshard.report.trace.text import (
+    counted,
+    has_steps,
+    in_each,
+    is_alone,
+    job_names,
+    jobs,
+    mean,
+    of_each,
+    parts,
+    per,
+    who,
+)
 
 SMALL = 0.01
 """Below this share of the step, a loss is not called the largest one."""
@@ -216,7 +228,7 @@ def _compute_bound(members: Sequence[TraceFigures]) -> tuple[str, list[str]]:
         each = [f"{WORK[kind]} {format_ns(of[key] / steps)} ({format_percent(of[key] / span)})"
                 for kind, of in most if of[key] >= SMALL / 2 * span]  # fmt: skip
         gains += [f"{where}, {' and '.join(each)}"] if each else []
-    story = [f"What faster kernels would gain {in_each(members[0])}: {'; '.join(gains)}."] if gains else []
+    story = [f"What faster kernels would gain {per(members[0])}: {'; '.join(gains)}."] if gains else []
     return f"{lead}; its kernels reach these shares of the roofline: {rates}. ", story
 
 
@@ -238,6 +250,9 @@ def _launch_bound(members: Sequence[TraceFigures], loss: "Loss") -> list[str]:
     one = max(members, key=lambda one: loss.share([one]))
     if one.host_time is None or one.what_if is None or not _host_bound(members, loss):
         return [where, *attempt]
+    text = host_time_text(one, one.host_time, "Its" if len(members) > 1 else "The")
+    if _BUSY_HOST in "".join(attempt):  # it does something else than launching, which costs what it costs
+        return [where, text, *attempt]
     gains = [
         f"{_HOST_GAINS[what.what]} {format_ns(what.gain_ns)}"
         for what in one.what_if.what_ifs
@@ -245,12 +260,12 @@ def _launch_bound(members: Sequence[TraceFigures], loss: "Loss") -> list[str]:
     ]
     return [
         where,
-        host_time_text(one, one.host_time),
-        f"What less of that would gain {in_each(one)}: {'; '.join(gains)}.",
+        text,
+        f"What less of that would gain {per(one)}: {'; '.join(gains)}.",
     ]
 
 
-def host_time_text(one: TraceFigures, found: HostTime) -> str:
+def host_time_text(one: TraceFigures, found: HostTime, whose: str) -> str:
     """What the threads that launch spend their time on."""
     working = [part for part in found.parts if part.kind != "waits"]
     busy, kinds = sum(part.ns for part in working), list[str]()
@@ -261,7 +276,7 @@ def host_time_text(one: TraceFigures, found: HostTime) -> str:
             named = f" ({', '.join(most)})" if most else ""
             kinds.append(f"{HOST_WORK[part.kind]} {format_ns(part.ns / found.steps)}{named}")
     each = f"{found.launches // found.steps:,} launches, one every {format_ns(busy / max(1, found.launches))}"
-    return f"The host works {format_ns(busy / found.steps)} {in_each(one)} for {each}: {'; '.join(kinds)}."
+    return f"{whose} host works {format_ns(busy / found.steps)} {in_each(one)} for {each}: {'; '.join(kinds)}."
 
 
 def _uneven(members: Sequence[TraceFigures]) -> list[str]:

@@ -203,7 +203,12 @@ def what_ifs(figures: TraceFigures) -> Section | None:
         if found.only_launches
         else ""
     )
-    sentences = (_order(found, gains), _gain_of_overlap(figures, found) if gains else "", doubt, *_path(found, what))
+    sentences = (
+        _order(found, gains),
+        _gain_of_overlap(figures, found) if is_telling else "",
+        doubt,
+        *_path(found, what),
+    )
     return section(
         f"What if: the {what} replayed with one change", rows,
         f"Replays of the trace's dependency graph, over {of} ({format_ns(found.step_ns)}). "
