@@ -270,8 +270,8 @@ def _identity(trace: TraceFile, timeline: Timeline) -> Iterator[TraceWarning]:
         text = "no ProfilerStep: the trace is taken as one window; call profiler.step() after every step"
         yield _warning("no_steps", text + suggestion(trace))
     elif (inferred := inferred_steps(trace)) is not None and not any(one.name for one in timeline.host_windows):
-        text = f"no ProfilerStep: {len(timeline.windows)} steps were found otherwise, and {inferred.by}"
-        yield _warning("steps_inferred", text + "; call profiler.step() after every step to be sure")
+        text = f"no ProfilerStep: {len(timeline.windows)} steps were found without, since {inferred.by}"
+        yield _warning("steps_inferred", text)
     devices = {trace.lanes[lane][0] for lane in np.unique(trace.device.lanes).tolist()}
     if len(devices) > 1:
         text = (

@@ -87,7 +87,7 @@ def inferred_steps(trace: TraceFile) -> Inferred | None:
         if len(kept) > 1 and (windows := _between(getattr(host, side)[kept], points)):
             names = list(dict.fromkeys(trace.names[code] for code in host.names[rows].tolist()))
             verb = "begin" if side == "starts" else "end"
-            return Inferred(windows=windows, by=f"each is taken to {verb} with {' and '.join(names)}", rows=kept)
+            return Inferred(windows=windows, by=f"each {verb}s with {' and '.join(names)}", rows=kept)
     lanes = trace.device.lanes
     mine = np.flatnonzero(lanes == np.argmax(np.bincount(lanes))) if len(lanes) else lanes
     mine = mine[np.argsort(trace.device.starts[mine], kind="stable")]

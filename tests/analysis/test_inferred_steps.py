@@ -41,7 +41,7 @@ def test_steps_end_with_the_last_optimizer_of_each(tmp_path: Path) -> None:
     found = {one.code: one.message for one in analyse(path).figures.warnings}
     assert "no_steps" not in found
     assert "3 steps were found" in found["steps_inferred"]
-    assert "each is taken to end with Optimizer.step#Muon.step and Optimizer.step#AdamW.step" in found["steps_inferred"]
+    assert "each ends with Optimizer.step#Muon.step and Optimizer.step#AdamW.step" in found["steps_inferred"]
 
 
 def test_a_step_that_began_before_the_trace_is_left_out(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_zero_grad_begins_a_step(tmp_path: Path) -> None:
     path = write(tmp_path / "t.json", made)
     assert [number for number, _ in steps_of(path)] == [0, 1, 2]
     (told,) = [one.message for one in analyse(path).figures.warnings if one.code == "steps_inferred"]
-    assert "begin with Optimizer.zero_grad#SGD.zero_grad" in told
+    assert "each begins with Optimizer.zero_grad#SGD.zero_grad" in told
 
 
 def test_kernels_that_repeat_are_steps(tmp_path: Path) -> None:
