@@ -14,8 +14,16 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from refshard.analysis.figures import CLASSES, OperatorClass
 from refshard.analysis.kineto import operation_of
-from refshard.analysis.names import kernel_in_words, name_in_words, work_in_words
+from refshard.analysis.names import (
+    SURE,
+    class_of_kernel,
+    class_of_operator,
+    kernel_in_words,
+    name_in_words,
+    work_in_words,
+)
 from refshard.analysis.overlap import CAUSES, idle_gaps, knows_launches
 from refshard.analysis.windows import bounds
 from refshard.events.timeline import (
@@ -224,6 +232,12 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     ns: int
     count: int
     kernels: tuple[tuple[str, int], ...] = ()
+
+
+def class_of_work(work: Work) -> OperatorClass:
+    """By the operator, or else by the kernel; in the optimizer's step all else than products is the optimizer's."""
+    code = (class_of_kernel if work.by_name else class_of_operator)(work.operator)
+    return "optimizer" if work.phase == OPTIMIZER and code not in SURE else CLASSES[code]
 
 
 class Attribution(msgspec.Struct, frozen=True, kw_only=True):

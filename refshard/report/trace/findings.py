@@ -44,7 +44,7 @@ from refshard.report.trace.text import (
 
 SMALL = 0.01
 """Below this share of the step, a loss is not called the largest one."""
-_COMPUTE_BOUND = 0.9
+COMPUTE_BOUND = 0.9
 """If compute takes this share of the step, losses are a detail."""
 _HOST_BOUND = 0.1
 """If a host that takes no time would save this share of the step, the host bounds it."""
@@ -210,7 +210,7 @@ def _compute_bound(members: Sequence[TraceFigures]) -> tuple[str, list[str]]:
     every = [part.breakdown for one in members for part in parts(one)]
     span = sum(part.span_ns for part in every)
     share = sum(part.compute_ns for part in every) / max(span, 1)
-    if share < _COMPUTE_BOUND:
+    if share < COMPUTE_BOUND:
         return "", []
     lead = f"Compute-bound: compute takes {format_percent(share, 0)} of {of_each(members[0])}"
     reports = [one.operators for one in members if one.operators is not None and one.operators.hardware is not None]

@@ -23,8 +23,9 @@ from refshard.analysis.names import name_in_words, work_in_words
 from refshard.events.timeline import Timeline
 from refshard.outside_memory import EXPANDABLE_SEGMENTS
 from refshard.quantities import format_bytes, format_ns, format_part, format_percent
-from refshard.report.blocks import Cell, Part, Quantity, Row, Section
+from refshard.report.blocks import Cell, Fact, Facts, Part, Quantity, Row, Section
 from refshard.report.trace.findings import (
+    COMPUTE_BOUND,
     HOST_WORK,
     SMALL,
     WORK,
@@ -45,6 +46,7 @@ from refshard.report.trace.text import (
     idle_names,
     in_each,
     is_alone,
+    mean,
     ns,
     of_each,
     parts,
@@ -217,6 +219,31 @@ def what_ifs(figures: TraceFigures) -> Section | None:
     )  # fmt: skip
 
 
+def paying(one: TraceFigures) -> Facts:
+    """The three changes that gain most: replays, and of a step bound by compute its kernels at good rates."""
+    found, span = list[tuple[float, str, str]](), mean([one], lambda part: part.span_ns)
+    if one.what_if is not None and one.what_if.replay_error <= TOLERATED_ERROR:
+        found += [
+            (what.gain_ns, _CHANGES[what.what], f"the {each(one)} would take {format_ns(what.step_ns)}")
+            for what in one.what_if.what_ifs
+            if what.what in _CHANGES and what.what != whatif.LAUNCHES
+        ]
+    if one.operators is not None and mean([one], lambda part: part.compute_ns) >= COMPUTE_BOUND * span:
+        found += [
+            (of.good_gain_ns / one.operators.steps, f"{WORK[of.name]} at rates that good kernels reach",
+             f"now at {format_percent(of.of_roofline, 0)} of the roofline")
+            for of in one.operators.classes
+            if of.known_ns
+        ]  # fmt: skip
+    most = sorted(found, key=lambda fact: -fact[0])[:3]
+    return Facts(facts=[
+        Fact(label=label[:1].upper() + label[1:], value=f"-{format_ns(gain)} ({format_percent(gain / span)})",
+             detail=text)
+        for gain, label, text in most
+        if gain >= _SMALL_GAIN * span
+    ])  # fmt: skip
+
+
 def _change(one: WhatIf) -> str:
     return f"{name_in_words(one.detail or '')} twice as fast" if one.what == whatif.KERNEL else _CHANGES[one.what]
 
@@ -381,8 +408,8 @@ def host_time(figures: TraceFigures) -> Section | None:
         "The threads that launch, by the innermost event; while one waits for another, only the other's time counts."
     )
     lines = "With with_stack=True in the profiler, the table names the Python functions outside of operators."
-    named = any(name for part in found.parts if part.kind == "python" for name, _ in part.most)
-    return section("Host time", rows, caption, [] if named else [lines], text=("mostly",))
+    unnamed = sum(ns for part in found.parts if part.kind == "python" for name, ns in part.most if not name)
+    return section("Host time", rows, caption, [lines] if unnamed > 0.1 * found.span_ns else [], text=("mostly",))
 
 
 def _place(one: HostStall) -> str:
