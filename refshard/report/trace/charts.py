@@ -124,7 +124,8 @@ def where_chart(figures: TraceFigures, timeline: Timeline) -> Chart:
     said = [f"{names[name]} {format_ns(1e9 * value)}" for name, value in sorted(parts.items(), key=lambda p: -p[1])
             if value >= 0.01 * step]  # fmt: skip
     text = f"{'Mean ' if found.steps > 1 else ''}{each(figures)} of {who(figures)}, {format_ns(1e9 * step)}: "
-    return chart(f"where-{figures.job}", f"Where the {each(figures)} goes", figure, f"{text}{', '.join(said)}.")
+    drawn = chart(f"where-{figures.job}", f"Where the {each(figures)} goes", figure, f"{text}{', '.join(said)}.")
+    return _on_cpu(drawn) if figures.device == "cpu" else drawn
 
 
 def _exposed_shares(figures: TraceFigures) -> dict[str, float]:
@@ -172,7 +173,8 @@ def all_charts(figures: TraceFigures, timeline: Timeline | None, prefix: str) ->
 def _on_cpu(drawn: Chart) -> Chart:
     """The chart with a CPU's name for idle time between operators, in its legend and in what pointing shows."""
     text = json.dumps(drawn.figure).replace(IDLE[Cause.LAUNCH], ON_CPU)
-    return replace(drawn, figure=json.loads(text))
+    told = drawn.alternative.replace(IDLE[Cause.LAUNCH], ON_CPU)
+    return replace(drawn, figure=json.loads(text), alternative=told)
 
 
 def split(part: Breakdown) -> dict[str, int]:

@@ -220,7 +220,7 @@ def _compute_bound(members: Sequence[TraceFigures]) -> tuple[str, list[str]]:
     if not sums:
         return f"{lead}. ", []
     longest = sorted(sums.items(), key=lambda item: -item[1]["known"])
-    rates = ", ".join(f"{WORK[kind]} {format_percent(1 - of['gain'] / of['known'], 0)}" for kind, of in longest)
+    rates = ", ".join(f"{WORK[kind]} {format_percent(1 - of['gain'] / of['known'], 0)}" for kind, of in longest[:3])
     steps, gains = sum(report.steps for report in reports), list[str]()
     at = f"at rates that good kernels reach (profile {reports[0].hardware})"
     for key, where in (("good", at), ("gain", "at the roofline")):

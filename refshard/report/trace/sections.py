@@ -193,7 +193,7 @@ def what_ifs(figures: TraceFigures) -> Section | None:
     largest = max((one.gain_ns for one in found.what_ifs), default=0)
     # A large error of the replay hides gains that are smaller.
     is_telling = found.replay_error <= TOLERATED_ERROR or largest >= found.replay_error * found.step_ns
-    gains = [one for one in found.what_ifs if is_telling and one.gain_ns >= _SMALL_GAIN / 10 * found.step_ns]
+    gains = [one for one in found.what_ifs if is_telling and one.gain_ns >= _SMALL_GAIN * found.step_ns]
     rows: list[Row] = [
         {"what if": _change(one), f"{what} takes": ns(one.step_ns), "gain": ns(one.gain_ns),
          "share": share(one.gain_ns / found.step_ns)}
