@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 SLACK = 100
 """Most lines that a budget may exceed its package by."""
 BUDGETS = {
-    "refshard/analysis": 10_450,
+    "refshard/analysis": 10_850,
     "refshard/commands": 3_520,
     "refshard/dryrun": 7_820,
     "refshard/emit": 930,
@@ -24,11 +24,11 @@ BUDGETS = {
     "refshard/measure": 8_450,
     "refshard/models": 1_300,
     "refshard/plan": 3_170,
-    "refshard/report": 9_615,
+    "refshard/report": 9_835,
     "refshard/specs": 2_770,
     "refshard/strategies": 3_150,
     "refshard/*.py": 2_360,
-    "tests": 78_720,
+    "tests": 78_885,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

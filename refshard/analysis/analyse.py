@@ -90,6 +90,7 @@ def analyse(
     missing, graphs, name = missing_device(trace), find_graphs(trace, timeline), _device(trace, timeline)
     graph = graph_of(trace, timeline)
     whole, *steps = _per_window(timeline, calibration)
+    report = None if missing is not None else operator_report(trace, timeline, name)
     traffic, collectives = _traffic(trace, timeline, name), collective_figures(timeline)
     figures = TraceFigures(
         file=str(trace.path), job=0, rank=identity.rank if identity.rank is not None else rank_in_name(trace.path),
@@ -103,8 +104,7 @@ def analyse(
         warnings=(*find_warnings(trace, timeline), *window_warnings(trace, timeline, window)),
         windows=None if window is None else window_figures(window, steps),
         unavailable=missing or mostly_capture(timeline, graphs), host_only=missing is not None, graphs=graphs,
-        operators=None if missing is not None else operator_report(trace, timeline, name),
-        what_if=None if graph is None else what_ifs(graph),
+        operators=report, what_if=None if graph is None else what_ifs(graph, (), report),
     )  # fmt: skip
     return Analysis(
         figures=figures, identity=identity, kept=timeline if keep_timeline else None, traffic=traffic,
@@ -155,7 +155,7 @@ def join(analyses: Sequence[Analysis], *, one_job: bool = False) -> tuple[Analys
             text = None if traffic is None else communication(traffic, one.collectives, entered, alone=False)
             figures[place] = msgspec.structs.replace(
                 one, waits_for=waits_for, warnings=(*one.warnings, *waits.warnings), communication=text,
-                what_if=one.what_if if graph is None or not waited else what_ifs(graph, waited),
+                what_if=one.what_if if graph is None or not waited else what_ifs(graph, waited, one.operators),
             )  # fmt: skip
     return tuple(replace(one, figures=found) for found, one in zip(figures, analyses))
 

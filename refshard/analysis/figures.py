@@ -361,10 +361,11 @@ COMPUTE, COMMUNICATION, COPY, HOST, BETWEEN, UNEXPLAINED = (
 """What the path is made of: ``copy`` includes preparation, ``host`` launches; ``between_kernels`` is as usual there."""
 TOLERATED_ERROR = 0.03
 """A replay further from the trace's own step than this share of it ranks nothing."""
-OVERLAPPED, ON_TIME, LAUNCHES, FAST_HOST, NO_MODES, NO_SYNC, KERNEL = (
+OVERLAPPED, ON_TIME, LAUNCHES, FAST_HOST, NO_MODES, NO_SYNC, KERNEL, ROOFLINE = (
     "communication_overlapped", "ranks_on_time", "launches_free", "host_twice_as_fast", "no_dispatch_modes",
-    "no_synchronisation", "kernel_twice_as_fast",
+    "no_synchronisation", "kernel_twice_as_fast", "kernel_at_roofline",
 )  # fmt: skip
+"""Kernels that would have to exceed their roofline to be twice as fast reach it instead."""
 
 
 class PathPart(msgspec.Struct, frozen=True, kw_only=True):

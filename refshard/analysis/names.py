@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from refshard.analysis.figures import CLASSES, OperatorClass
+from refshard.analysis.figures import CLASSES, OperatorClass, OperatorFigures
 from refshard.errors import SpecError
 from refshard.events.table import is_peer_copy
 
@@ -335,6 +335,11 @@ def work_in_words(operator: str, dims: str, dtype: str) -> str:
     else:
         what = f"{name_in_words(operator)} of {first}"
     return f"{what}, {dtype.partition(',')[0]}" if dtype else what
+
+
+def operator_in_words(one: OperatorFigures) -> str:
+    """:func:`work_in_words` of an operator's calls."""
+    return work_in_words(one.name, (one.shapes or "").replace(", ", ","), one.dtype or "")
 
 
 def kernel_in_words(kernel: str) -> str:

@@ -23,14 +23,17 @@ from refshard.analysis.figures import (
     NO_SYNC,
     ON_TIME,
     OVERLAPPED,
+    ROOFLINE,
     TOLERATED_ERROR,
     UNEXPLAINED,
     CriticalPath,
+    OperatorReport,
     PathPart,
     WhatIf,
     WhatIfFigures,
 )
 from refshard.analysis.graph import NEVER, Graph
+from refshard.analysis.names import operator_in_words
 from refshard.events.timeline import KINDS, UNKNOWN, Intervals, Kind, Nanoseconds, Rows
 
 
@@ -242,15 +245,18 @@ class _Walk:
 _Change = Callable[[Times], Times]
 
 
-def what_ifs(graph: Graph, waited: Sequence[tuple[int, int]] = ()) -> WhatIfFigures:
+def what_ifs(
+    graph: Graph, waited: Sequence[tuple[int, int]] = (), report: OperatorReport | None = None
+) -> WhatIfFigures:
     """Replay a graph with each change, and with the best of them one after the other.
 
-    ``waited`` are the start of collectives and how long this rank stood in each for others, in nanoseconds.
+    ``waited`` are the start of collectives and how long this rank stood in each for others, in nanoseconds. ``report``
+    tells how close the kernels come to their rooflines.
     """
     base, times = (graph.end - graph.start) // len(graph.windows), Times.of(graph)
     free = replace(times, holds=np.where(graph.is_span, 0, times.holds))
     error = abs(step_ns(graph, replace(free, host_is_free=True)) - base) / base
-    changes, details = _changes(graph, waited)
+    changes, details = _changes(graph, waited, report)
     alone = ranked = _ranked(graph, times, changes, base, details)
     order = list[WhatIf]()
     # The best change, then the best of the others after it, and so on.
@@ -278,7 +284,9 @@ def _ranked(
     return tuple(sorted(found, key=lambda one: -one.gain_ns))
 
 
-def _changes(graph: Graph, waited: Sequence[tuple[int, int]]) -> tuple[dict[str, _Change], dict[str, str]]:
+def _changes(
+    graph: Graph, waited: Sequence[tuple[int, int]], report: OperatorReport | None
+) -> tuple[dict[str, _Change], dict[str, str]]:
     """What may be changed in this trace, and details by name."""
     spans, details = graph.spans, dict[str, str]()
 
@@ -319,6 +327,12 @@ def _changes(graph: Graph, waited: Sequence[tuple[int, int]]) -> tuple[dict[str,
     if inside.any():  # the work that takes longest
         names, codes = meanings(spans)
         most = int(np.argmax(np.bincount(codes[inside], weights=(spans.ends - spans.starts)[inside])))
-        mine, details[KERNEL] = graph.is_span & (codes == most)[graph.rows], names[most]
-        changes[KERNEL] = lambda times: replace(times, durations=np.where(mine, times.durations // 2, times.durations))
+        mine = graph.is_span & (codes == most)[graph.rows]
+        alike = [one for one in report.operators if operator_in_words(one) == names[most]] if report is not None else []
+        reached = max((one.of_roofline or 0.0 for one in alike), default=0.0)
+        what, left = (ROOFLINE, min(1.0, reached)) if reached > 1 / 2 else (KERNEL, 1 / 2)
+        details[what] = names[most]
+        changes[what] = lambda times: replace(
+            times, durations=np.where(mine, (left * times.durations).astype(np.int64), times.durations)
+        )
     return changes, details

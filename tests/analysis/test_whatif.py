@@ -185,3 +185,20 @@ def test_a_lead_of_the_host_is_used_up(tmp_path: Path) -> None:
     assert figures.step_ns == 1000 * US
     # From the first call of three steps to the last call.
     assert steps_of(figures)[whatif.OVERLAPPED] == (2 * 900 + 9 * 99) * US // 3
+
+
+def test_products_near_the_peak_are_not_twice_as_fast(tmp_path: Path) -> None:
+    """Products of 4096 x 4096 take 139 us at an H100's peak of 989 TFLOPS; these take 174 us, or 348."""
+    shapes = {"Input Dims": [[4096, 4096]] * 2, "Input type": ["c10::BFloat16"] * 2}
+    for us, what, left in ((173.7, whatif.ROOFLINE, 138.97 / 173.7), (347.4, whatif.KERNEL, 0.5)):
+        made = []
+        for n in range(8):
+            made += [
+                event("aten::mm", 4 * n, 3, **shapes),
+                event("cudaLaunchKernel", 4 * n + 1, 1, cat="cuda_runtime", correlation=n + 1),
+                event("gemm", 10 + n * us, us, cat="kernel", tid=7, correlation=n + 1, device=0, stream=7),
+            ]
+        path = write(tmp_path / "t.json", made, deviceProperties=[{"id": 0, "name": "NVIDIA H100 80GB HBM3"}])
+        (change,) = [one for one in found(path).what_ifs if one.what in (whatif.KERNEL, whatif.ROOFLINE)]
+        assert (change.what, change.detail) == (what, "matrix product 4096x4096x4096, bf16")
+        assert change.step_ns == pytest.approx(8 * us * US * left, rel=0.001)

@@ -19,7 +19,7 @@ from refshard.analysis.figures import (
     WhatIf,
     WhatIfFigures,
 )
-from refshard.analysis.names import name_in_words, work_in_words
+from refshard.analysis.names import name_in_words, operator_in_words
 from refshard.events.timeline import Timeline
 from refshard.outside_memory import EXPANDABLE_SEGMENTS
 from refshard.quantities import format_bytes, format_ns, format_part, format_percent
@@ -245,7 +245,8 @@ def paying(one: TraceFigures) -> Facts:
 
 
 def _change(one: WhatIf) -> str:
-    return f"{name_in_words(one.detail or '')} twice as fast" if one.what == whatif.KERNEL else _CHANGES[one.what]
+    faster = {whatif.KERNEL: "twice as fast", whatif.ROOFLINE: "at its roofline"}.get(one.what)
+    return _CHANGES[one.what] if faster is None else f"{name_in_words(one.detail or '')} {faster}"
 
 
 def _order(found: WhatIfFigures, gains: Sequence[WhatIf]) -> str:
@@ -483,11 +484,10 @@ def work_by_class(figures: TraceFigures) -> Section | None:
     gains = [(one.ns * (1 - min(1.0, one.of_roofline)), one) for one in report.operators if one.of_roofline is not None]
     gain, worst = max(gains, key=lambda pair: pair[0], default=(0.0, None))
     if worst is not None and gain >= SMALL * report.work_ns:
-        name = work_in_words(worst.name, (worst.shapes or "").replace(", ", ","), worst.dtype or "")
         sentences.append(
-            f"The operator that could gain most is {name}: it takes {format_ns(worst.ns / report.steps)} "
-            f"{in_each(figures)}, at {format_percent(worst.of_roofline, 0)} of its roofline ({worst.bound}-bound), so "
-            f"at most {format_ns(gain / report.steps)} can be gained."
+            f"The operator that could gain most is {operator_in_words(worst)}: it takes "
+            f"{format_ns(worst.ns / report.steps)} {in_each(figures)}, at {format_percent(worst.of_roofline, 0)} of its "
+            f"roofline ({worst.bound}-bound), so at most {format_ns(gain / report.steps)} can be gained."
         )
     if not report.has_shapes:
         sentences.append("No FLOPs: the trace has no shapes; record it with record_shapes=True.")
