@@ -502,8 +502,8 @@ def unknown_waiting(figures: TraceFigures, *, mostly: bool = False) -> str:
     and not if messages are all latency.
     """
     found = figures.communication
-    if found is None or (mostly and found.bound not in ("below", "unknown")):
-        return ""
+    if found is None or (mostly and found.bound not in ("below", "unknown")) or figures.backend == "emulated":
+        return ""  # an emulated rank waits for nobody
     every = found.steps or (found.whole,)
     exposed, unknown = sum(one.exposed_ns for one in every), sum(one.undivided_ns for one in every)
     if not found.missing or not unknown or (mostly and 2 * unknown < exposed):

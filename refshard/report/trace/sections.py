@@ -486,8 +486,8 @@ def work_by_class(figures: TraceFigures) -> Section | None:
     if worst is not None and gain >= SMALL * report.work_ns:
         sentences.append(
             f"The operator that could gain most is {operator_in_words(worst)}: it takes "
-            f"{format_ns(worst.ns / report.steps)} {in_each(figures)}, at {format_percent(worst.of_roofline, 0)} of its "
-            f"roofline ({worst.bound}-bound), so at most {format_ns(gain / report.steps)} can be gained."
+            f"{format_ns(worst.ns / report.steps)} {in_each(figures)}, at {format_percent(worst.of_roofline, 0)} of "
+            f"its roofline ({worst.bound}-bound), so at most {format_ns(gain / report.steps)} can be gained."
         )
     if not report.has_shapes:
         sentences.append("No FLOPs: the trace has no shapes; record it with record_shapes=True.")
