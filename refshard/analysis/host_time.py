@@ -34,7 +34,8 @@ def host_pieces(trace: TraceFile, thread: int) -> tuple[Nanoseconds, Nanoseconds
     mine = (host.threads == thread) & (host.ends > host.starts) & np.isin(host.categories, (HOST, ANNOTATION, LAUNCH))
     rows = np.flatnonzero(mine & ~np.isin(host.names, steps))
     rows = rows[nested_order(host.starts[rows], host.ends[rows])]
-    cuts = np.unique(np.concatenate((host.starts[rows], host.ends[rows])))
+    cuts = np.sort(np.concatenate((host.starts[rows], host.ends[rows])))  # not np.unique, which hashes
+    cuts = cuts[np.append(True, cuts[1:] > cuts[:-1])] if len(cuts) else cuts
     place = Nesting.of(host.starts[rows], host.ends[rows]).innermost(cuts[:-1])
     return cuts[:-1], cuts[1:], np.where(place == UNKNOWN, UNKNOWN, np.append(rows, UNKNOWN)[place])
 
@@ -86,7 +87,9 @@ def host_time(trace: TraceFile, timeline: Timeline) -> HostTime | None:
         kinds = dict(zip(host.names[rows].tolist(), kind_of[rows].tolist()))
         for code in np.flatnonzero(names).tolist():
             found[_KINDS[kinds[code]][0]][_NUMBERED.sub("", trace.names[code]) or trace.names[code]] += int(names[code])
-        inside = np.unique(rows)
+        seen = np.zeros(len(host.names), np.bool_)
+        seen[rows] = True
+        inside = np.flatnonzero(seen)
         inside = inside[windows.within(host.starts[inside], host.starts[inside] + 1) > 0]
         for code, count in enumerate(np.bincount(kind_of[inside], minlength=len(_KINDS)).tolist()[: len(_KINDS)]):
             counts[_KINDS[code][0]] += count

@@ -17,7 +17,7 @@ from refshard.analysis.whatif import what_ifs
 from refshard.events.reader import read_trace
 from refshard.events.timeline import Intervals
 from tests.analysis.builder import Training
-from tests.analysis.handmade import event, note, write
+from tests.analysis.handmade import event, note, shaped, write
 from tests.analysis.programs import MAIN, PRELUDE, SIDE, Cpu, Launch, Program, Rules, Sync, Wait, events, run
 
 US, MS = 1_000, 1_000_000
@@ -189,7 +189,7 @@ def test_a_lead_of_the_host_is_used_up(tmp_path: Path) -> None:
 
 def test_products_near_the_peak_are_not_twice_as_fast(tmp_path: Path) -> None:
     """Products of 4096 x 4096 take 139 us at an H100's peak of 989 TFLOPS; these take 174 us, or 348."""
-    shapes = {"Input Dims": [[4096, 4096]] * 2, "Input type": ["c10::BFloat16"] * 2}
+    shapes = shaped([[4096, 4096]] * 2, ["c10::BFloat16"] * 2)
     for us, what, left in ((173.7, whatif.ROOFLINE, 138.97 / 173.7), (347.4, whatif.KERNEL, 0.5)):
         made = []
         for n in range(8):
