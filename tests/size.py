@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 SLACK = 100
 """Most lines that a budget may exceed its package by."""
 BUDGETS = {
-    "refshard/analysis": 10_850,
+    "refshard/analysis": 10_870,
     "refshard/commands": 3_520,
     "refshard/dryrun": 7_820,
     "refshard/emit": 930,
@@ -28,7 +28,7 @@ BUDGETS = {
     "refshard/specs": 2_770,
     "refshard/strategies": 3_150,
     "refshard/*.py": 2_360,
-    "tests": 78_885,
+    "tests": 78_900,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

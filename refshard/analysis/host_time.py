@@ -57,9 +57,9 @@ def host_time(trace: TraceFile, timeline: Timeline) -> HostTime | None:
         return None
     host, launches = trace.host, find_launches(trace)
     threads = np.unique(launches.threads[launches.threads != UNKNOWN]).tolist()
-    if not threads or not np.any(host.categories == HOST):
+    pieces = {thread: found for thread in threads if len((found := host_pieces(trace, thread))[0])}
+    if not pieces or not np.any(host.categories == HOST):
         return None
-    pieces = {thread: host_pieces(trace, thread) for thread in threads}
     first = min(int(starts.min()) for starts, _, _ in pieces.values())
     last = max(int(ends.max()) for _, ends, _ in pieces.values())
     windows = Intervals.of([(one.start, one.end) for one in timeline.host_windows] or [(first, last)])
@@ -79,7 +79,7 @@ def host_time(trace: TraceFile, timeline: Timeline) -> HostTime | None:
         starts, ends, rows = starts[known], ends[known], rows[known]
         covered |= Intervals.union(starts, ends)
         free = windows
-        for other in threads:
+        for other in pieces:
             free = free if other == thread else free - busy[other]
         is_note = kind_of[rows] == annotations
         ns = np.where(is_note, free.within(starts, ends), windows.within(starts, ends))
