@@ -24,11 +24,11 @@ BUDGETS = {
     "refshard/measure": 8_450,
     "refshard/models": 1_300,
     "refshard/plan": 3_170,
-    "refshard/report": 9_835,
+    "refshard/report": 9_845,
     "refshard/specs": 2_770,
     "refshard/strategies": 3_150,
     "refshard/*.py": 2_360,
-    "tests": 78_900,
+    "tests": 78_965,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 
