@@ -57,7 +57,7 @@ def host_time(trace: TraceFile, timeline: Timeline) -> HostTime | None:
         return None
     host, launches = trace.host, find_launches(trace)
     threads = np.unique(launches.threads[launches.threads != UNKNOWN]).tolist()
-    pieces = {thread: found for thread in threads if len((found := host_pieces(trace, thread))[0])}
+    pieces = {thread: own for thread in threads if len((own := host_pieces(trace, thread))[0])}
     if not pieces or not np.any(host.categories == HOST):
         return None
     first = min(int(starts.min()) for starts, _, _ in pieces.values())

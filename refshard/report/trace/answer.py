@@ -83,7 +83,8 @@ def trace_answer(analyses: Sequence[Analysis], checks: Sequence[Block] = (), mor
         shown = [one for one in analyses if one.figures in members and one.kept is not None and len(one.kept.spans)]
         if shown and members[0].unavailable is None:
             worst = max(shown, key=lambda one: fmean(part.breakdown.span_ns for part in parts(one.figures)))
-            blocks += [_where(worst), sections.paying(worst.figures)]
+            gains = sections.paying(worst.figures)
+            blocks += [_where(worst), *([gains] if gains.facts else [])]
         blocks += [_job_table(ranks, f"{finding.title} ({_pattern(ranks)})"), Notes(sentences=finding.more)]
         if waits := sections.waits(members):
             name = "" if len(found) == 1 else f": {names[members[0].job]}"
