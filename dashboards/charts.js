@@ -156,9 +156,11 @@ const charts = (() => {
   // --- drawing
   const draw = async (element) => {
     const { data: traces, layout } = shown(element);
-    // On a narrow screen the legend takes a line for each name, which would leave the figure no room.
+    // On a narrow screen the legend takes a line for each name, which would leave the figure no room; plotly gives it
+    // at most half of the height.
     const named = traces.filter((trace) => trace.showlegend !== false).length;
-    const height = layout.height + (element.clientWidth < 600 && layout.showlegend !== false ? 22 * named : 0);
+    const more = element.clientWidth < 600 && layout.showlegend !== false ? 22 * named : 0;
+    const height = Math.max(layout.height + more, 2 * more);
     let box = element.querySelector(".plot");
     if (!box) box = element.appendChild(document.createElement("div"));
     box.className = "plot";

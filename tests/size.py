@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 SLACK = 100
 """Most lines that a budget may exceed its package by."""
 BUDGETS = {
-    "refshard/analysis": 11_260,
+    "refshard/analysis": 11_680,
     "refshard/commands": 3_530,
     "refshard/dryrun": 7_660,
     "refshard/emit": 930,
@@ -24,11 +24,11 @@ BUDGETS = {
     "refshard/measure": 8_410,
     "refshard/models": 1_300,
     "refshard/plan": 3_170,
-    "refshard/report": 9_745,
+    "refshard/report": 9_975,
     "refshard/specs": 2_770,
     "refshard/strategies": 3_150,
     "refshard/*.py": 2_380,
-    "tests": 79_310,
+    "tests": 79_545,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

@@ -15,6 +15,7 @@ from refshard.analysis.exposure import Traffic, communication, exposure_of, link
 from refshard.analysis.figures import MemoryPoint, StepFigures, TraceFigures
 from refshard.analysis.graph import Graph, graph_of
 from refshard.analysis.host_stalls import find_host_stalls
+from refshard.analysis.host_time import host_time
 from refshard.analysis.jobs import Identity, group, identity_of, rank_in_name
 from refshard.analysis.kineto import Group, timeline_of
 from refshard.analysis.memory_peaks import allocated_over_time, memory_peaks
@@ -89,6 +90,7 @@ def analyse(
     missing, graphs, name = missing_device(trace), find_graphs(trace, timeline), _device(trace, timeline)
     graph = graph_of(trace, timeline)
     whole, *steps = _per_window(timeline, calibration)
+    report = None if missing is not None else operator_report(trace, timeline, name)
     traffic, collectives = _traffic(trace, timeline, name), collective_figures(timeline)
     figures = TraceFigures(
         file=str(trace.path), job=0, rank=identity.rank if identity.rank is not None else rank_in_name(trace.path),
@@ -98,12 +100,11 @@ def analyse(
         communication=communication(traffic, collectives, {}, alone=True), idle=idle_figures(timeline),
         lone_copies=lone_copies(timeline, *bounds(timeline.windows)),
         memory=_memory(trace.memory, trace.memory_devices), memory_peaks=memory_peaks(trace),
-        host_stalls=find_host_stalls(trace, timeline),
+        host_stalls=find_host_stalls(trace, timeline), host_time=host_time(trace, timeline),
         warnings=(*find_warnings(trace, timeline), *window_warnings(trace, timeline, window)),
         windows=None if window is None else window_figures(window, steps),
         unavailable=missing or mostly_capture(timeline, graphs), host_only=missing is not None, graphs=graphs,
-        operators=None if missing is not None else operator_report(trace, timeline, name),
-        what_if=None if graph is None else what_ifs(graph),
+        operators=report, what_if=None if graph is None else what_ifs(graph, (), report),
     )  # fmt: skip
     return Analysis(
         figures=figures, identity=identity, kept=timeline if keep_timeline else None, traffic=traffic,
@@ -154,7 +155,7 @@ def join(analyses: Sequence[Analysis], *, one_job: bool = False) -> tuple[Analys
             text = None if traffic is None else communication(traffic, one.collectives, entered, alone=False)
             figures[place] = msgspec.structs.replace(
                 one, waits_for=waits_for, warnings=(*one.warnings, *waits.warnings), communication=text,
-                what_if=one.what_if if graph is None or not waited else what_ifs(graph, waited),
+                what_if=one.what_if if graph is None or not waited else what_ifs(graph, waited, one.operators),
             )  # fmt: skip
     return tuple(replace(one, figures=found) for found, one in zip(figures, analyses))
 

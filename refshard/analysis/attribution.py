@@ -14,6 +14,16 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from refshard.analysis.figures import CLASSES, OperatorClass
+from refshard.analysis.kineto import operation_of
+from refshard.analysis.names import (
+    SURE,
+    class_of_kernel,
+    class_of_operator,
+    kernel_in_words,
+    name_in_words,
+    work_in_words,
+)
 from refshard.analysis.overlap import CAUSES, idle_gaps, knows_launches
 from refshard.analysis.windows import bounds
 from refshard.events.timeline import (
@@ -163,6 +173,27 @@ def _operators(spans: Spans) -> tuple[list[str], Rows, Mask]:
     return names, np.where(by_name, plain[spans.names], spans.operators).astype(np.int64), by_name
 
 
+def meanings(spans: Spans) -> tuple[list[str], Rows]:
+    """What spans do, in words, and which of these each does.
+
+    Spans of one operator with the same inputs do the same; where these are unknown, those of one name.
+    """
+    inputs, is_comm, (_, _, by_name) = _column(spans.inputs, spans), spans.of_kind(Kind.COMM), _operators(spans)
+    inputs[is_comm] = UNKNOWN
+    firsts, codes = grouped(np.where(inputs == UNKNOWN, spans.names, spans.operators), inputs, is_comm)
+    found = []
+    for row in firsts.tolist():
+        name, operator = spans.name_table[spans.names[row]], spans.operators[row]
+        if is_comm[row]:
+            found.append(operation_of(name))
+        elif inputs[row] != UNKNOWN:
+            given = spans.input_names[inputs[row]]
+            found.append(work_in_words(spans.name_table[operator], given.dims, given.dtype))
+        else:
+            found.append(kernel_in_words(name) if by_name[row] else name_in_words(spans.name_table[operator]))
+    return found, codes
+
+
 def _column(column: Ints, spans: Spans) -> Rows:
     """A column that may be empty, where it tells nothing."""
     return np.full(len(spans), UNKNOWN, np.int64) if not len(column) else column.astype(np.int64)
@@ -201,6 +232,12 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     ns: int
     count: int
     kernels: tuple[tuple[str, int], ...] = ()
+
+
+def class_of_work(work: Work) -> OperatorClass:
+    """By the operator, or else by the kernel; in the optimizer's step all else than products is the optimizer's."""
+    code = (class_of_kernel if work.by_name else class_of_operator)(work.operator)
+    return "optimizer" if work.phase == OPTIMIZER and code not in SURE else CLASSES[code]
 
 
 class Attribution(msgspec.Struct, frozen=True, kw_only=True):

@@ -90,6 +90,33 @@ class HostStalls(msgspec.Struct, frozen=True, kw_only=True):
     reason: str | None = None
 
 
+HostWork = Literal[
+    "python", "modes", "subclasses", "annotations", "autograd", "operators", "launches", "waits", "calls",
+]  # fmt: skip
+
+
+class HostPart(msgspec.Struct, frozen=True, kw_only=True):
+    """Host time of one kind in all steps, in ``count`` events, each without the events within it.
+
+    ``python`` is outside of all events. ``most`` are the names with most of it, with their nanoseconds; of ``python``
+    the functions of the user's code, or no name where the trace has none (``with_stack=True``).
+    """
+
+    kind: HostWork
+    ns: int
+    count: int
+    most: tuple[tuple[str, int], ...]
+
+
+class HostTime(msgspec.Struct, frozen=True, kw_only=True):
+    """What the threads that launch do in all ``steps``, which take ``span_ns`` on the host; the most first."""
+
+    steps: int
+    span_ns: int
+    launches: int
+    parts: tuple[HostPart, ...]
+
+
 Bound = Literal["skew", "latency", "bandwidth", "below", "unknown"]
 """What exposed communication comes from: waiting for ranks, latency, a link that is full, one that is not; or unknown,
 where no rate of the link is known."""
@@ -175,13 +202,23 @@ CLASSES: tuple[OperatorClass, ...] = get_args(OperatorClass)
 class ClassFigures(msgspec.Struct, frozen=True, kw_only=True):
     """All work of one class in all steps: ``ns`` of ``count`` kernels (on a CPU: operators).
 
-    ``share`` is of all work but communication; communication's is None.
+    ``share`` is of all work but communication; communication's is None. Over its operators with a roofline, which take
+    ``known_ns``: ``gain_ns`` could be gained at the roofline, ``good_gain_ns`` at the rates that the hardware profile
+    has of good kernels.
     """
 
     name: OperatorClass
     count: int
     ns: int
     share: float | None
+    known_ns: int = 0
+    gain_ns: int = 0
+    good_gain_ns: int = 0
+
+    @property
+    def of_roofline(self) -> float | None:
+        """The time that the peaks allow these operators, over the time that they take."""
+        return 1 - self.gain_ns / self.known_ns if self.known_ns else None
 
 
 class OperatorFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,7 +228,8 @@ class OperatorFigures(msgspec.Struct, frozen=True, kw_only=True):
     but communication. ``flops`` and ``bytes`` are of one call, the latter the least that it must move; ``flops_per_s``
     is achieved, ``of_peak`` that over the data sheet's peak for the operands' type, ``of_roofline`` the time that the
     peaks of computing and of memory allow, over the time taken. ``bound`` says which of the two peaks allows less.
-    ``reason`` says why there is no ``of_roofline``.
+    ``good`` is what the hardware profile says that good kernels reach of that roofline. ``reason`` says why there is no
+    ``of_roofline``.
     """
 
     name: str
@@ -207,7 +245,14 @@ class OperatorFigures(msgspec.Struct, frozen=True, kw_only=True):
     of_peak: float | None = None
     of_roofline: float | None = None
     bound: Literal["compute", "memory"] | None = None
+    good: float | None = None
     reason: str | None = None
+
+    def gain_ns(self, reached: float | None) -> int:
+        """What could be gained if it reached so much of its roofline; 0 where either is unknown."""
+        return (
+            0 if not reached or self.of_roofline is None else round(self.ns * max(0.0, 1 - self.of_roofline / reached))
+        )
 
 
 class OperatorTotal(msgspec.Struct, frozen=True, kw_only=True):
@@ -316,9 +361,11 @@ COMPUTE, COMMUNICATION, COPY, HOST, BETWEEN, UNEXPLAINED = (
 """What the path is made of: ``copy`` includes preparation, ``host`` launches; ``between_kernels`` is as usual there."""
 TOLERATED_ERROR = 0.03
 """A replay further from the trace's own step than this share of it ranks nothing."""
-OVERLAPPED, ON_TIME, LAUNCHES, NO_SYNC, KERNEL = (
-    "communication_overlapped", "ranks_on_time", "launches_free", "no_synchronisation", "kernel_twice_as_fast",
+OVERLAPPED, ON_TIME, LAUNCHES, FAST_HOST, NO_MODES, NO_SYNC, KERNEL, ROOFLINE = (
+    "communication_overlapped", "ranks_on_time", "launches_free", "host_twice_as_fast", "no_dispatch_modes",
+    "no_synchronisation", "kernel_twice_as_fast", "kernel_at_roofline",
 )  # fmt: skip
+"""Kernels that would have to exceed their roofline to be twice as fast reach it instead."""
 
 
 class PathPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -340,7 +387,7 @@ class CriticalPath(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
-    """A step would take ``step_ns``, ``gain_ns`` less than without this change; ``detail`` is the kernel's name."""
+    """A step would take ``step_ns``, ``gain_ns`` less than without this change; ``detail``: what kernels compute."""
 
     what: str
     step_ns: int
@@ -681,6 +728,7 @@ class TraceFigures(msgspec.Struct, frozen=True, kw_only=True):
     warnings: tuple[TraceWarning, ...] = ()
     communication: CommunicationFigures | None = None
     host_stalls: HostStalls | None = None
+    host_time: HostTime | None = None
     windows: WindowFigures | None = None
     unavailable: str | None = None
     host_only: bool = False

@@ -18,6 +18,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from refshard.analysis.host_time import dispatching
 from refshard.analysis.kineto import LOWEST, Pairs, Streams, begins_by_correlation, find_launches, lane_numbers
 from refshard.analysis.labels import named
 from refshard.analysis.names import AWAITS_WORK, FREES, STREAM_WAITS
@@ -345,7 +346,8 @@ class Graph:
     for a place in the queue. ``ends`` are the trace's. The first ``fixed`` nodes come before the steps looked at, which
     are ``windows``. In these the host took ``host_span_ns`` from its first call to its last, and ``host_last`` is the
     node that it had passed last then. ``recorded`` and ``inferred`` count waits between streams; ``only_launches`` says
-    that the trace holds no other calls, so that waits of the host may be missing.
+    that the trace holds no other calls, so that waits of the host may be missing. ``dispatch`` is how much of each
+    dependency on the host is modes in Python that dispatch operators.
     """
 
     windows: tuple[Window, ...]
@@ -364,6 +366,7 @@ class Graph:
     before_delays: Nanoseconds
     host: Rows
     host_delays: Nanoseconds
+    dispatch: Nanoseconds
     waiting: Rows
     waited_for: Rows
     wait_delays: Nanoseconds
@@ -432,7 +435,7 @@ class _Builder:
         threads: Ints, recorded_waits: Pairs | None,
     ) -> None:  # fmt: skip
         self.trace, self.windows, self.spans, self.threads = trace, windows, spans, threads
-        self.recorded_waits = recorded_waits
+        self.recorded_waits, self.dispatching = recorded_waits, dispatching(trace, threads)
         self.host_windows = {window.step: window for window in timeline.host_windows}
         self.streams = Streams.of(spans)
         known = callers[callers != UNKNOWN]
@@ -535,6 +538,7 @@ class _Builder:
             ("before", _ROOT, none * 0, before), ("before_delays", NEVER, none, before_delays),
             ("host", _ROOT, self._segment_nodes(blocks), self._segment_nodes(self.launched_by)),
             ("host_delays", NEVER, call_delays, host_delays),
+            ("dispatch", 0, self._dispatch(blocks), self._dispatch(self.launched_by)),
         ]  # fmt: skip
 
     def _segment_nodes(self, calls: Rows) -> Rows:
@@ -550,6 +554,13 @@ class _Builder:
         segments = self._segments(calls)
         opened = self.calls.ends[segments] if len(self.calls) else segments
         return points - np.where(segments == UNKNOWN, self.root, opened)
+
+    def _dispatch(self, calls: Rows) -> Nanoseconds:
+        """How long modes in Python dispatched operators before each call, since the last blocking call or the root."""
+        known = np.where(calls == UNKNOWN, 0, calls)
+        until = self.calls.begins[known] if len(self.calls) else known * 0
+        since = until - self._since_segment(known, until)
+        return np.where(calls == UNKNOWN, 0, self.dispatching.within(np.minimum(since, until), until))
 
     def _span_dependencies(self) -> tuple[Rows, Nanoseconds, Nanoseconds, Nanoseconds, tuple[Rows, Rows, Rows]]:
         """For the spans: what runs before, its delay, the host's delay, holds, and waits for other streams."""

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from refshard.analysis.figures import CLASSES, OperatorClass
+from refshard.analysis.figures import CLASSES, OperatorClass, OperatorFigures
 from refshard.errors import SpecError
 from refshard.events.table import is_peer_copy
 
@@ -195,7 +195,7 @@ _BY_OPERATOR: tuple[tuple[OperatorClass, str], ...] = (
     ("elementwise", r"^aten::(?!embedding|index|scatter|gather|sort|topk|argmax|multinomial|cumsum|nonzero|unique)"),
 )  # fmt: skip
 _BY_KERNEL: tuple[tuple[OperatorClass, str], ...] = (
-    ("attention", r"flash_(?:fwd|bwd|attn)|flash::|FlashAttn|(?<![a-z])f?mha|attention|attn_?(?:fwd|bwd)"),
+    ("attention", r"flash_(?:fwd|bwd|attn)|_sdpa_|flash::|FlashAttn|(?<![a-z])f?mha|attention|attn_?(?:fwd|bwd)"),
     ("convolution", r"conv(?:olution)?[_\dA-Z<]|fprop|dgrad|wgrad|winograd|scudnn|hcudnn|^igemm_|miopen(?!batch)|im2"),
     ("GEMM", r"(?<!fb)gemm|gemv|nvjet|^Cijk_|_mm_|matmul|splitK|^bmm_|\bmm_kernel|tem_fused_\w*mm"),
     ("optimizer", r"adam|sgd_|FusedOptimizer"),
@@ -232,7 +232,7 @@ def class_of_kernel(name: str) -> int:
     return next((code for code, rule in _KERNELS if rule.search(name)), OTHERS)
 
 
-LONGEST = 72
+LONGEST, _SHORT = 72, 20
 _TENSILE = re.compile(
     r"^(Cijk_[A-Za-z]+_[A-Za-z]+(?:_[A-Z]+)*?)_(?:Bias|HA|UserArgs|MT).*?(MT\d+x\d+x\d+)(?:_(MI\d+x\d+x\d+))?"
 )
@@ -309,6 +309,51 @@ def name_in_words(name: str) -> str:
     ('aten::copy_', 'Memcpy HtoD (Pageable -> Device)')
     """
     return name if len(name) <= LONGEST else short_kernel_name(name)
+
+
+def work_in_words(operator: str, dims: str, dtype: str) -> str:
+    """What a call of an operator computes, from its arguments' sizes such as ``[64,32]x[32,16]``, or else its name.
+
+    The sizes of a matrix product are rows, columns and the length of the sums.
+
+    >>> work_in_words("aten::mm", "[8192,4096]x[4096,14336]", "bf16")
+    'matrix product 8192x14336x4096, bf16'
+    >>> work_in_words("aten::_flash_attention_backward", "[1,32,8192,128]x[1,32,8192,128]", "bf16,fp32")
+    'attention, backward, 1x32x8192x128, bf16'
+    >>> work_in_words("aten::mul", "[8,4096]x[8,4096]", "bf16"), work_in_words("aten::mul", "", "")
+    ('aten::mul of 8x4096, bf16', 'aten::mul')
+    """
+    kind = CLASSES[class_of_operator(operator)]
+    shapes = [one.split(",") for one in re.findall(r"\[([\d,]+)\]", dims)]
+    if not shapes:
+        return name_in_words(operator)
+    first, pair = "x".join(shapes[0]), shapes[-2:] if "addmm" in operator else shapes[:2]
+    if kind == "GEMM" and len(pair) == 2 and len(pair[0]) > 1 and len(pair[1]) > 1 and pair[0][-1] == pair[1][-2]:
+        what = f"matrix product {'x'.join((*pair[0][:-1], pair[1][-1], pair[0][-1]))}"
+    elif kind in ("attention", "convolution"):
+        what = f"{kind}{', backward,' if 'backward' in operator else ''} {first}"
+    else:
+        what = f"{name_in_words(operator)} of {first}"
+    return f"{what}, {dtype.partition(',')[0]}" if dtype else what
+
+
+def operator_in_words(one: OperatorFigures) -> str:
+    """:func:`work_in_words` of an operator's calls."""
+    return work_in_words(one.name, (one.shapes or "").replace(", ", ","), one.dtype or "")
+
+
+def kernel_in_words(kernel: str) -> str:
+    """What a kernel computes whose operator is unknown, as far as its name tells.
+
+    >>> kernel_in_words("nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT")
+    'matrix product (nvjet_sm90_tst…)'
+    """
+    words = {"GEMM": "matrix product", "attention": "attention", "convolution": "convolution"}
+    kind, name = words.get(CLASSES[class_of_kernel(kernel)]), name_in_words(kernel)
+    if kind is None or len(name) <= _SHORT:
+        return name
+    backward = ", backward" if re.search("bwd|bprop|backward", kernel) else ""
+    return f"{kind}{backward} ({name[:_SHORT].rpartition('_')[0] or name[:_SHORT]}…)"
 
 
 def _arguments(text: str) -> str:

@@ -319,6 +319,7 @@ _FORMULAS: dict[str, _Formula] = {
     "_softmax": _same_size, "_log_softmax": _same_size, "native_layer_norm": _same_size,
     "_fused_rms_norm": _same_size, "native_group_norm": _same_size, "native_batch_norm": _same_size,
     "cudnn_batch_norm": _same_size, "miopen_batch_norm": _same_size,
+    "split_with_sizes_copy": lambda call: (None, 2 * call.tensor(0).bytes), "_fused_rms_norm_backward": _same_size,
     "_softmax_backward_data": _same_size, "_log_softmax_backward_data": _same_size,
     "native_layer_norm_backward": _same_size, "native_dropout": _same_size,
 }  # fmt: skip
@@ -340,11 +341,16 @@ TF32_KERNEL = re.compile(r"tf32|tensorop_s1688|xf32", re.IGNORECASE)
 
 
 class Peaks(msgspec.Struct, frozen=True, kw_only=True):
-    """A device's data sheet: FLOP/s of products by their operands' type, and bytes/s of memory (None: unknown)."""
+    """A device's data sheet: FLOP/s of products by their operands' type, and bytes/s of memory (None: unknown).
+
+    ``good`` are the shares of these that good kernels reach: by kind and type of operands, and of memory.
+    """
 
     profile: str
     flops: dict[str, float]
     memory: float | None
+    good: dict[tuple[str, str], float]
+    good_memory: float | None
 
 
 class Roofline(msgspec.Struct, frozen=True, kw_only=True):
@@ -368,7 +374,13 @@ def peaks_of(device: str) -> Peaks | None:
         flops["fp16"] = flops["bf16"]  # one rate on every device that has a profile
     if spec.tf32_peak:
         flops["tf32"] = spec.tf32_peak
-    return Peaks(profile=name, flops=flops, memory=spec.memory_peak_bytes_per_s or None)
+    fastest = max(spec.attention_kernels.values(), default=1.0)
+    good: dict[tuple[str, str], float] = {("GEMM", dtype): rate.efficiency for dtype, rate in spec.matmul.items()}
+    good |= {("attention", dtype): min(1.0, rate.efficiency * fastest) for dtype, rate in spec.attention.items()}
+    good |= {(kind, "fp16"): rate for (kind, dtype), rate in good.items() if dtype == "bf16"}
+    memory = spec.memory_peak_bytes_per_s or None
+    good_memory = min(1.0, spec.memory_bytes_per_s / memory) if memory else None
+    return Peaks(profile=name, flops=flops, memory=memory, good=good, good_memory=good_memory)
 
 
 def roofline(
@@ -628,12 +640,18 @@ def operator_report(trace: TraceFile, timeline: Timeline, device: str) -> Operat
                     count=counts[place], ns=ns, share=ns / work_ns if work_ns else 0.0,
                 )
             )  # fmt: skip
+    operators, peaks = _operators(trace, timeline, mine, its, device, shorts), peaks_of(device)
     of_class = []
     for code in np.unique(classes).tolist():
         ns, count = int(work.ns[classes == code].sum()), int((classes == code).sum())
         share = None if code == _COMMUNICATION or not work_ns else ns / work_ns
-        of_class.append(ClassFigures(name=CLASSES[code], count=count, ns=ns, share=share))
-    operators, peaks = _operators(trace, timeline, mine, its, device, shorts), peaks_of(device)
+        held = [one for one in operators if one.kind == CLASSES[code] and one.of_roofline is not None]
+        of_class.append(
+            ClassFigures(
+                name=CLASSES[code], count=count, ns=ns, share=share, known_ns=sum(one.ns for one in held),
+                gain_ns=sum(one.gain_ns(1.0) for one in held), good_gain_ns=sum(one.gain_ns(one.good) for one in held),
+            )
+        )  # fmt: skip
     by_name: dict[tuple[str, OperatorClass], list[OperatorFigures]] = {}
     for one in operators:
         by_name.setdefault((one.name, one.kind), []).append(one)
@@ -728,6 +746,9 @@ def _operators(
                 peaks, device, dtype=known.dtype, flops=flops, size=size, seconds=ns / 1e9, tf32=bool(tf32[place])
             )
             rates = {"flops_per_s": flops / (ns / 1e9) if flops else None, **msgspec.structs.asdict(held)}
+            if peaks is not None and held.bound:
+                kind = CLASSES[classes[row]], known.dtype or ""
+                rates["good"] = peaks.good_memory if held.bound == "memory" else peaks.good.get(kind)
         figures.append(
             OperatorFigures(
                 name=name, kind=CLASSES[classes[row]], shapes=known.shapes or None, dtype=known.dtype, calls=calls,

@@ -17,7 +17,7 @@ from refshard.analysis.jobs import identity_of, rank_in_name
 from refshard.analysis.kineto import device_order
 from refshard.analysis.labels import named
 from refshard.analysis.names import PEER_COPY, custom_operation
-from refshard.analysis.windows import left_out, suggestion
+from refshard.analysis.windows import inferred_steps, left_out, suggestion
 from refshard.events.table import LAUNCH, OVERHEAD, TraceFile, whole
 from refshard.events.timeline import UNKNOWN, Collective, Intervals, Ints, Kind, Rows, Spans, Timeline
 from refshard.quantities import format_ns, format_percent
@@ -269,6 +269,9 @@ def _identity(trace: TraceFile, timeline: Timeline) -> Iterator[TraceWarning]:
     if not any(window.step is not None for window in timeline.windows):
         text = "no ProfilerStep: the trace is taken as one window; call profiler.step() after every step"
         yield _warning("no_steps", text + suggestion(trace))
+    elif (inferred := inferred_steps(trace)) is not None and not any(one.name for one in timeline.host_windows):
+        text = f"no ProfilerStep: {len(timeline.windows)} steps were found without, since {inferred.by}"
+        yield _warning("steps_inferred", text)
     devices = {trace.lanes[lane][0] for lane in np.unique(trace.device.lanes).tolist()}
     if len(devices) > 1:
         text = (

@@ -9,25 +9,31 @@ from itertools import islice
 
 import numpy as np
 
+from refshard.analysis.attribution import meanings
 from refshard.analysis.figures import (
     BETWEEN,
     COMMUNICATION,
     COMPUTE,
     COPY,
+    FAST_HOST,
     HOST,
     KERNEL,
     LAUNCHES,
+    NO_MODES,
     NO_SYNC,
     ON_TIME,
     OVERLAPPED,
+    ROOFLINE,
     TOLERATED_ERROR,
     UNEXPLAINED,
     CriticalPath,
+    OperatorReport,
     PathPart,
     WhatIf,
     WhatIfFigures,
 )
 from refshard.analysis.graph import NEVER, Graph
+from refshard.analysis.names import operator_in_words
 from refshard.events.timeline import KINDS, UNKNOWN, Intervals, Kind, Nanoseconds, Rows
 
 
@@ -158,6 +164,7 @@ class _Walk:
         nodes = np.flatnonzero(graph.is_span & (graph.launched_by != UNKNOWN))[::-1]
         first[graph.launched_by[nodes]] = graph.rows[nodes]
         self.first_span = first
+        self.meanings, self.meaning_of = meanings(graph.spans)
 
     def run(self) -> None:
         """From the end of the steps back to their start."""
@@ -218,7 +225,7 @@ class _Walk:
 
     def _work(self, span: int) -> tuple[str, str]:
         spans = self.graph.spans
-        return _CLASS_OF_KIND[spans.kinds[span]], spans.name_table[spans.names[span]]
+        return _CLASS_OF_KIND[spans.kinds[span]], self.meanings[self.meaning_of[span]]
 
     def _call_name(self, call: int) -> str:
         return str(self.graph.call_names[self.graph.calls.names[call]])
@@ -238,15 +245,18 @@ class _Walk:
 _Change = Callable[[Times], Times]
 
 
-def what_ifs(graph: Graph, waited: Sequence[tuple[int, int]] = ()) -> WhatIfFigures:
+def what_ifs(
+    graph: Graph, waited: Sequence[tuple[int, int]] = (), report: OperatorReport | None = None
+) -> WhatIfFigures:
     """Replay a graph with each change, and with the best of them one after the other.
 
-    ``waited`` are the start of collectives and how long this rank stood in each for others, in nanoseconds.
+    ``waited`` are the start of collectives and how long this rank stood in each for others, in nanoseconds. ``report``
+    tells how close the kernels come to their rooflines.
     """
     base, times = (graph.end - graph.start) // len(graph.windows), Times.of(graph)
     free = replace(times, holds=np.where(graph.is_span, 0, times.holds))
     error = abs(step_ns(graph, replace(free, host_is_free=True)) - base) / base
-    changes, details = _changes(graph, waited)
+    changes, details = _changes(graph, waited, report)
     alone = ranked = _ranked(graph, times, changes, base, details)
     order = list[WhatIf]()
     # The best change, then the best of the others after it, and so on.
@@ -274,7 +284,9 @@ def _ranked(
     return tuple(sorted(found, key=lambda one: -one.gain_ns))
 
 
-def _changes(graph: Graph, waited: Sequence[tuple[int, int]]) -> tuple[dict[str, _Change], dict[str, str]]:
+def _changes(
+    graph: Graph, waited: Sequence[tuple[int, int]], report: OperatorReport | None
+) -> tuple[dict[str, _Change], dict[str, str]]:
     """What may be changed in this trace, and details by name."""
     spans, details = graph.spans, dict[str, str]()
 
@@ -284,7 +296,20 @@ def _changes(graph: Graph, waited: Sequence[tuple[int, int]]) -> tuple[dict[str,
         holds = np.where(graph.is_span, times.holds, 0)
         return replace(times, host_delays=delays, holds=holds, host_is_free=True)
 
-    changes: dict[str, _Change] = {LAUNCHES: launches_free}
+    def host_fast(times: Times) -> Times:
+        """The host takes half its time between waits; with it half as many launches, or a compiled model."""
+        delays = np.where(times.host_delays == NEVER, NEVER, times.host_delays // 2)
+        holds = np.where(graph.is_span, times.holds, times.holds // 2)
+        return replace(times, host_delays=delays, holds=holds, host_is_free=True)
+
+    def modes_free(times: Times) -> Times:
+        """No mode in Python dispatches operators."""
+        delays = np.where(times.host_delays == NEVER, NEVER, np.clip(times.host_delays - graph.dispatch, 0, None))
+        return replace(times, host_delays=delays, host_is_free=True)
+
+    changes: dict[str, _Change] = {LAUNCHES: launches_free, FAST_HOST: host_fast}
+    if graph.dispatch.any():
+        changes[NO_MODES] = modes_free
     if graph.communicates.any():
         changes[OVERLAPPED] = lambda times: replace(times, overlapped=True)
     waits = np.zeros(len(graph.ends), np.int64)  # how long each node stood for other ranks
@@ -299,8 +324,15 @@ def _changes(graph: Graph, waited: Sequence[tuple[int, int]]) -> tuple[dict[str,
     if synchronises.any():
         changes[NO_SYNC] = lambda times: replace(times, wait_delays=np.where(synchronises, NEVER, times.wait_delays))
     inside = spans.of_kind(Kind.COMPUTE) & (spans.starts >= graph.start) & (spans.starts < graph.end)
-    if inside.any():  # the kernel that computes longest
-        name = int(np.argmax(np.bincount(spans.names[inside], weights=(spans.ends - spans.starts)[inside])))
-        mine, details[KERNEL] = graph.is_span & (spans.names == name)[graph.rows], spans.name_table[name]
-        changes[KERNEL] = lambda times: replace(times, durations=np.where(mine, times.durations // 2, times.durations))
+    if inside.any():  # the work that takes longest
+        names, codes = meanings(spans)
+        most = int(np.argmax(np.bincount(codes[inside], weights=(spans.ends - spans.starts)[inside])))
+        mine = graph.is_span & (codes == most)[graph.rows]
+        alike = [one for one in report.operators if operator_in_words(one) == names[most]] if report is not None else []
+        reached = max((one.of_roofline or 0.0 for one in alike), default=0.0)
+        what, left = (ROOFLINE, min(1.0, reached)) if reached > 1 / 2 else (KERNEL, 1 / 2)
+        details[what] = names[most]
+        changes[what] = lambda times: replace(
+            times, durations=np.where(mine, (left * times.durations).astype(np.int64), times.durations)
+        )
     return changes, details

@@ -15,7 +15,7 @@ import numpy as np
 from refshard.analysis.figures import StepFigures, TraceWarning, WindowFigures, WindowGroup
 from refshard.analysis.labels import meaning_of
 from refshard.errors import SpecError, TraceError
-from refshard.events.table import ANNOTATION, EMULATED, GLOO, HOST, TraceFile
+from refshard.events.table import ANNOTATION, EMULATED, GLOO, HOST, LAUNCH, TraceFile
 from refshard.events.timeline import UNKNOWN, Ints, Kind, Nanoseconds, Rows, Spans, Timeline, Window
 from refshard.quantities import format_ns, format_percent
 
@@ -27,8 +27,11 @@ def host_steps(trace: TraceFile) -> tuple[tuple[Window, ...], Rows]:
 
     A trace of a GPU repeats the annotation on the device's side; the host's is the step. In 2021 it was an operator. Of
     several threads that announce steps the one with most of them counts, and a step within another does not. Where a
-    number comes twice, steps are numbered from 0.
+    number comes twice, steps are numbered from 0. Where no thread announces any, they are inferred: see
+    :func:`inferred_steps`.
     """
+    if (inferred := inferred_steps(trace)) is not None:
+        return inferred.windows, inferred.rows
     host = trace.host
     numbers = {code: int(match[1]) for code, name in enumerate(trace.names) if (match := _STEP.match(name))}
     rows = np.flatnonzero(np.isin(host.names, list(numbers)) & np.isin(host.categories, (ANNOTATION, HOST)))
@@ -41,6 +44,101 @@ def host_steps(trace: TraceFile) -> tuple[tuple[Window, ...], Rows]:
         for number, start, end in zip(found, host.starts[rows].tolist(), host.ends[rows].tolist())
     )
     return windows, rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inferred:
+    """Steps that nothing announced, what they were found by, and the rows of :attr:`TraceFile.host` that tell."""
+
+    windows: tuple[Window, ...]
+    by: str
+    rows: Rows
+
+
+_MARKS = (("Optimizer.step#", "ends"), ("Optimizer.zero_grad#", "starts"))
+"""torch's annotations that come once a step, and whether a step begins where they start or after they end."""
+_LEAST_WORK, _MOST_WORK = 0.9, 1.5
+"""What lies before the first boundary, or after the last, is a step if it launches so many times as much as others."""
+_SAME_STEP = 0.1
+"""Marks between which the host launches less than this share of the most between two belong to one step."""
+
+
+def inferred_steps(trace: TraceFile) -> Inferred | None:
+    """The steps of a trace without ``ProfilerStep``; None if it has such, or if nothing repeats.
+
+    They are found by the optimizer's steps or its ``zero_grad``, and else by the sequence of kernels on the stream with
+    most of them. An incomplete step at the start or the end is left out.
+    """
+    host = trace.host
+    if any(_STEP.match(name) for name in trace.names):
+        return None
+    is_call = host.categories == LAUNCH
+    points = np.sort(host.starts[is_call if is_call.any() else host.categories == HOST])
+    points = points if len(points) else np.sort(trace.device.starts)
+    for mark, side in _MARKS:
+        codes = [code for code, name in enumerate(trace.names) if name.startswith(mark)]
+        rows = np.flatnonzero(np.isin(host.names, codes) & np.isin(host.categories, (ANNOTATION, HOST)))
+        rows = outermost(trace, rows)
+        # Work before each mark, since the one before; several optimizers of one step have little between them.
+        until = np.searchsorted(points, host.starts[rows])
+        work = until - np.append(0, np.searchsorted(points, host.ends[rows]))[: len(rows)]
+        starts_step = work >= _SAME_STEP * work.max(initial=1)
+        kept = rows[starts_step if side == "starts" else np.append(starts_step[1:], True)] if len(rows) else rows
+        if len(kept) > 1 and (windows := _between(getattr(host, side)[kept], points)):
+            names = list(dict.fromkeys(trace.names[code] for code in host.names[rows].tolist()))
+            verb = "begin" if side == "starts" else "end"
+            return Inferred(windows=windows, by=f"each {verb}s with {' and '.join(names)}", rows=kept)
+    lanes = trace.device.lanes
+    mine = np.flatnonzero(lanes == np.argmax(np.bincount(lanes))) if len(lanes) else lanes
+    mine = mine[np.argsort(trace.device.starts[mine], kind="stable")]
+    period = repeats_after(trace.device.names[mine])
+    if not period:
+        return None
+    firsts = mine[::period]
+    begins = trace.device.starts[firsts]
+    if is_call.any():  # the host's time, where it launched these
+        calls = np.flatnonzero(is_call & np.isin(host.correlations, trace.device.correlations[firsts]))
+        begins = np.sort(host.starts[calls])
+    windows = _between(begins, points) if len(begins) == len(firsts) else ()
+    by = f"a sequence of {period:,} kernels repeats on one stream"
+    return Inferred(windows=windows, by=by, rows=np.empty(0, np.int64)) if windows else None
+
+
+def _between(boundaries: Nanoseconds, points: Nanoseconds) -> tuple[Window, ...]:
+    """The windows between boundaries; the first and the last point bound one more each, if as much lies in it."""
+    edges = np.unique(np.concatenate((points[:1], boundaries, points[-1:] + 1)))
+    work = np.diff(np.searchsorted(points, edges))
+    inner = np.median(work[1:-1]) if len(work) > 2 else work.max(initial=0)
+    fits = (work >= _LEAST_WORK * inner) & (work <= _MOST_WORK * inner)
+    fits[1:-1] = True
+    pairs = [(start, end) for start, end, fit in zip(edges[:-1].tolist(), edges[1:].tolist(), fits) if fit]
+    return tuple(Window(step=number, start=start, end=end) for number, (start, end) in enumerate(pairs))
+
+
+_LEAST_PERIOD = 100
+"""Shorter sequences are layers, not steps."""
+_CANDIDATES = 20
+
+
+def repeats_after(names: Ints) -> int:
+    """After how many kernels their sequence repeats, up to its end and at least once; 0 if it does not.
+
+    Layers repeat too, but not where forward turns into backward: over the whole sequence, names that differ from those
+    one period later must be fewer than a quarter of a period.
+    """
+    most = len(names) // 2
+    if most < _LEAST_PERIOD:
+        return 0
+    # How much of the sequence agrees with itself after each lag, by the product of random signs.
+    signs = np.random.default_rng(0).choice((-1.0, 1.0), int(names.max()) + 1)[names]
+    size = 2 ** int(2 * len(names) - 1).bit_length()
+    alike = np.fft.irfft(np.abs(np.fft.rfft(signs, size)) ** 2, size)[: most + 1] / (len(names) - np.arange(most + 1))
+    lags = np.argsort(-alike[1:], kind="stable")[:_CANDIDATES] + 1
+    different = {lag: int((names[lag:] != names[:-lag]).sum()) for lag in lags.tolist()}
+    fits = [lag for lag, count in different.items() if 4 * count < lag]
+    least = min((different[lag] / (len(names) - lag) for lag in fits), default=0.0)
+    found = min((lag for lag in fits if different[lag] / (len(names) - lag) <= least + 0.002), default=0)
+    return found if found >= _LEAST_PERIOD else 0
 
 
 def outermost(trace: TraceFile, rows: Rows) -> Rows:
@@ -61,6 +159,8 @@ def left_out(trace: TraceFile, windows: tuple[Window, ...]) -> tuple[int, bool]:
     """How many annotations of steps are not in ``windows``, and whether these have their own numbers."""
     host = trace.host
     codes = [code for code, name in enumerate(trace.names) if _STEP.match(name)]
+    if not codes:
+        return 0, False
     announced = np.isin(host.names, codes) & np.isin(host.categories, (ANNOTATION, HOST))
     names = {f"ProfilerStep#{window.step}" for window in windows}
     return int(announced.sum()) - len(windows), not names <= {trace.names[code] for code in codes}

@@ -54,6 +54,7 @@ class Rules:
 
     communication_free: bool = False
     launches_free: bool = False
+    host_fast: bool = False
     no_sync: bool = False
     fast: str = ""
     since: int = 0
@@ -79,13 +80,14 @@ class Course:
 def run(program: Program, rules: Rules = Rules()) -> Course:
     """Play a program."""
     course, host = Course(), 0
-    call, latency = (0, 0) if rules.launches_free else (CALL, LATENCY)
+    share = 0 if rules.launches_free else 0.5 if rules.host_fast else 1
+    call, latency = round(share * CALL), round(share * LATENCY)
     free: dict[int, int] = {}
     awaited: dict[int, list[int]] = {}
     for op in program:
         begin, number = host, len(course.calls)
         if isinstance(op, Cpu):
-            host += 0 if rules.launches_free else op.ns
+            host += round(share * op.ns) if course.calls else op.ns  # a trace begins with the first call
             continue
         host += call
         if isinstance(op, Launch):

@@ -73,6 +73,17 @@ STEP = {
 }
 """Looks of the parts of a step."""
 
+WORK = {
+    "matrix products": Look(BLUE),
+    "attention": Look(SKY, "/"),
+    "convolutions": Look("#004a75", "x"),
+    "norms": Look("#8f7fc4", "."),
+    "elementwise kernels": Look("#5b8f8a", "\\"),
+    "optimizer": Look(ORANGE, "-"),
+    "other kernels": Look(GREY, "+"),
+}
+"""Looks of compute, by class of work."""
+
 MEMORY = {
     "parameters": Look(BLUE),
     "optimizer": Look(ORANGE, "/"),

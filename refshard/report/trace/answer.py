@@ -80,6 +80,11 @@ def trace_answer(analyses: Sequence[Analysis], checks: Sequence[Block] = (), mor
     blocks: list[Block] = []
     for members, finding in zip(jobs(traces).values(), found):
         ranks = sorted(members, key=lambda trace: (trace.rank is None, trace.rank))
+        shown = [one for one in analyses if one.figures in members and one.kept is not None and len(one.kept.spans)]
+        if shown and members[0].unavailable is None:
+            worst = max(shown, key=lambda one: fmean(part.breakdown.span_ns for part in parts(one.figures)))
+            gains = sections.paying(worst.figures)
+            blocks += [_where(worst), *([gains] if gains.facts else [])]
         blocks += [_job_table(ranks, f"{finding.title} ({_pattern(ranks)})"), Notes(sentences=finding.more)]
         if waits := sections.waits(members):
             name = "" if len(found) == 1 else f": {names[members[0].job]}"
@@ -113,6 +118,10 @@ def trace_answer(analyses: Sequence[Analysis], checks: Sequence[Block] = (), mor
         ],
         cover=Cover(title=Path(traces[0].file).name if len(traces) == 1 else title),
     )  # fmt: skip
+
+
+def _where(one: Analysis) -> Charts:
+    return Charts(draw=lambda: [_charts().where_chart(one.figures, one.timeline)])
 
 
 def as_objects(traces: Sequence[TraceFigures]) -> list[dict[str, Any]]:

@@ -15,11 +15,14 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
+from refshard.analysis.attribution import attribute, class_of_work
 from refshard.analysis.figures import Breakdown, Cause, MemoryPoint, TraceFigures
 from refshard.events.timeline import Nanoseconds, Timeline
 from refshard.quantities import axis_unit, format_bytes, format_ns, format_percent
 from refshard.report.draw.charts import THEME, Bar, Chart, Row, chart, label_text, pattern, shortened, stacked
-from refshard.report.draw.palette import BLUE, INK, OKABE_ITO, SPANS, STEP, Look, dimmed
+from refshard.report.draw.palette import BLUE, INK, OKABE_ITO, RED, SPANS, STEP, Look, dimmed
+from refshard.report.draw.palette import WORK as PALETTE
+from refshard.report.trace.findings import WORK
 from refshard.report.trace.lanes import (
     NAMES,
     Blocks,
@@ -90,6 +93,53 @@ def ranks_chart(figures: Sequence[TraceFigures]) -> list[Chart]:
     return [_on_cpu(drawn) if all(one.device == "cpu" for one in figures) else drawn]
 
 
+def where_chart(figures: TraceFigures, timeline: Timeline) -> Chart:
+    """One bar of the mean step, every nanosecond of it once: compute by class, what is exposed, idle time by cause."""
+    found, report = attribute(timeline), figures.operators
+    rates = {WORK[one.name]: one.of_roofline for one in report.classes if one.name in WORK} if report else {}
+    looks = {**PALETTE, "copies": SPANS["copy"], "preparation of a reduction": SPANS["prep"],
+             "communication: transfer": STEP["exposed communication"], "communication: waiting": Look(RED, "x"),
+             "communication: transfer or waiting": Look(RED, "."),
+             **{name: STEP[name] for name in IDLE.values()}}  # fmt: skip
+    causes = {cause.replace("_", " "): name for cause, name in IDLE.items()}
+    parts = dict.fromkeys(looks, 0.0)
+    for owner in found.owners:
+        work, seconds = owner.work, owner.ns / found.steps / 1e9
+        if work.kind == "idle":
+            parts[causes.get(work.bound or "", IDLE[Cause.UNKNOWN])] += seconds
+        elif work.kind == "comm":
+            for name, share in _exposed_shares(figures).items():
+                parts[f"communication: {name}"] += share * seconds
+        elif work.kind in ("prep", "copy"):
+            parts["copies" if work.kind == "copy" else "preparation of a reduction"] += seconds
+        else:
+            kind = WORK.get(class_of_work(work), "other kernels") if work.kind == "compute" else "other kernels"
+            parts[kind] += seconds
+    step = sum(parts.values())
+    parts = {name: value for name, value in parts.items() if value >= 0.001 * step}
+    names = {name: name if rates.get(name) is None else f"{name} ({format_percent(rates[name], 0)} of roofline)"
+             for name in looks}  # fmt: skip
+    bar = Bar(place=0, name=who(figures), parts={names[name]: value for name, value in parts.items()})
+    figure = stacked([Row(text="")], [bar], {names[name]: look for name, look in looks.items()}, "s", per(figures))
+    said = [f"{names[name]} {format_ns(1e9 * value)}" for name, value in sorted(parts.items(), key=lambda p: -p[1])
+            if value >= 0.01 * step]  # fmt: skip
+    text = f"{'Mean ' if found.steps > 1 else ''}{each(figures)} of {who(figures)}, {format_ns(1e9 * step)}: "
+    drawn = chart(f"where-{figures.job}", f"Where the {each(figures)} goes", figure, f"{text}{', '.join(said)}.")
+    return _on_cpu(drawn) if figures.device == "cpu" else drawn
+
+
+def _exposed_shares(figures: TraceFigures) -> dict[str, float]:
+    """Shares of exposed communication that are transfer, waiting for other ranks, or either."""
+    found = figures.communication
+    every = () if found is None else found.steps or (found.whole,)
+    sums = {
+        "transfer": sum(one.transfer_ns or 0 for one in every), "waiting": sum(one.waiting_ns or 0 for one in every),
+        "transfer or waiting": sum(one.undivided_ns for one in every),
+    }  # fmt: skip
+    total = sum(sums.values())
+    return {name: ns / total for name, ns in sums.items()} if total else {"transfer or waiting": 1.0}
+
+
 def all_charts(figures: TraceFigures, timeline: Timeline | None, prefix: str) -> list[Chart]:
     """Every chart of one trace, as far as its timeline is known; ids begin with ``prefix``."""
     found = []
@@ -123,7 +173,8 @@ def all_charts(figures: TraceFigures, timeline: Timeline | None, prefix: str) ->
 def _on_cpu(drawn: Chart) -> Chart:
     """The chart with a CPU's name for idle time between operators, in its legend and in what pointing shows."""
     text = json.dumps(drawn.figure).replace(IDLE[Cause.LAUNCH], ON_CPU)
-    return replace(drawn, figure=json.loads(text))
+    told = drawn.alternative.replace(IDLE[Cause.LAUNCH], ON_CPU)
+    return replace(drawn, figure=json.loads(text), alternative=told)
 
 
 def split(part: Breakdown) -> dict[str, int]:

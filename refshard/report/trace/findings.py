@@ -13,8 +13,14 @@ from statistics import median
 import msgspec
 
 from refshard.analysis.figures import (
+    FAST_HOST,
+    LAUNCHES,
+    NO_MODES,
+    NO_SYNC,
+    TOLERATED_ERROR,
     Cause,
     CommunicationFigures,
+    HostTime,
     MessageFigures,
     StepFigures,
     TraceFigures,
@@ -22,12 +28,43 @@ from refshard.analysis.figures import (
 )
 from refshard.analysis.names import name_in_words
 from refshard.quantities import format_bytes, format_ns, format_percent, format_rate
-from refshard.report.trace.text import counted, has_steps, in_each, is_alone, job_names, jobs, mean, of_each, parts, who
+from refshard.report.trace.text import (
+    counted,
+    has_steps,
+    in_each,
+    is_alone,
+    job_names,
+    jobs,
+    mean,
+    of_each,
+    parts,
+    per,
+    who,
+)
 
 SMALL = 0.01
 """Below this share of the step, a loss is not called the largest one."""
-_COMPUTE_BOUND = 0.9
+COMPUTE_BOUND = 0.9
 """If compute takes this share of the step, losses are a detail."""
+_HOST_BOUND = 0.1
+"""If a host that takes no time would save this share of the step, the host bounds it."""
+WORK: dict[str, str] = {
+    "GEMM": "matrix products", "attention": "attention", "convolution": "convolutions", "normalisation": "norms",
+    "elementwise": "elementwise kernels", "optimizer": "optimizer", "copies": "copies", "others": "other kernels",
+}  # fmt: skip
+"""Classes of work, in sentences."""
+HOST_WORK: dict[str, str] = {
+    "python": "Python outside of operators", "annotations": "annotated code", "autograd": "autograd and its hooks",
+    "modes": "dispatch modes in Python (such as selective checkpointing's)", "operators": "operators",
+    "subclasses": "tensor subclasses in Python (such as DTensor)", "launches": "launch calls",
+    "waits": "waiting for the GPU", "calls": "other driver calls",
+}  # fmt: skip
+_HOST_GAINS = {
+    LAUNCHES: "CUDA graphs at most",
+    FAST_HOST: "half the host's time (torch.compile, or half as many launches)",
+    NO_MODES: "no dispatch modes in Python (checkpoint whole layers instead, or compile)",
+    NO_SYNC: "no waits for the GPU",
+}
 _LONGER = 1.02
 """A rank computes longer than another if its compute time is this many times as long."""
 _LONG_STEP, _STEPS_FOR_A_MEDIAN = 1.5, 3
@@ -118,12 +155,14 @@ def _finding(title: str, members: Sequence[TraceFigures]) -> Finding:
         left_out = f"Left out of this: {', '.join(who(one) for one in without)}."
         return replace(found, more=(*found.more, left_out, *reasons))
     (share, worst), *others = _losses(members)
+    is_compute, story = _compute_bound(members)
     length = format_ns(mean(members, lambda part: part.span_ns))
     span = f"{of_each(members[0])} ({length})" if is_alone(members[0]) else f"{of_each(members[0])} of {length}"
     if share < SMALL:
         lead, more = f"No loss reaches {format_percent(SMALL, 0)} of {span}.", []
     else:
-        lead = f"The largest loss is {worst.name}: {format_percent(share)} of {span}{_spread(members, worst)}."
+        beside = " outside of compute" if is_compute else ""
+        lead = f"The largest loss{beside} is {worst.name}: {format_percent(share)} of {span}{_spread(members, worst)}."
         more = (worst.explain or _idle)(members, worst)
     if named := [f"{loss.name} {format_percent(value)}" for value, loss in others if value >= SMALL / 10]:
         more.append(f"Also lost: {', '.join(named)}.")
@@ -132,7 +171,8 @@ def _finding(title: str, members: Sequence[TraceFigures]) -> Finding:
     # A warning that changes what every figure means comes first.
     devices = {warning.message for one in members for warning in one.warnings if warning.code == "several_devices"}
     together = [f"{message[:1].upper()}{message[1:]}." for message in sorted(devices)]
-    return Finding(title=title, lead=f"{_compute_bound(members)}{lead}", more=(*together, *_uneven(members), *more))
+    lead = f"{is_compute or _host_bound(members, worst)}{lead}"
+    return Finding(title=title, lead=lead, more=(*together, *_uneven(members), *story, *more))
 
 
 def _losses(members: Sequence[TraceFigures]) -> list[tuple[float, Loss]]:
@@ -165,19 +205,78 @@ def _spread(members: Sequence[TraceFigures], loss: Loss) -> str:
     return f" (from {format_percent(least)} on {who(low)} to {format_percent(most)} on {who(high)})"
 
 
-def _compute_bound(members: Sequence[TraceFigures]) -> str:
-    """Whether compute takes most of a step, and the share of the peak that matrix products reach."""
+def _compute_bound(members: Sequence[TraceFigures]) -> tuple[str, list[str]]:
+    """Whether compute takes most of a step, how close its kernels come to the roofline, and what that could gain."""
     every = [part.breakdown for one in members for part in parts(one)]
-    share = sum(part.compute_ns for part in every) / max(sum(part.span_ns for part in every), 1)
-    if share < _COMPUTE_BOUND:
-        return ""
+    span = sum(part.span_ns for part in every)
+    share = sum(part.compute_ns for part in every) / max(span, 1)
+    if share < COMPUTE_BOUND:
+        return "", []
     lead = f"Compute-bound: compute takes {format_percent(share, 0)} of {of_each(members[0])}"
-    totals = [total for one in members if one.operators is not None for total in one.operators.totals]
-    known = [(total.of_peak, total.known_ns) for total in totals if total.kind == "GEMM" and total.of_peak is not None]
-    if not known:
-        return f"{lead}. "
-    of_peak = sum(rate * ns for rate, ns in known) / sum(ns for _, ns in known)
-    return f"{lead}, and matrix products run at {format_percent(of_peak, 0)} of the GPU's peak. "
+    reports = [one.operators for one in members if one.operators is not None and one.operators.hardware is not None]
+    sums: dict[str, Counter[str]] = defaultdict(Counter)
+    for one in (one for report in reports for one in report.classes if one.known_ns >= SMALL * report.work_ns):
+        sums[one.name].update(known=one.known_ns, gain=one.gain_ns, good=one.good_gain_ns)
+    if not sums:
+        return f"{lead}. ", []
+    longest = sorted(sums.items(), key=lambda item: -item[1]["known"])
+    rates = ", ".join(f"{WORK[kind]} {format_percent(1 - of['gain'] / of['known'], 0)}" for kind, of in longest[:3])
+    steps, gains = sum(report.steps for report in reports), list[str]()
+    at = f"at rates that good kernels reach (profile {reports[0].hardware})"
+    for key, where in (("good", at), ("gain", "at the roofline")):
+        most = sorted(longest, key=lambda item: -item[1][key])[:2]
+        each = [f"{WORK[kind]} {format_ns(of[key] / steps)} ({format_percent(of[key] / span)})"
+                for kind, of in most if of[key] >= SMALL / 2 * span]  # fmt: skip
+        gains += [f"{where}, {' and '.join(each)}"] if each else []
+    story = [f"What faster kernels would gain {per(members[0])}: {'; '.join(gains)}."] if gains else []
+    return f"{lead}; its kernels reach these shares of the roofline: {rates}. ", story
+
+
+def _host_bound(members: Sequence[TraceFigures], loss: "Loss") -> str:
+    """Whether launches that come too late bound a step, and what it would take without the host's time."""
+    replay = max(members, key=lambda one: loss.share([one])).what_if if loss.cause is Cause.LAUNCH else None
+    if replay is None or replay.replay_error > TOLERATED_ERROR:
+        return ""
+    gain = next((one.gain_ns for one in replay.what_ifs if one.what == LAUNCHES), 0)
+    if gain < _HOST_BOUND * replay.step_ns:
+        return ""
+    without = format_ns(replay.step_ns - gain)
+    return f"Host-bound: {of_each(members[0])} would take {without} if the host and its launches took no time. "
+
+
+def _launch_bound(members: Sequence[TraceFigures], loss: "Loss") -> list[str]:
+    """What the GPU waits for, what the host does meanwhile, and what less of that would gain."""
+    where, *attempt = _idle(members, loss)
+    one = max(members, key=lambda one: loss.share([one]))
+    if one.host_time is None or one.what_if is None or not _host_bound(members, loss):
+        return [where, *attempt]
+    text = host_time_text(one, one.host_time, "Its" if len(members) > 1 else "The")
+    if _BUSY_HOST in "".join(attempt):  # it does something else than launching, which costs what it costs
+        return [where, text, *attempt]
+    gains = [
+        f"{_HOST_GAINS[what.what]} {format_ns(what.gain_ns)}"
+        for what in one.what_if.what_ifs
+        if what.what in _HOST_GAINS and what.gain_ns >= SMALL * one.what_if.step_ns
+    ]
+    return [
+        where,
+        text,
+        f"What less of that would gain {per(one)}: {'; '.join(gains)}.",
+    ]
+
+
+def host_time_text(one: TraceFigures, found: HostTime, whose: str) -> str:
+    """What the threads that launch spend their time on."""
+    working = [part for part in found.parts if part.kind != "waits"]
+    busy, kinds = sum(part.ns for part in working), list[str]()
+    for part in working:
+        most = [f"{name} {format_ns(ns / found.steps)}" for name, ns in part.most[:2] if name and ns >= 0.02 * busy]
+        most = most if part.kind in ("operators", "annotations", "python") else []
+        if part.ns >= 0.02 * busy:
+            named = f" ({', '.join(most)})" if most else ""
+            kinds.append(f"{HOST_WORK[part.kind]} {format_ns(part.ns / found.steps)}{named}")
+    each = f"{found.launches // found.steps:,} launches, one every {format_ns(busy / max(1, found.launches))}"
+    return f"{whose} host works {format_ns(busy / found.steps)} {in_each(one)} for {each}: {'; '.join(kinds)}."
 
 
 def _uneven(members: Sequence[TraceFigures]) -> list[str]:
@@ -403,8 +502,8 @@ def unknown_waiting(figures: TraceFigures, *, mostly: bool = False) -> str:
     and not if messages are all latency.
     """
     found = figures.communication
-    if found is None or (mostly and found.bound not in ("below", "unknown")):
-        return ""
+    if found is None or (mostly and found.bound not in ("below", "unknown")) or figures.backend == "emulated":
+        return ""  # an emulated rank waits for nobody
     every = found.steps or (found.whole,)
     exposed, unknown = sum(one.exposed_ns for one in every), sum(one.undivided_ns for one in every)
     if not found.missing or not unknown or (mostly and 2 * unknown < exposed):
@@ -479,7 +578,7 @@ LOSSES = (
     EXPOSED,
     Loss(
         "launch-bound idle time", lambda step: step.breakdown.idle_launch_ns,
-        "fewer and larger kernels (torch.compile), CUDA graphs, no synchronisation with the host",
+        "fewer and larger kernels (torch.compile), CUDA graphs, no synchronisation with the host", _launch_bound,
         cause=Cause.LAUNCH, place="before",
     ),
     Loss(

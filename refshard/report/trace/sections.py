@@ -19,12 +19,23 @@ from refshard.analysis.figures import (
     WhatIf,
     WhatIfFigures,
 )
-from refshard.analysis.names import name_in_words
+from refshard.analysis.names import name_in_words, operator_in_words
 from refshard.events.timeline import Timeline
 from refshard.outside_memory import EXPANDABLE_SEGMENTS
 from refshard.quantities import format_bytes, format_ns, format_part, format_percent
-from refshard.report.blocks import Cell, Part, Quantity, Row, Section
-from refshard.report.trace.findings import SMALL, exposed_waits, group_of, reach_of, short, size_of, unknown_waiting
+from refshard.report.blocks import Cell, Fact, Facts, Part, Quantity, Row, Section
+from refshard.report.trace.findings import (
+    COMPUTE_BOUND,
+    HOST_WORK,
+    SMALL,
+    WORK,
+    exposed_waits,
+    group_of,
+    reach_of,
+    short,
+    size_of,
+    unknown_waiting,
+)
 from refshard.report.trace.lanes import idle_by_cause
 from refshard.report.trace.text import (
     count_per,
@@ -35,6 +46,7 @@ from refshard.report.trace.text import (
     idle_names,
     in_each,
     is_alone,
+    mean,
     ns,
     of_each,
     parts,
@@ -163,6 +175,8 @@ _CHANGES = {
     whatif.OVERLAPPED: "communication fully overlapped",
     whatif.ON_TIME: "every rank on time",
     whatif.LAUNCHES: "host and launches take no time",
+    whatif.FAST_HOST: "host twice as fast, or half as many launches",
+    whatif.NO_MODES: "no dispatch modes in Python",
     whatif.NO_SYNC: "no synchronisation with the host",
 }
 _ON_PATH = {"copy": "copies and preparation", "host": "host and launches", "between_kernels": "between kernels"}
@@ -179,7 +193,7 @@ def what_ifs(figures: TraceFigures) -> Section | None:
     largest = max((one.gain_ns for one in found.what_ifs), default=0)
     # A large error of the replay hides gains that are smaller.
     is_telling = found.replay_error <= TOLERATED_ERROR or largest >= found.replay_error * found.step_ns
-    gains = found.what_ifs if is_telling else ()
+    gains = [one for one in found.what_ifs if is_telling and one.gain_ns >= _SMALL_GAIN * found.step_ns]
     rows: list[Row] = [
         {"what if": _change(one), f"{what} takes": ns(one.step_ns), "gain": ns(one.gain_ns),
          "share": share(one.gain_ns / found.step_ns)}
@@ -191,7 +205,12 @@ def what_ifs(figures: TraceFigures) -> Section | None:
         if found.only_launches
         else ""
     )
-    sentences = (_order(found, gains), _gain_of_overlap(figures, found) if gains else "", doubt, *_path(found, what))
+    sentences = (
+        _order(found, gains),
+        _gain_of_overlap(figures, found) if is_telling else "",
+        doubt,
+        *_path(found, what),
+    )
     return section(
         f"What if: the {what} replayed with one change", rows,
         f"Replays of the trace's dependency graph, over {of} ({format_ns(found.step_ns)}). "
@@ -200,8 +219,34 @@ def what_ifs(figures: TraceFigures) -> Section | None:
     )  # fmt: skip
 
 
+def paying(one: TraceFigures) -> Facts:
+    """The three changes that gain most: replays, and of a step bound by compute its kernels at good rates."""
+    found, span = list[tuple[float, str, str]](), mean([one], lambda part: part.span_ns)
+    if one.what_if is not None and one.what_if.replay_error <= TOLERATED_ERROR:
+        found += [
+            (what.gain_ns, _CHANGES[what.what], f"the {each(one)} would take {format_ns(what.step_ns)}")
+            for what in one.what_if.what_ifs
+            if what.what in _CHANGES and what.what != whatif.LAUNCHES
+        ]
+    if one.operators is not None and mean([one], lambda part: part.compute_ns) >= COMPUTE_BOUND * span:
+        found += [
+            (of.good_gain_ns / one.operators.steps, f"{WORK[of.name]} at rates that good kernels reach",
+             f"now at {format_percent(of.of_roofline, 0)} of the roofline")
+            for of in one.operators.classes
+            if of.known_ns
+        ]  # fmt: skip
+    most = sorted(found, key=lambda fact: -fact[0])[:3]
+    return Facts(facts=[
+        Fact(label=label[:1].upper() + label[1:], value=f"-{format_ns(gain)} ({format_percent(gain / span)})",
+             detail=text)
+        for gain, label, text in most
+        if gain >= _SMALL_GAIN * span
+    ])  # fmt: skip
+
+
 def _change(one: WhatIf) -> str:
-    return f"{name_in_words(one.detail or '')} twice as fast" if one.what == whatif.KERNEL else _CHANGES[one.what]
+    faster = {whatif.KERNEL: "twice as fast", whatif.ROOFLINE: "at its roofline"}.get(one.what)
+    return _CHANGES[one.what] if faster is None else f"{name_in_words(one.detail or '')} {faster}"
 
 
 def _order(found: WhatIfFigures, gains: Sequence[WhatIf]) -> str:
@@ -263,11 +308,10 @@ def _path(found: WhatIfFigures, what: str) -> Iterator[str]:
         yield f"Longest on it: {', '.join(owners)}."
     on_path = sum(part.ns for part in found.path.parts if part.kind == whatif.HOST)
     gain = next((one.gain_ns for one in found.what_ifs if one.what == whatif.LAUNCHES), None)
-    # A long part of the host on the path does not mean that the host bounds the step.
     if gain is not None and on_path >= 0.1 * found.step_ns and gain < on_path / 2:
         yield (
-            f"Without the time of host and launches, only {format_ns(gain)} would be gained: while the host is on the "
-            "path, the device is mostly busy with other work."
+            f"For most of the {format_ns(on_path)} of host and launches on it the GPU is busy with what was launched "
+            f"before: without them the {what} would be {format_ns(gain)} shorter."
         )
 
 
@@ -350,6 +394,25 @@ def host_stalls(figures: TraceFigures) -> Section | None:
     )  # fmt: skip
 
 
+def host_time(figures: TraceFigures) -> Section | None:
+    """What the threads that launch spend their time on."""
+    if (found := figures.host_time) is None:
+        return None
+    rows: list[Row] = [
+        {"host": HOST_WORK[part.kind], per(figures): ns(part.ns, found.steps), "share": share(part.ns / found.span_ns),
+         "count": count_per(part.count, found.steps) if part.count else None,
+         "mostly": ", ".join(f"{cut(name, _LONGEST)} {format_ns(time / found.steps)}"
+                             for name, time in part.most[:3] if name) or None}
+        for part in found.parts
+    ]  # fmt: skip
+    caption = (
+        "The threads that launch, by the innermost event; while one waits for another, only the other's time counts."
+    )
+    lines = "With with_stack=True in the profiler, the table names the Python functions outside of operators."
+    unnamed = sum(ns for part in found.parts if part.kind == "python" for name, ns in part.most if not name)
+    return section("Host time", rows, caption, [lines] if unnamed > 0.1 * found.span_ns else [], text=("mostly",))
+
+
 def _place(one: HostStall) -> str:
     """The line and the operator; without a line the operator and its layer or annotation; else the thread."""
     most = 48
@@ -402,6 +465,8 @@ def _work(
     of_step: dict[str, Callable[[Any], Cell]] = {
         "count": lambda one: count_per(one.count, steps), "calls": lambda one: count_per(one.calls, steps),
         "time": lambda one: ns(one.ns, steps),
+        "gain at it": lambda one: ns(one.gain_ns if one.known_ns else None, steps),
+        "gain at good rates": lambda one: ns(one.good_gain_ns if one.known_ns else None, steps),
     }  # fmt: skip
     for named, one in found:
         rows.append({**named, **{head: (_CELLS | of_step)[head](one) for head in heads}})
@@ -419,11 +484,10 @@ def work_by_class(figures: TraceFigures) -> Section | None:
     gains = [(one.ns * (1 - min(1.0, one.of_roofline)), one) for one in report.operators if one.of_roofline is not None]
     gain, worst = max(gains, key=lambda pair: pair[0], default=(0.0, None))
     if worst is not None and gain >= SMALL * report.work_ns:
-        name = f"{worst.name} of {cut(worst.shapes, _LONGEST)} {worst.dtype}" if worst.shapes else worst.name
         sentences.append(
-            f"The operator that could gain most is {name}: it takes {format_ns(worst.ns / report.steps)} "
-            f"{in_each(figures)}, at {format_percent(worst.of_roofline, 0)} of its roofline ({worst.bound}-bound), so "
-            f"at most {format_ns(gain / report.steps)} can be gained."
+            f"The operator that could gain most is {operator_in_words(worst)}: it takes "
+            f"{format_ns(worst.ns / report.steps)} {in_each(figures)}, at {format_percent(worst.of_roofline, 0)} of "
+            f"its roofline ({worst.bound}-bound), so at most {format_ns(gain / report.steps)} can be gained."
         )
     if not report.has_shapes:
         sentences.append("No FLOPs: the trace has no shapes; record it with record_shapes=True.")
@@ -434,7 +498,10 @@ def work_by_class(figures: TraceFigures) -> Section | None:
     caption = "; shares are of all work except communication. Durations add up: concurrent work counts twice."
     title = f"Work by class, {format_ns(report.work_ns / report.steps)} {in_each(figures)} without communication"
     found: _Works = [({"class": one.name}, one) for one in report.classes]
-    return _work(title, found, ("count", "time", "share"), figures, caption, len(found), sentences)
+    heads = ("count", "time", "share", "of roofline", "gain at it", "gain at good rates")
+    if report.hardware is not None:
+        caption += f" Good rates: what good kernels reach, by the hardware profile {report.hardware}."
+    return _work(title, found, heads, figures, caption, len(found), sentences)
 
 
 def operators(figures: TraceFigures) -> Section | None:
@@ -471,12 +538,6 @@ def kernels(figures: TraceFigures) -> Section | None:
     return _work("Kernels", found, ("class", "count", "time", "each", "share"), figures, caption, report.kernel_count)
 
 
-_CLASSES: dict[str, str] = {
-    "GEMM": "GEMMs", "convolution": "convolutions", "elementwise": "elementwise kernels", "others": "other kernels",
-}  # fmt: skip
-"""Classes of work, unless by their own names."""
-
-
 def contention(figures: TraceFigures) -> Section | None:
     """How much longer kernels take during communication than alone."""
     report = figures.operators
@@ -491,7 +552,7 @@ def contention(figures: TraceFigures) -> Section | None:
             "lost": ns(one.lost_ns, report.steps) if one.slower else "none",
         }
         for name, one in (
-            *((f"all {_CLASSES.get(one.kind, one.kind)}", one) for one in classes),
+            *((f"all {WORK.get(one.kind, one.kind)}", one) for one in classes),
             *((one.name, one) for one in found.kernels),
         )
     ]  # fmt: skip
@@ -643,8 +704,8 @@ def graphs(figures: TraceFigures) -> Section | None:
 
 
 SECTIONS: tuple[Callable[[TraceFigures], Section | None], ...] = (
-    windows, exposed_communication, messages, idle_time, lone_copies, what_ifs, host_stalls, work_by_class, operators,
-    operators_by_shape, kernels, contention, memory_at_peak, memory_by_unit, graphs,
+    windows, exposed_communication, messages, idle_time, lone_copies, what_ifs, host_stalls, host_time, work_by_class,
+    operators, operators_by_shape, kernels, contention, memory_at_peak, memory_by_unit, graphs,
 )  # fmt: skip
 """In the order of reading."""
 

@@ -83,6 +83,64 @@ def late(compute: int, **rest: Any) -> list[f.TraceFigures]:
     return [made(compute=compute, rank=0, **rest), waiting]
 
 
+def mm(**others: Any) -> f.OperatorFigures:
+    known: dict[str, Any] = {
+        "name": "aten::mm", "kind": "GEMM", "shapes": "[64, 32], [32, 16]", "dtype": "bf16", "calls": 4, "ns": 120 * MS,
+        "share": 0.6, "flops": 10**13, "bytes": 10**9, "flops_per_s": 333e12, "of_peak": 0.337, "of_roofline": 0.337,
+        "bound": "compute",
+    }  # fmt: skip
+    return f.OperatorFigures(**{**known, **others})
+
+
+def worked(device: str = "H100", **others: Any) -> f.TraceFigures:
+    """Two steps of 100 ms of work each: 60 % of it GEMMs."""
+    known: dict[str, Any] = {
+        "steps": 2, "work_ns": 200 * MS, "classes": (
+            f.ClassFigures(name="GEMM", count=4, ns=120 * MS, share=0.6),
+            f.ClassFigures(name="communication", count=2, ns=50 * MS, share=None),
+        ),
+        "totals": (f.OperatorTotal(name="aten::mm", kind="GEMM", calls=4, shapes=1, ns=120 * MS, share=0.6),),
+        "total_count": 1, "operator_count": 2, "kernel_count": 9, "contention": None, "hardware": "h100-sxm-80gb",
+        "operators": (mm(), mm(name="my::op", shapes=None, dtype=None, ns=80 * MS, of_roofline=None, bound=None)),
+        "kernels": (f.KernelFigures(name="x" * 300, short="x", kind="GEMM", count=4, ns=120 * MS, share=0.6),),
+        "has_shapes": True,
+    }  # fmt: skip
+    return made(operators=f.OperatorReport(**{**known, **others}), device=device)
+
+
+def hosted(**replay: Any) -> f.TraceFigures:
+    """Two steps of 100 ms with 30 ms of launch-bound idle time; a host that takes no time gains 25 of them."""
+    gains = ((f.LAUNCHES, 25), (f.FAST_HOST, 20), (f.NO_MODES, 6), (f.NO_SYNC, 0))
+    what_ifs = tuple(f.WhatIf(what=what, step_ns=(100 - ms) * MS, gain_ns=ms * MS) for what, ms in gains)
+    parts = (
+        f.HostPart(kind="operators", ns=100 * MS, count=800, most=(("aten::mm", 60 * MS), ("aten::to", 2 * MS))),
+        f.HostPart(kind="modes", ns=60 * MS, count=400, most=(("PythonDispatchMode", 60 * MS),)),
+        f.HostPart(kind="python", ns=36 * MS, count=0, most=(("train.py(12): step", 36 * MS),)),
+        f.HostPart(kind="waits", ns=4 * MS, count=2, most=()),
+    )  # fmt: skip
+    found = f.WhatIfFigures(
+        steps=2, step_ns=100 * MS, replay_error=0.0, waits_recorded=0, waits_inferred=0, only_launches=False,
+        what_ifs=what_ifs, order=(), path=f.CriticalPath(parts=(), owners=()),
+    )  # fmt: skip
+    return made(
+        exposed=3, host=30, dependency=5, idle=idle(f.Cause.LAUNCH, "aten::mm", 20, 40),
+        what_if=replace(found, **replay),
+        host_time=f.HostTime(steps=2, span_ns=200 * MS, launches=400, parts=parts),
+    )  # fmt: skip
+
+
+def rated() -> f.TraceFigures:
+    """Two steps of 100 ms, 95 of them compute: products at 75 % of the roofline, norms at 40 %."""
+    classes = (
+        f.ClassFigures(name="GEMM", count=4, ns=160 * MS, share=0.8, known_ns=160 * MS, gain_ns=40 * MS,
+                       good_gain_ns=2 * MS),
+        f.ClassFigures(name="normalisation", count=4, ns=20 * MS, share=0.1, known_ns=20 * MS, gain_ns=12 * MS,
+                       good_gain_ns=10 * MS),
+        f.ClassFigures(name="optimizer", count=4, ns=10 * MS, share=0.05),
+    )  # fmt: skip
+    return made(compute=95, exposed=0, copies=4, operators=worked(classes=classes).operators)
+
+
 SMALL: Mapping[str, Any] = {"exposed": 3, "collectives": ()}
 TWO = tuple(collective(op="all_gather", unit=unit) for unit in ("layers.0", "layers.1"))
 FINDINGS: Mapping[str, Sequence[f.TraceFigures]] = {
@@ -99,6 +157,9 @@ FINDINGS: Mapping[str, Sequence[f.TraceFigures]] = {
         steps=(replace(made(exposed=3, host=10, dependency=5).steps[0], step=None),),
         idle=idle(f.Cause.LAUNCH, "aten::mm", 20, 40),
     )],
+    "host-bound": [hosted()],
+    "launch-bound, and the replay is uncertain": [hosted(replay_error=0.05)],
+    "compute-bound, with rooflines": [rated()],
     "between operators of a CPU": [made(**SMALL, host=10, dependency=5, device="cpu")],
     "blocking calls": [made(exposed=3, host=2, dependency=1, call=9, idle=idle(f.Cause.CALL, "cudaFree", 18))],
     "one stream for another": [made(exposed=3, idle=idle(f.Cause.DEPENDENCY, "stream 0 waits for stream 4", 18))],
@@ -180,31 +241,6 @@ def freed(calls: int) -> f.TraceFigures:
     places = [{"kind": f.Stall.ALLOCATOR, "call": call, "count": n} for call, of in counts.items() for n in of]
     work = f.ClassFigures(name="GEMM", count=100, ns=300 * MS, share=1.0)
     return stalled(*places, operators=worked(steps=4, classes=(work,)).operators)
-
-
-def mm(**others: Any) -> f.OperatorFigures:
-    known: dict[str, Any] = {
-        "name": "aten::mm", "kind": "GEMM", "shapes": "[64, 32], [32, 16]", "dtype": "bf16", "calls": 4, "ns": 120 * MS,
-        "share": 0.6, "flops": 10**13, "bytes": 10**9, "flops_per_s": 333e12, "of_peak": 0.337, "of_roofline": 0.337,
-        "bound": "compute",
-    }  # fmt: skip
-    return f.OperatorFigures(**{**known, **others})
-
-
-def worked(device: str = "H100", **others: Any) -> f.TraceFigures:
-    """Two steps of 100 ms of work each: 60 % of it GEMMs."""
-    known: dict[str, Any] = {
-        "steps": 2, "work_ns": 200 * MS, "classes": (
-            f.ClassFigures(name="GEMM", count=4, ns=120 * MS, share=0.6),
-            f.ClassFigures(name="communication", count=2, ns=50 * MS, share=None),
-        ),
-        "totals": (f.OperatorTotal(name="aten::mm", kind="GEMM", calls=4, shapes=1, ns=120 * MS, share=0.6),),
-        "total_count": 1, "operator_count": 2, "kernel_count": 9, "contention": None, "hardware": "h100-sxm-80gb",
-        "operators": (mm(), mm(name="my::op", shapes=None, dtype=None, ns=80 * MS, of_roofline=None, bound=None)),
-        "kernels": (f.KernelFigures(name="x" * 300, short="x", kind="GEMM", count=4, ns=120 * MS, share=0.6),),
-        "has_shapes": True,
-    }  # fmt: skip
-    return made(operators=f.OperatorReport(**{**known, **others}), device=device)
 
 
 def slowdown(kind: Any, during: int, alone: int, name: str = "x") -> f.Slowdown:

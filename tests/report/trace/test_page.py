@@ -78,7 +78,7 @@ def test_hostile_names_stay_text(tmp_path: Path, seen: Page) -> None:
     assert not any(name.startswith("on") for _, attributes in found.tags for name in attributes)
     # As many scripts as a page has for one trace whose file it holds.
     assert [kind for kind, _ in found.scripts].count(None) == [kind for kind, _ in seen.scripts].count(None)
-    assert sum(kind in DATA for kind, _ in found.scripts) == 8
+    assert sum(kind in DATA for kind, _ in found.scripts) == 9
     assert found.text.count("<script>alert(1)</script>") > 10
     figures = [
         json.loads(content) for kind, content in found.scripts if kind == DATA[0] and content.startswith('{"data"')
@@ -95,7 +95,8 @@ def test_each_trace_has_its_timeline_layer_and_charts(seen: Page) -> None:
     figures = {box["id"] for box in seen.having("div") if box.get("class") == "chart"}
     charts = ("timeline-0", "layer", "steps", "memory")
     slowest = {f"trace-{n}-timeline-1" for n in range(2)}  # the CPU's steps are equal
-    assert figures == {"ranks"} | slowest | {f"trace-{n}-{chart}" for n in range(3) for chart in charts}
+    each = {f"trace-{n}-{chart}" for n in range(3) for chart in charts}
+    assert figures == {"ranks", "where-0", "where-1"} | slowest | each
     for box in seen.having("div"):
         if box.get("class") == "chart":
             assert seen.text.count(str(box["aria-label"])) >= 1
