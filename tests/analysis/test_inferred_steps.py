@@ -9,7 +9,7 @@ import pytest
 
 from refshard.analysis.analyse import analyse
 from refshard.analysis.windows import inferred_steps, repeats_after
-from refshard.events.reader import read_trace
+from refshard.events.reader import read_events
 from tests.analysis.handmade import note, step, write
 from tests.analysis.inference import kernel
 
@@ -95,7 +95,7 @@ def test_layers_are_no_steps(sequence: list[int], period: int) -> None:
 def test_a_recorded_trace_keeps_its_steps_without_its_announcements() -> None:
     """DDP on an H200, and an emulated rank: cut to one step, in which nothing repeats."""
     for name in ("ddp", "emulated_fsdp2"):
-        trace = read_trace(Path(__file__).parent / "h200" / f"{name}.json.gz")
+        trace = read_events(Path(__file__).parent / "h200" / f"{name}.json.gz")
         hidden = replace(trace, names=tuple(name.replace("ProfilerStep", "step") for name in trace.names))
         assert inferred_steps(trace) is None
         assert inferred_steps(hidden) is None
