@@ -146,6 +146,15 @@ def move_seconds(hardware: HardwareSpec, nbytes: float, transcendentals: float =
     return hardware.kernel_s + max(nbytes / hardware.memory_bytes_per_s, evaluated)
 
 
+STRIDED_PER_MULTIPROCESSOR = 1.9e9
+"""Elements a second of a kernel that computes addresses, each multiprocessor's share."""
+
+
+def strided_seconds(hardware: HardwareSpec, elements: float) -> float:
+    """The least that a pointwise kernel takes if it computes the addresses of so many elements; 0 if not known."""
+    return elements / (STRIDED_PER_MULTIPROCESSOR * hardware.multiprocessors) if hardware.multiprocessors else 0.0
+
+
 def first_touch_seconds(hardware: HardwareSpec, nbytes: float) -> float:
     """What it adds that a tensor is written to memory that the system has to provide first."""
     return nbytes / hardware.first_touch_bytes_per_s if hardware.first_touch_bytes_per_s else 0.0

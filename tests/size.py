@@ -14,8 +14,8 @@ SLACK = 100
 """Most lines that a budget may exceed its package by."""
 BUDGETS = {
     "refshard/analysis": 11_680,
-    "refshard/commands": 3_530,
-    "refshard/dryrun": 7_660,
+    "refshard/commands": 3_570,
+    "refshard/dryrun": 8_115,
     "refshard/emit": 930,
     "refshard/emulate": 1_400,
     "refshard/engine": 9_400,
@@ -23,12 +23,12 @@ BUDGETS = {
     "refshard/fakecuda": 1_985,
     "refshard/measure": 8_410,
     "refshard/models": 1_300,
-    "refshard/plan": 3_170,
+    "refshard/plan": 3_365,
     "refshard/report": 9_975,
-    "refshard/specs": 2_770,
+    "refshard/specs": 2_915,
     "refshard/strategies": 3_150,
-    "refshard/*.py": 2_380,
-    "tests": 79_545,
+    "refshard/*.py": 2_390,
+    "tests": 79_875,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

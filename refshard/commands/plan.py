@@ -27,6 +27,7 @@ from refshard.report.blocks import Answer, Text
 from refshard.report.plan.answer import plan_answer
 from refshard.report.plan.text import short_text
 from refshard.specs.cluster import ClusterSpec, cluster_name, load_cluster, with_nodes
+from refshard.specs.counted import AnyModel, CountedModel
 from refshard.specs.hardware import ELEMENT_BYTES
 from refshard.specs.job import REFERENCE_STRATEGY, Implementation, Optimizer, Precision, Schedule, Tuning
 from refshard.specs.layers import POLICY
@@ -136,23 +137,25 @@ def plan(options: Options, *, page: Path | None = None, tool: str | None = None,
     """
     if page is not None and page.is_dir():
         raise SpecError(f"html: {page} is a folder; name the file to write")
-    if is_factory(options.model):
-        from refshard.models.dimensions import read_dimensions  # torch takes seconds to import
-
-        model = read_dimensions(options.model)
-    else:
-        model = load_model(options.model)
+    dimensions = _model(options)
     options = _with_names(options)
     cluster, spread = load_cluster(options.cluster), load_spread()
     sizes = sized(options.gpus, cluster)
     failures = Failures(mtbf_hours=options.mtbf_hours)
+    if tool is not None and dimensions is None:
+        raise SpecError(f"emit: {tool} needs the dimensions of a model, got '{options.model}'; leave --emit out")
+    model: AnyModel
+    if dimensions is not None:
+        model = dimensions
+    else:
+        model, options = _counted(options, cluster, sizes[-1].world_size)
     options = _for_tool(options, tool, sizes[-1].world_size)
     # By default, --search dry-runs some if the fake device can be made.
     fakes = cluster.accelerator.device == "cuda" and bool(cluster.accelerator.device_name)
     count = options.dry_runs if options.dry_runs is not None else DRY_RUNS if options.search and fakes else 0
     varied = varied_fields(options, cluster)
     made = [_size(options, model, on, failures) for on in sizes]
-    if count:
+    if count and isinstance(model, ModelSpec):
         made[-1] = _with_dry_runs(made[-1], options, model, sizes[-1], count)
     most, shown = options.top + count, []
     for size in made:
@@ -170,11 +173,53 @@ def plan(options: Options, *, page: Path | None = None, tool: str | None = None,
     answer = plan_answer(found, spread, title, model=options.model, cluster=options.cluster)
     if page is not None:
         write_page(answer, page, "plan")
-    if tool is not None:
+    if tool is not None and isinstance(model, ModelSpec):
         best = [row for size in reversed(made) for row in size.rows]
         text = _emitted(tool, options, model, cluster, best, out or Path("runs") / "emitted" / tool)
         answer = replace(answer, blocks=[*answer.blocks, Text(text=text)])
     return answer
+
+
+def _model(options: Options) -> ModelSpec | None:
+    """The dimensions of the model; None for a factory's module that none describe.
+
+    Raises:
+        SpecError: it does not exist, or cannot be read.
+    """
+    if not is_factory(options.model):
+        return load_model(options.model)
+    from refshard.models.dimensions import NotRecognisedError, read_dimensions  # torch takes seconds to import
+
+    try:
+        return read_dimensions(options.model)
+    except NotRecognisedError:
+        return None
+
+
+def _counted(options: Options, cluster: ClusterSpec, ranks: int) -> tuple[CountedModel, Options]:
+    """The operators of the factory's module, and the options with data parallelism alone where they leave it open.
+
+    Raises:
+        SpecError: the module does not run on the meta device, or dry runs are requested.
+    """
+    if options.dry_runs:
+        raise SpecError(
+            f"dry-runs: within a plan they are of models with dimensions, got '{options.model}'; dry-run the module: "
+            f"refshard dryrun --cluster {options.cluster} --model {options.model} --strategy fsdp2"
+        )
+    from refshard.dryrun.counted import count_model
+
+    open_axes = {axis: "1" for axis in ("tp", "cp", "pp", "ep") if getattr(options, axis) is None}
+    given = options.strategies or (",".join(PLANNED) if ranks > 1 else None)
+    options = msgspec.structs.replace(
+        options, **open_axes, strategies=given, checkpointing=options.checkpointing or AUTO, dry_runs=0
+    )
+    casting = {bool(find_cost_model(name).casts) for name in strategies_of(options, ranks)}
+    variants = [
+        f"autocast {precision}" if casts and precision != "fp32" else precision
+        for precision in _precisions(options, cluster) for casts in sorted(casting)
+    ]  # fmt: skip
+    return count_model(options.model, options.seq_len, [*dict.fromkeys(variants)], cluster.accelerator), options
 
 
 def _with_names(options: Options) -> Options:
@@ -211,7 +256,7 @@ def _for_tool(options: Options, tool: str | None, ranks: int) -> Options:
     return options
 
 
-def _size(options: Options, model: ModelSpec, cluster: ClusterSpec, failures: Failures) -> Size:
+def _size(options: Options, model: AnyModel, cluster: ClusterSpec, failures: Failures) -> Size:
     found = candidates(space_of(options, model, cluster), model, cluster)
     if not len(found):
         return Size(gpus=cluster.world_size, considered=0, fitting=0, rows=(), front=(), unfit=())
@@ -293,7 +338,7 @@ def varied_fields(options: Options, cluster: ClusterSpec) -> tuple[str, ...]:
     return tuple(field for field, of_field in zip(VARIANTS, values) if len(of_field) > 1)
 
 
-def space_of(options: Options, model: ModelSpec, cluster: ClusterSpec) -> Space:
+def space_of(options: Options, model: AnyModel, cluster: ClusterSpec) -> Space:
     """What to search on the cluster.
 
     Raises:
@@ -341,7 +386,7 @@ def _sized_name(given: str, cluster: ClusterSpec) -> str:
     return given if cluster == load_cluster(given) else with_nodes(given, cluster.nodes)
 
 
-def _searched(name: str, options: Options, model: ModelSpec, cluster: ClusterSpec) -> bool:
+def _searched(name: str, options: Options, model: AnyModel, cluster: ClusterSpec) -> bool:
     """Whether an axis that is not given takes all sizes."""
     if options.search or name == "dp_replicate" or (name == "ep" and model.experts):
         return True
@@ -362,7 +407,7 @@ def _chooses_batch(options: Options, cluster: ClusterSpec) -> bool:
     return cluster.world_size == 1 and not options.search and not given
 
 
-def global_batch_of(options: Options, model: ModelSpec, cluster: ClusterSpec) -> int:
+def global_batch_of(options: Options, model: AnyModel, cluster: ClusterSpec) -> int:
     """Sequences of a step.
 
     Raises:

@@ -33,6 +33,7 @@ from refshard.costs import (
     group_shape,
     move_seconds,
     product_seconds,
+    strided_seconds,
 )
 from refshard.dryrun.recording import GRAPH_LAUNCH, GROUP, HOST_COUNTS, Flag, Kind, Recording
 from refshard.dryrun.work import TRITON, Scores, Work, element_bytes, parse, work_of
@@ -49,8 +50,6 @@ TIMES = {
 """By operator, how many times as long as a copy of as many bytes; 1 where none is given."""
 WIDENED, NARROWED = 2.0, 0.94
 """The same for copies to a wider and to a narrower dtype."""
-STRIDED_PER_MULTIPROCESSOR = 1.9e9
-"""Elements a second of a kernel that computes addresses, each multiprocessor's share."""
 
 
 def operator_seconds(
@@ -60,14 +59,17 @@ def operator_seconds(
 
     Backward of a loss only writes its gradients, even if its operator gets more tensors.
     """
-    _, _, op = operator.rpartition("::")
-    nbytes = float(writes if op in ("nll_loss_backward", "nll_loss2d_backward") else reads + writes)
-    times = _copied(signature) if op == "copy_" else TIMES.get(op, 1.0)
-    seconds = move_seconds(hardware, times * nbytes)
-    if flags & Flag.STRIDED and hardware.multiprocessors:
+    seconds = move_seconds(hardware, move_bytes(operator.rpartition("::")[2], signature, reads, writes))
+    if flags & Flag.STRIDED:
         elements = max((tensor.numel for tensor in parse(signature).inputs), default=0)
-        seconds = max(seconds, elements / (STRIDED_PER_MULTIPROCESSOR * hardware.multiprocessors))
+        seconds = max(seconds, strided_seconds(hardware, elements))
     return seconds
+
+
+def move_bytes(op: str, signature: str, reads: int, writes: int) -> float:
+    """Bytes that a copy would move in the time of ``op``, named without its library."""
+    nbytes = float(writes if op in ("nll_loss_backward", "nll_loss2d_backward") else reads + writes)
+    return nbytes * (_copied(signature) if op == "copy_" else TIMES.get(op, 1.0))
 
 
 def _copied(signature: str) -> float:
@@ -177,7 +179,7 @@ _AS: dict[str, CollectiveOp] = {
     "scatter": "all_gather", "barrier": "all_reduce",
 }  # fmt: skip
 _PEERS = {"send": SENDING, "recv": RECEIVING}
-_COMPUTED_AS: dict[str, tuple[Dtype, float]] = {
+COMPUTED_AS: dict[str, tuple[Dtype, float]] = {
     "fp32": ("fp32", 1.0), "bf16": ("bf16", 1.0), "fp16": ("bf16", 1.0), "fp64": ("fp32", 1.0),
     "fp8e4m3": ("bf16", 2.0), "fp8e5m2": ("bf16", 2.0), "int8": ("bf16", 2.0), "complex64": ("fp32", 0.25),
 }  # fmt: skip
@@ -338,7 +340,7 @@ class _Pricing:
 
     def _rate(self, operator: str, dtype: str) -> tuple[Dtype, float]:
         """The profile's dtype, and how many times its rate."""
-        rate, times = _COMPUTED_AS.get(dtype) or (("bf16", 2.0) if _is_fp8(dtype) else ("fp32", 1.0))
+        rate, times = COMPUTED_AS.get(dtype) or (("bf16", 2.0) if _is_fp8(dtype) else ("fp32", 1.0))
         if rate not in self._hardware.attention:
             raise SpecError(
                 f"hardware: the profile must have a rate for {operator} of {dtype}, got rates for "

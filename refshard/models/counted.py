@@ -35,10 +35,10 @@ def count_flops(own: OwnModel, seq_len: int, *, backward: bool) -> float:
         name: nn.Parameter(torch.empty_like(p, device=_META), p.requires_grad)
         for name, p in own.module.named_parameters()
     }
-    state |= {name: _with_values(buffer) for name, buffer in own.module.named_buffers()}
-    batch = Arguments({name: _with_values(tensor) for name, tensor in given.tensors.items()}, own.factory)
+    state |= {name: with_values(buffer) for name, buffer in own.module.named_buffers()}
+    batch = Arguments({name: with_values(tensor) for name, tensor in given.tensors.items()}, own.factory)
     counter = FlopCounterMode(display=False)
-    with _META, sdpa_kernel(SDPBackend.MATH), counter, _Values(), torch.set_grad_enabled(backward):
+    with _META, sdpa_kernel(SDPBackend.MATH), counter, Values(), torch.set_grad_enabled(backward):
         # A batch only calls the module.
         loss = batch.loss(cast(nn.Module, lambda **given: functional_call(own.module, state, (), given)))
         if backward:
@@ -47,7 +47,7 @@ def count_flops(own: OwnModel, seq_len: int, *, backward: bool) -> float:
 
 
 @final
-class _Values(TorchDispatchMode):
+class Values(TorchDispatchMode):
     """Keeps the values of meta tensors that are computed from known ones alone, and answers questions about them."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class _Values(TorchDispatchMode):
         return result
 
 
-def _with_values(tensor: Tensor) -> Tensor:
+def with_values(tensor: Tensor) -> Tensor:
     """A tensor like it on the meta device, with its values if they are integers."""
     made = torch.empty_like(tensor, device=_META)
     if not tensor.is_meta and not tensor.is_floating_point() and tensor.numel() <= _LARGEST:

@@ -30,24 +30,32 @@ from refshard.specs.reading import convert, is_count
 REMEDY = "give the dimensions in a TOML file instead: --model mine.toml (docs/how-to/own-model.md)"
 
 
+class NotRecognisedError(SpecError):
+    """The module is no decoder with dimensions that closed forms know."""
+
+
 def read_dimensions(name: str) -> ModelSpec:
     """The dimensions of the module that the factory ``name`` returns, alone or before its batch.
 
     Raises:
-        SpecError: there is no such factory, it fails on the meta device, or what it makes is no decoder that can be
-            recognised.
+        SpecError: there is no such factory, it fails on the meta device, or has frozen parameters.
+        NotRecognisedError: what it makes is no decoder that can be recognised.
     """
     module = _made(name)
     if frozen := sum(not parameter.requires_grad for parameter in module.parameters()):
         raise _refused(name, f"every parameter must be trained, got {frozen} that are frozen")
-    spec, counted = _spec_of(module, name), _count(module)
+    try:
+        spec, counted = _spec_of(module, name), _count(module)
+    except SpecError as error:
+        raise NotRecognisedError(str(error)) from None
     if (expected := parameter_count(spec)) != counted:
         heads = f"{spec.n_heads} heads of {spec.head_dim}, {spec.n_kv_heads} of keys"
         read = f"{spec.n_layers} layers of width {spec.dim}, {heads}, feed-forward {spec.ffn_dim}"
-        raise _refused(
-            name, f"the dimensions read from the module ({read}, vocabulary {spec.vocab}) must give its {counted:,} "
-            f"parameters, got {expected:,}",
-        )  # fmt: skip
+        problem = (
+            f"the dimensions read from the module ({read}, vocabulary {spec.vocab}) must give its {counted:,} "
+            f"parameters, got {expected:,}"
+        )
+        raise NotRecognisedError(str(_refused(name, problem)))
     return msgspec.structs.replace(spec, params=counted)
 
 

@@ -10,12 +10,14 @@ from refshard.errors import SpecError
 from refshard.plan.adapters import TunedLayer, tuned_layer
 from refshard.plan.collectives import Elements, Exchanges, group_of
 from refshard.plan.cost_models import MASTER_BYTES, NEWTON_SCHULZ, STATE_BYTES, UPDATED_BYTES
+from refshard.plan.counted import CountedCosts, check_counted, counted_memory
 from refshard.plan.kernels import Share, attention_linears, feed_forward_linears, hidden_bytes, sizes_of
 from refshard.plan.layers import LayerCosts, LayerTimes, Within
 from refshard.plan.memory import PARTS, Held, LayerMemory, Memory, highest, layer_memory, loss_bytes, memory_of
 from refshard.plan.space import Candidates, Floats, Integers, by_distinct
 from refshard.plan.stages import deal, delayed_weights, held_by_first_backward, in_flight, step_seconds
 from refshard.specs.cluster import ClusterSpec
+from refshard.specs.counted import AnyModel, CountedModel, Counts
 from refshard.specs.hardware import ELEMENT_BYTES
 from refshard.specs.job import Policy
 from refshard.specs.layers import checkpointing_of
@@ -27,6 +29,8 @@ CLIPPED_BYTES = 12
 _TIMES = tuple(field.name for field in fields(LayerTimes))
 _MEMORY = tuple(field.name for field in fields(LayerMemory))
 _TUNED = tuple(field.name for field in fields(TunedLayer))
+_COUNTED = ("down", "feed_forward", "outputs", "cast_loss", "of_head")
+"""Fields of :class:`CountedMemory` and of :class:`Held` that have formulas of their own for other models."""
 _SHARE = (
     "microbatch", "tp", "cp", "ep", "expert_tp", "precision", "compiled", "fused_norms", "attention", "tuning",
     "lora_rank", "lora_targets", "overlap_tensor", "context_by", "dispatch", "fp8_attention", "fp8_head",
@@ -59,20 +63,24 @@ class Estimates:
     host_bytes: Floats
 
 
-def estimate(model: ModelSpec, cluster: ClusterSpec, seq_len: int, candidates: Candidates) -> Estimates:
+def estimate(model: AnyModel, cluster: ClusterSpec, seq_len: int, candidates: Candidates) -> Estimates:
     """Estimate all rows; those of different world sizes lie on as many of the cluster's nodes as they fill."""
     return _Estimate(model, cluster, seq_len, candidates).all()
 
 
-def memory(model: ModelSpec, cluster: ClusterSpec, seq_len: int, candidates: Candidates) -> Memory:
+def memory(model: AnyModel, cluster: ClusterSpec, seq_len: int, candidates: Candidates) -> Memory:
     """The memory of :func:`estimate` alone, which takes less time."""
     return _Estimate(model, cluster, seq_len, candidates).memory()
 
 
 class _Estimate:
-    def __init__(self, model: ModelSpec, cluster: ClusterSpec, seq_len: int, candidates: Candidates) -> None:
+    def __init__(self, model: AnyModel, cluster: ClusterSpec, seq_len: int, candidates: Candidates) -> None:
         self._model, self._seq_len, self._rows = model, seq_len, candidates
-        self._cluster = msgspec.structs.replace(cluster, hardware=cluster.accelerator.as_in_closed_forms)
+        if isinstance(model, CountedModel):
+            check_counted(model, candidates)
+            self._cluster = cluster
+        else:
+            self._cluster = msgspec.structs.replace(cluster, hardware=cluster.accelerator.as_in_closed_forms)
         self._stages = deal(model.n_layers, candidates)
         self._reduction = candidates.mapped("reduction", lambda word: float(ELEMENT_BYTES[word]))  # type: ignore[index]
         self._element = np.where(candidates.where("precision", "fp32"), 4.0, 2.0)
@@ -93,6 +101,8 @@ class _Estimate:
         rows, model, stages = self._rows, self._model, self._stages
 
         def sizes(tensor: int, expert: int, expert_tp: int) -> tuple[float, ...]:
+            if isinstance(model, CountedModel):
+                return model.block, 0.0, 0.0, 0.0, model.embedding, model.head
             found = sizes_of(model, tensor, expert, expert_tp)
             return found.dense, found.routed, found.experts, found.feed_forward, found.embedding, found.head
 
@@ -104,6 +114,8 @@ class _Estimate:
             self._head = self._head + np.where(self._alone, 0, self._embedding)
         mixed = self._plain + self._experts > self._dense
         self._unit = Elements(np.where(mixed, self._plain, self._dense), np.where(mixed, self._experts, 0))
+        if isinstance(model, CountedModel):
+            self._unit = Elements(np.full(len(rows), float(model.largest)), np.zeros(len(rows)))
         self._looked_up = self._embedding * np.where(self._megatron, 1, rows["tp"])
         slowest = np.maximum(stages.middle, np.maximum(stages.first, stages.last))
         self._layers = np.where(self._alone, model.n_layers, slowest)
@@ -150,7 +162,7 @@ class _Estimate:
 
         def layer(*key: int) -> tuple[float, ...]:
             share = self._share(*key)
-            if share.lora is None:
+            if share.lora is None or isinstance(self._model, CountedModel):
                 return (0.0,) * (len(_TUNED) + 2)
             one = tuned_layer(self._model, share)
             found = [getattr(one, name) for name in _TUNED]
@@ -223,7 +235,11 @@ class _Estimate:
         """
         rows, model, cluster = self._rows, self._model, self._cluster
 
-        def times(megatron: int, *key: int) -> tuple[float, ...]:
+        def times(megatron: int, casts: int, *key: int) -> tuple[float, ...]:
+            if isinstance(model, CountedModel):
+                parts = CountedCosts(cluster.accelerator, self._counts(model, bool(casts), *key))
+                block = [getattr(parts.layer(), name) for name in _TIMES]
+                return (*block, *block, *parts.ends(), 0.0)
             share, (overlaps, by, dispatch, fp8_attention, fp8_head, fused_experts, graphs, recomputes) = (
                 self._share(*key), key[-8:]
             )  # fmt: skip
@@ -246,21 +262,30 @@ class _Estimate:
             ends = [part.forward_s + part.backward_s for part in (costs.embedding(), costs.head(), costs.prediction())]
             return (*layers, *ends)
 
-        *layers, embedding, head, prediction = by_distinct(
-            [self._megatron.astype(np.int64), *(rows[f] for f in _SHARE)], times
-        )
+        *layers, embedding, head, prediction = by_distinct(self._parts(), times)
         return dict(zip(_TIMES, layers)), dict(zip(_TIMES, layers[len(_TIMES) :])), embedding, head, prediction
+
+    def _parts(self) -> list[Integers]:
+        """What the time and the memory of layers and ends depend on: Megatron, autocast, and the fields of a share."""
+        rows = self._rows
+        casts = (rows.cost("casts") > 0) & ~rows.where("precision", "fp32")
+        return [self._megatron.astype(np.int64), casts.astype(np.int64), *(rows[field] for field in _SHARE)]
+
+    def _counts(self, model: CountedModel, casts: bool, *key: int) -> Counts:
+        return model.of(key[0], self._rows.labels["precision"][key[_SHARE.index("precision")]], casts=casts)
 
     def _share(self, microbatch: int, tp: int, cp: int, ep: int, expert_tp: int, precision: int, compiled: int,
                fused_norms: int, attention: int, tuning: int, rank: int, targets: int, *_: int) -> Share:  # fmt: skip
-        device, labels = self._cluster.accelerator.device, self._rows.labels
+        device, labels, model = self._cluster.accelerator.device, self._rows.labels, self._model
         name, tuned = labels["precision"][precision], labels["tuning"][tuning]
         lora = None if tuned == "full" else Lora(rank=rank, projections=projections_of(labels["lora_targets"][targets]))
         return Share(
             sequences=microbatch, seq_len=self._seq_len, tp=tp, cp=cp, ep=ep, expert_tp=expert_tp,
             precision=name,  # type: ignore[arg-type]
             fused=bool(compiled), fused_norms=bool(fused_norms) and device == "cuda",
-            fused_attention=not makes_scores(self._model, fp32=name == "fp32", device=device),
+            fused_attention=not (
+                isinstance(model, ModelSpec) and makes_scores(model, fp32=name == "fp32", device=device)
+            ),
             attention=labels["attention"][attention],  # type: ignore[arg-type]
             lora=lora, quantised=tuned == "qlora",
         )  # fmt: skip
@@ -278,6 +303,8 @@ class _Estimate:
         """Seconds of a pipeline's messages: of a microbatch if it waits for them, else of filling and draining."""
         rows, cluster = self._rows, self._cluster
         ranks, tensor = rows["pp"], rows["tp"]
+        if isinstance(self._model, CountedModel):
+            return np.zeros(len(rows))
         nbytes = rows["microbatch"] * self._seq_len / rows["cp"] / tensor * self._model.dim * self._element
         apart = rows["gpus"] // ranks >= cluster.ranks_per_node
         outer = cluster.between.bytes_per_s / cluster.ranks_per_node if cluster.between else cluster.within.bytes_per_s
@@ -295,7 +322,7 @@ class _Estimate:
         updated = rows.mapped("optimizer", lambda name: float(UPDATED_BYTES[name])) * own
         reached = hardware.optimizer_bytes_per_s or hardware.memory_bytes_per_s
         on_gpu = updated / reached + CLIPPED_BYTES * own / hardware.memory_bytes_per_s
-        if (muon := rows.where("optimizer", "muon")).any():
+        if (muon := rows.where("optimizer", "muon")).any() and isinstance(self._model, ModelSpec):
             rate, flops = hardware.matmul["bf16"], _newton_schulz_flops(self._model)
             on_gpu = on_gpu + np.where(muon, flops / (rate.peak * rate.efficiency), 0)
         if not rows.flag("offload").any():
@@ -319,6 +346,8 @@ class _Estimate:
         """Bytes of the optimizer's state for an element."""
         rows, model = self._rows, self._model
         state = rows.mapped("optimizer", STATE_BYTES.__getitem__)
+        if isinstance(model, CountedModel):
+            return state
         matrices = sum(m * n for m, n in _block_matrices(model)) * model.n_layers
         rest = 1 - matrices / model.params
         return np.where(rows.where("optimizer", "muon"), state + rest * (STATE_BYTES["adamw"] - state), state)
@@ -365,7 +394,8 @@ class _Estimate:
         kept = (1 - part - some) * of["none"] + part * of["full"] + some * of["selective"]
         activations = layers * kept + of["hidden"] - np.where(part + some > 0, 0, of["unneeded"])
         recomputed = np.where(part > 0, of["none"], np.where(some > 0, of["none"] - of["selective"], 0))
-        at_ends = np.where(around, ends, e * np.where(model.tied, self._embedding, self._head))
+        tied = isinstance(model, ModelSpec) and model.tied
+        at_ends = np.where(around, ends, e * np.where(tied, self._embedding, self._head))
         last = np.where(rows.cost("holds_last") > 0, of["frozen"], 0)
         # FSDP1's flat parameter has a gradient as a whole, that of frozen weights with it.
         flat = np.where(rows.cost("divides") > 0, of["frozen"], 0)
@@ -386,11 +416,14 @@ class _Estimate:
         """Bytes by purpose, of one microbatch of a rank that has layers and both ends; of a layer, those of a dense one
         and, after them, those of a mixture.
         """
-        rows, model = self._rows, self._model
-        casts = (rows.cost("casts") > 0) & ~rows.where("precision", "fp32")
+        model = self._model
 
         def kept(megatron: int, casts: int, *key: int) -> tuple[float, ...]:
             share = self._share(*key)
+            if isinstance(model, CountedModel):
+                found = counted_memory(model, self._counts(model, bool(casts), *key), share, casts=bool(casts))
+                layer = [getattr(found.layer, name) for name in _MEMORY]
+                return (*layer, *layer, found.loss, 0.0, found.scattering, 0.0, *(getattr(found, n) for n in _COUNTED))
             how = {"gathers_again": bool(megatron), "casts": bool(casts)}
             dense = layer_memory(model, share, dense=True, **how)
             mixed = layer_memory(model, share, dense=False, **how) if self._routed else dense
@@ -400,9 +433,9 @@ class _Estimate:
             scattering = MASTER_BYTES * share.tokens * model.dim
             return (*layers, loss, logits, scattering, hidden_bytes(model, share, casts=bool(casts)))
 
-        key = [self._megatron.astype(np.int64), casts.astype(np.int64), *(rows[field] for field in _SHARE)]
-        names = (*_MEMORY, *(f"mixed {name}" for name in _MEMORY), "loss", "logits", "scattering", "hidden")
-        return dict(zip(names, by_distinct(key, kept)))
+        ends = ("loss", "logits", "scattering", "hidden", *_COUNTED)
+        names = (*_MEMORY, *(f"mixed {name}" for name in _MEMORY), *ends)
+        return dict(zip(names, by_distinct(self._parts(), kept)))
 
     def _held(self, rank: Integers, kept: dict[str, Floats]) -> Held:
         """What the pipeline's ``rank`` holds."""
@@ -429,20 +462,31 @@ class _Estimate:
         onward, back = microbatches * (parts - last), np.maximum(0, microbatches - flying) * (parts - first)
         sent = np.where(rows.where("schedule", "1f1b"), np.where(first, flying, 0), onward + back)
         outputs = sent * kept["hidden"] + np.where(last, kept["logits"], 0)
+        model, feed_forward, logits = self._model, self._feed_forward, np.where(last, kept["logits"], 0)
+        if isinstance(model, CountedModel):
+            uncast = np.full(len(rows), float(model.params - model.casts))
+            own = {name: kept[name] for name in _COUNTED} | {"prefetched": self._unit.all}
+        else:
+            uncast = np.zeros_like(embedding) if model.tied else embedding
+            own = {
+                "down": feed_forward / (3 if model.gated else 2), "feed_forward": feed_forward,
+                "outputs": np.where(staged, outputs, 0),
+                "cast_loss": logits * (1 + 2 * MASTER_BYTES / self._element),
+                "prefetched": np.zeros_like(embedding), "of_head": logits + self._element * np.maximum(embedding, head),
+            }  # fmt: skip
         received = microbatches * (parts * 2.0 - first - last)
         return Held(
             parameters=parameters, experts=held.experts, unit=self._unit.all, shapes=shapes,
-            feed_forward=self._feed_forward,
-            down=self._feed_forward / (3 if self._model.gated else 2), embedding=embedding, head=head,
+            embedding=embedding, head=head,
             looked_up=np.where(first, self._looked_up, 0.0),
-            state=self._state(), casts=parameters - recasts - (0 if self._model.tied else embedding), recasts=recasts,
+            state=self._state(), casts=parameters - recasts - uncast, recasts=recasts,
             kept=layer,
             first=np.where(part > 0, full, layer),
             last=np.where(part > 0, np.where(part < 1, none, full), layer),
             recomputed=np.where(part > 0, none, np.where(some > 0, none - kept["selective"], 0)),
             **{name: kept[name] for name in _MEMORY if name not in ("none", "selective", "full")},
-            loss=np.where(last, kept["loss"], 0), logits=np.where(last, kept["logits"], 0),
-            scattering=np.where(first, kept["scattering"], 0), outputs=np.where(staged, outputs, 0),
+            loss=np.where(last, kept["loss"], 0), logits=logits,
+            scattering=np.where(first, kept["scattering"], 0), **own,
             messages=np.where(staged, received * kept["hidden"], 0), layers=layers, in_flight=flying,
             in_flight_later=np.where(first, held_by_first_backward(rows), flying - 1 / parts),
             delays=delayed_weights(rows, rank),
@@ -461,7 +505,7 @@ def _newton_schulz_flops(model: ModelSpec) -> float:
     return NEWTON_SCHULZ * model.n_layers * sum(4.0 * m * m * n + 2.0 * m**3 for m, n in sides)
 
 
-def routed_layers(model: ModelSpec) -> int:
+def routed_layers(model: AnyModel) -> int:
     """Layers that are mixtures of experts."""
     return model.expert_layers
 

@@ -25,6 +25,7 @@ from refshard.plan.kernels import (
     projected_width,
 )
 from refshard.plan.space import Candidates, Floats, Mask
+from refshard.specs.counted import AnyModel
 from refshard.specs.hardware import HardwareSpec
 from refshard.specs.job import Job
 from refshard.specs.model import ModelSpec
@@ -37,7 +38,7 @@ With expandable segments, which a plan assumes, dry runs at full depth need up t
 _FIXED_SEGMENTS = {"data parallel": 0.21, "model parallel": 0.19, "adapters": 0.06, "experts": 0.20}
 
 
-def fixed_segments(job: Job, model: ModelSpec) -> float:
+def fixed_segments(job: Job, model: AnyModel) -> float:
     """How much more than in closed form dry runs of the job's kind need at most without expandable segments, as a
     fraction (validation/fragmentation.json).
     """
@@ -174,7 +175,9 @@ class Held:
     - ``parameters``: all of them; ``experts``: those of experts; ``unit``: those of the largest unit.
     - ``shapes``: the same, but in Megatron one expert's alone: products add gradients up, and give autograd an empty
       tensor for each shape.
-    - ``feed_forward``: those of that unit's feed-forward; ``down``: those of its last product.
+    - ``feed_forward``: those of that unit's feed-forward; ``down``: those of its last product (of a counted module,
+      those that have come ``after_feed_forward`` and ``after_product``).
+    - ``prefetched``: what FSDP2 has gathered of the last block at the loss, which it does if the module computes that.
     - ``embedding``, ``head``: 0 if another pipeline rank has them; in a tied model the embedding is also the head.
     - ``looked_up``: the embedding's whole gradient.
     - ``casts``: weights that autocast casts once for forward and backward; ``recasts``: those of checkpointed layers,
@@ -188,9 +191,11 @@ class Held:
       which is checkpointed only if all are.
     - ``recomputed``: activations that a checkpointed layer recomputes; ``workspace``: a layer's workspace.
     - ``after_product``, ``after_feed_forward``, ``after_layer``, ``delayed``: as in :class:`LayerMemory`.
-    - ``loss``: all that the loss needs; ``logits``: the logits alone.
+    - ``loss``: all that the loss needs, ``cast_loss``: before its gradient, if autocast casts; ``logits``: the logits
+      alone; ``of_head``: what the gradient of the head's weight needs.
     - ``scattering``: workspace of the embedding's gradient.
-    - ``outputs``: pipeline outputs that the rank still holds; ``messages``: receive buffers.
+    - ``outputs``: pipeline outputs that the rank still holds, or what is kept before the blocks of a counted module;
+      ``messages``: receive buffers.
 
     Counts (microbatches may be fractions, if a rank has several stages):
 
@@ -205,6 +210,7 @@ class Held:
     shapes: Floats
     feed_forward: Floats
     down: Floats
+    prefetched: Floats
     embedding: Floats
     head: Floats
     looked_up: Floats
@@ -221,7 +227,9 @@ class Held:
     after_layer: Floats
     delayed: Floats
     loss: Floats
+    cast_loss: Floats
     logits: Floats
+    of_head: Floats
     scattering: Floats
     outputs: Floats
     messages: Floats
@@ -263,7 +271,7 @@ class _Rank:
         self._activations = self._activations + held.layers * held.delayed * held.delays
         # When the first layers of a pipeline's rank end their first backward.
         later = self._activations - held.layers * held.kept * (held.in_flight - held.in_flight_later)
-        self._later = np.where(self._pipelined, later, 0)
+        self._later = np.where(self._pipelined, later, held.outputs)
         # In backward a gathered unit has been copied out before the next one is gathered.
         copies = candidates.cost("copies_out") * element
         slots = candidates.cost("parameter_slots") * element + copies - np.where(self._around, copies, 0)
@@ -296,8 +304,9 @@ class _Rank:
         end = np.maximum(held.embedding, held.head)
         units = self._by_unit & ~self._around & ~self._stays
         gathered = np.where(units, element * end, 0) + np.where(self._is("holds_last"), element * held.unit, 0)
+        gathered = gathered + np.where(self._around & ~self._stays, element * held.prefetched, 0)
         delayed = held.logits * np.maximum(0, held.delays * self._parts - 1) + self._not_added()
-        of_head = held.logits + element * end + np.where(self._by_unit & ~self._around, reduction * end, 0)
+        of_head = held.of_head + np.where(self._by_unit & ~self._around, reduction * end, 0)
         workspace = gathered + delayed + np.maximum(held.loss, of_head)
         begun = held.layers * held.delayed * np.minimum(held.delays, 1 / self._parts)
         return self._moment(
@@ -323,8 +332,7 @@ class _Rank:
         """
         held, element = self._held, self._element
         here = self._casts & ~self._pipelined & (held.loss > 0)
-        recast = np.where(here, element * held.recasts, 0)
-        workspace = np.where(here, held.logits * (1 + 2 * MASTER_BYTES / element), 0)
+        recast, workspace = np.where(here, element * held.recasts, 0), np.where(here, held.cast_loss, 0)
         return self._moment(
             self._gradients_at_loss + self._first_bucket(), self._whole + recast, self._activations, workspace
         )
@@ -376,7 +384,9 @@ class _Rank:
             held.after_feed_forward + element * held.feed_forward,
             held.after_layer + element * held.unit,
         ]
-        most = held.recomputed + self._gathered + element * held.head + np.maximum.reduce(grown)
+        # Before the first layer there is none to gather ahead.
+        ahead = element * held.unit if after is None else 0
+        most = held.recomputed + np.maximum(0, self._gathered - ahead) + element * held.head + np.maximum.reduce(grown)
         later = reduction * held.unit - (0 if after is None else after)
         within = np.where(self._stays, most, most + np.maximum(later, 0))
         # Otherwise, while a layer computes, its activations are there, and parameters of the next; at its end, its

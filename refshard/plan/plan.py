@@ -7,6 +7,7 @@ validation.fit --write-spread`` writes them to ``profiles/spread.toml``, from th
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import sqrt
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -18,9 +19,9 @@ from refshard.plan.memory import PARTS, fixed_segments
 from refshard.plan.search import Found
 from refshard.plan.space import Candidates
 from refshard.specs.cluster import ClusterSpec
+from refshard.specs.counted import AnyModel, CountedModel
 from refshard.specs.hardware import HardwareSpec
 from refshard.specs.job import Job
-from refshard.specs.model import ModelSpec
 from refshard.specs.reading import convert, read_toml
 
 
@@ -78,9 +79,9 @@ _FEWEST = 100
 """Multiprocessors of a family's GPUs at least: an H20 has 78, and no published run."""
 
 
-def kind_of(job: Job, model: ModelSpec, hardware: HardwareSpec) -> str:
+def kind_of(job: Job, model: AnyModel, hardware: HardwareSpec) -> str:
     """The kind of a job: one kind is predicted about equally well. It tells mixtures of experts, the axes that divide
-    the model, the precision, the family of GPUs, and adapters.
+    the model, the precision, the family of GPUs, and adapters; modules that are counted are a kind by themselves.
     """
     if job.pp > 1:
         divided = "pipeline"
@@ -91,7 +92,8 @@ def kind_of(job: Job, model: ModelSpec, hardware: HardwareSpec) -> str:
     known = _FAMILIES.get(hardware.capability) if hardware.multiprocessors >= _FEWEST else None
     family = known or hardware.device_name or hardware.device.upper()
     tuning = "" if job.tuning == "full" else f", {job.tuning}"
-    return f"{'experts' if model.experts else 'dense'}, {divided} parallel, {job.precision}, {family}{tuning}"
+    kind = "operators counted" if isinstance(model, CountedModel) else "experts" if model.experts else "dense"
+    return f"{kind}, {divided} parallel, {job.precision}, {family}{tuning}"
 
 
 def load_spread() -> Spread:
@@ -174,7 +176,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     goodput: float
     gpu_hours: float
     cost_usd: float
-    flops_convention: Convention = CONVENTION
+    flops_convention: Convention | Literal["counted"] = CONVENTION
     fixed_segments: float = 0.0
     dry_step_s: float | None = None
     reserved_bytes: int | None = None
@@ -255,7 +257,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 class Reader:
     """Makes rows of a search's columns."""
 
-    model: ModelSpec
+    model: AnyModel
     cluster: ClusterSpec
     seq_len: int
     price_usd: float
@@ -285,7 +287,13 @@ class Reader:
         estimates = found.estimates
         job, step_s = estimates.candidates.job(place), float(estimates.step_s[place])
         speed = float(found.tokens_per_s_gpu[place])
-        flops = speed * flops_per_token(self.model, self.seq_len, lora=job.lora)
+        model = self.model
+        convention: Convention | Literal["counted"]
+        if isinstance(model, CountedModel):
+            convention, each = "counted", model.flops_per_token
+        else:
+            convention, each = CONVENTION, flops_per_token(model, self.seq_len, lora=job.lora)
+        flops = speed * each
         kind = kind_of(job, self.model, self.cluster.accelerator)
         bounds = self.spread.bounds(kind)
         goodput = self.failures.goodput(job.gpus)
@@ -301,7 +309,7 @@ class Reader:
             peak_bytes=int(estimates.memory.peak[place]), usable_bytes=int(found.usable_bytes[place]),
             memory={part: int(getattr(estimates.memory, part)[place]) for part in PARTS},
             checkpointed=checkpointed_layers(job.checkpointing, layers), layers=layers, goodput=goodput,
-            gpu_hours=hours, cost_usd=hours * self.price_usd,
+            gpu_hours=hours, cost_usd=hours * self.price_usd, flops_convention=convention,
             fixed_segments=fixed_segments(job, self.model) if self.cluster.accelerator.device == "cuda" else 0.0,
         )  # fmt: skip
 

@@ -8,7 +8,7 @@ from refshard.plan.estimate import Estimates, estimate, memory
 from refshard.plan.memory import FRAGMENTATION, usable_bytes
 from refshard.plan.space import Candidates, Floats, Integers, Mask
 from refshard.specs.cluster import ClusterSpec
-from refshard.specs.model import ModelSpec
+from refshard.specs.counted import AnyModel
 
 AUTO = "auto"
 """A policy of checkpointing: as few layers as fit."""
@@ -31,7 +31,7 @@ class Found:
 
 
 def search(
-    model: ModelSpec, cluster: ClusterSpec, seq_len: int, candidates: Candidates, usable: Floats | float | None = None
+    model: AnyModel, cluster: ClusterSpec, seq_len: int, candidates: Candidates, usable: Floats | float | None = None
 ) -> Found:
     """Estimate and rank all. Where checkpointing is :data:`AUTO` it is replaced by the fewest layers that fit.
 
@@ -51,7 +51,7 @@ def search(
     return Found(estimates=found, usable_bytes=usable, fits=fits, tokens_per_s_gpu=speed, order=order)
 
 
-def _fewest(model: ModelSpec, cluster: ClusterSpec, seq_len: int, rows: Candidates, limits: Floats) -> Candidates:
+def _fewest(model: AnyModel, cluster: ClusterSpec, seq_len: int, rows: Candidates, limits: Floats) -> Candidates:
     """As few checkpointed layers as fit, else all.
 
     A step's peak is the highest of several moments, and each layer more lowers each of them by a constant. So the slope

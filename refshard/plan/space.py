@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from refshard.plan.cost_models import COST_MODELS, find_cost_model
 from refshard.specs.cluster import ClusterSpec
+from refshard.specs.counted import AnyModel, CountedModel
 from refshard.specs.job import REFERENCE_STRATEGY, Implementation, Job, Optimizer, Precision, Schedule, Tuning
 from refshard.specs.layers import listed_stages
-from refshard.specs.model import ModelSpec
 from refshard.specs.tuning import ALL_LINEAR, Lora
 
 Integers = npt.NDArray[np.int64]
@@ -33,7 +33,8 @@ FIELDS = {
 """Columns of candidates, and the types of their values."""
 LEAST_TOKENS = 1024
 """Fewest tokens of a sequence that context parallelism leaves each rank."""
-MOST_CONTEXT, MOST_STRETCHES, MOST_MICROBATCH = 64, 12, 32
+MOST_CONTEXT, MOST_STRETCHES, MOST_MICROBATCH, MOST_SAMPLES = 64, 12, 32, 1024
+"""Largest values of an axis; a microbatch of samples, which have no tokens, may be larger than one of sequences."""
 _N_DIMENSIONAL = ("ddp", "fsdp2", "megatron")
 """Strategies that compose with pipelines and context parallelism, here or in the tool of their name."""
 _TENSOR = ("fsdp2", "megatron", *(name for name in COST_MODELS if name.startswith("refshard-")))
@@ -199,7 +200,7 @@ _VARYING = (
 )  # fmt: skip
 
 
-def candidates(space: Space, model: ModelSpec, cluster: ClusterSpec) -> Candidates:
+def candidates(space: Space, model: AnyModel, cluster: ClusterSpec) -> Candidates:
     """All jobs of the space that can run on the cluster, as columns; checkpointing is the innermost axis."""
     rows: list[tuple[object, ...]] = []
     fixed, free = list(product(space.precisions, (True,))), list(product(space.precisions, space.compiled))
@@ -224,9 +225,11 @@ def candidates(space: Space, model: ModelSpec, cluster: ClusterSpec) -> Candidat
     return Candidates(columns, {**found.labels, "attention": attention})
 
 
-def _meshes(space: Space, model: ModelSpec, cluster: ClusterSpec) -> Iterator[tuple[object, ...]]:
+def _meshes(space: Space, model: AnyModel, cluster: ClusterSpec) -> Iterator[tuple[object, ...]]:
     world, seq_len = space.gpus, space.seq_len
-    widths = (model.n_heads, model.n_kv_heads, model.ffn_dim, *([model.experts.ffn_dim] if model.experts else []))
+    widths: tuple[int, ...] = ()
+    if not isinstance(model, CountedModel):
+        widths = (model.n_heads, model.n_kv_heads, model.ffn_dim, *([model.experts.ffn_dim] if model.experts else []))
     for tp in _sizes(space.tp, min(world, cluster.ranks_per_node), widths):
         for cp in _sizes(space.cp, min(world // tp, MOST_CONTEXT), (seq_len,)):
             if world % (tp * cp) or (cp > 1 and seq_len // cp < LEAST_TOKENS):
@@ -240,11 +243,12 @@ def _meshes(space: Space, model: ModelSpec, cluster: ClusterSpec) -> Iterator[tu
 
 
 def _batches(
-    space: Space, model: ModelSpec, data: int, tp: int, cp: int, pp: int, interleave: int, schedule: str
+    space: Space, model: AnyModel, data: int, tp: int, cp: int, pp: int, interleave: int, schedule: str
 ) -> Iterator[tuple[object, ...]]:
     local = space.global_batch // data
     experts = (model.experts.count, data * cp * tp) if model.experts else (1,)
-    for microbatch in _sizes(space.microbatch, min(local, MOST_MICROBATCH), (local,)):
+    most = MOST_SAMPLES if space.seq_len == 1 else MOST_MICROBATCH
+    for microbatch in _sizes(space.microbatch, min(local, most), (local,)):
         microbatches = local // microbatch
         if pp > 1 and (microbatches < pp or (interleave > 1 and microbatches % pp)):
             continue

@@ -16,7 +16,15 @@ from refshard.strategies.world import World
 def fill(model: nn.Module, world: World) -> None:
     """Give a model of DTensors storage, and each rank's part of the initial values."""
     if _on_meta(model):
+        tied: dict[int, list[tuple[nn.Module, str]]] = {}
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    tied.setdefault(id(parameter), []).append((module, name))
         model.to_empty(device="cpu" if world.case.job.offload else world.device)
+        for (first, key), *others in tied.values():  # each module has got a parameter of its own
+            for module, name in others:
+                module._parameters[name] = first._parameters[key]
         if isinstance(model, Llama):
             initialise(model, world.case.protocol.seed, world.device)
 

@@ -416,8 +416,44 @@ def test_a_factory_is_planned_by_its_dimensions_and_refused_if_it_has_none(
     found = plan(options(model="planned_models:build", strategies="fsdp2"), tool="refshard", out=tmp_path / "out")
     assert as_json(found)["sizes"] == named(sizes(strategies="fsdp2"), "planned_models:build")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"refshard.toml", "model.toml"}
-    with pytest.raises(SpecError, match=r"for the factory 'planned_models:other', its blocks must be .*; give the dim"):
+    with pytest.raises(SpecError, match=r"the batch of 'planned_models:other' must be a function, got NoneType"):
         plan(options(model="planned_models:other"))
+
+
+COUNTED = "tests.dryrun.counted_small:build"
+
+
+def test_a_module_without_dimensions_is_planned_by_its_operators() -> None:
+    found = as_json(plan(options(model=COUNTED, seq_len=64, search=True, tokens_per_step="4k")))["sizes"][-1]
+    rows = found["rows"]
+    assert {row["kind"] for row in rows} == {"operators counted, data parallel, bf16, Hopper"}
+    assert {row["flops_convention"] for row in rows} == {"counted"}
+    assert all(row["low_s"] is None and row["fits"] for row in rows)
+    assert {row["job"]["strategy"] for row in rows} == {"ddp", "refshard-yafsdp"}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tp": "2"}, "tp must be 1 for '.*', whose operators are counted, got 2"),
+        ({"pp": "2", "microbatch": "1", "accumulate": 2}, "pp must be 1 for"),
+        ({"tuning": "lora"}, "tuning must be full for '.*', whose operators are counted, got lora"),
+        ({"optimizer": "muon", "strategies": "ddp"}, "optimizer must be adamw or adamw-8bit for"),
+        ({"precision": "fp8"}, "precision must be bf16 or fp32 for '.*', whose operators are counted, got fp8"),
+        ({"compiled": "yes"}, "can neither be compiled nor checkpointed by operator"),
+        ({"checkpointing": "selective"}, "can neither be compiled nor checkpointed by operator"),
+        ({"strategies": "megatron"}, "strategy must be .* for '.*', whose operators are counted, got megatron"),
+        ({"dry_runs": 2}, "within a plan they are of models with dimensions"),
+    ],
+)
+def test_a_module_without_dimensions_has_no_other_closed_forms(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        plan(options(model=COUNTED, seq_len=64, **given))
+
+
+def test_nothing_is_emitted_for_a_module_without_dimensions(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="emit: torchtitan needs the dimensions of a model"):
+        plan(options(model=COUNTED, seq_len=64), tool="torchtitan", out=tmp_path)
 
 
 @pytest.mark.parametrize(("tool", "policies"), sorted(POLICIES.items()))

@@ -2,7 +2,8 @@
 
 import pytest
 
-from refshard.dryrun.price import NARROWED, STRIDED_PER_MULTIPROCESSOR, TIMES, WIDENED, operator_seconds
+from refshard.costs import STRIDED_PER_MULTIPROCESSOR
+from refshard.dryrun.price import NARROWED, TIMES, WIDENED, operator_seconds
 from refshard.dryrun.recording import Flag
 from refshard.specs.hardware import HardwareSpec, Rate
 

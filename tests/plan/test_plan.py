@@ -116,6 +116,7 @@ def test_a_rows_figures_follow_from_its_step_time() -> None:
     for row in READER.size(result, most=8).rows:
         tokens = row.job.global_batch * SEQ_LEN
         assert row.tokens_per_s_gpu == pytest.approx(tokens / row.step_s / 16)
+        assert row.flops_convention != "counted"
         flops = flops_per_token(MODEL, SEQ_LEN, row.flops_convention)
         assert row.tflops == pytest.approx(row.tokens_per_s_gpu * flops / 1e12)
         assert row.mfu == pytest.approx(row.tflops * 1e12 / CLUSTER.accelerator.matmul["bf16"].peak)
