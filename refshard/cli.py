@@ -372,7 +372,7 @@ def plan(
     lora_targets: Annotated[
         str, typer.Option(help="Layers with adapters: all-linear, or some, such as q_proj,v_proj.")
     ] = "all-linear",
-    optimizer: Annotated[str, typer.Option(help="adamw, adamw-8bit or muon.")] = "adamw",
+    optimizer: Annotated[str, typer.Option(help="adamw, adamw-8bit, muon, adafactor or sgd.")] = "adamw",
     implementation: Annotated[
         list[str] | None,
         typer.Option(

@@ -28,7 +28,15 @@ from refshard.report.plan.answer import plan_answer
 from refshard.report.plan.text import short_text
 from refshard.specs.cluster import ClusterSpec, cluster_name, load_cluster, with_nodes
 from refshard.specs.hardware import ELEMENT_BYTES
-from refshard.specs.job import REFERENCE_STRATEGY, Implementation, Optimizer, Precision, Schedule, Tuning
+from refshard.specs.job import (
+    REFERENCE_STRATEGY,
+    WHOLE_MATRICES,
+    Implementation,
+    Optimizer,
+    Precision,
+    Schedule,
+    Tuning,
+)
 from refshard.specs.layers import POLICY
 from refshard.specs.model import ModelSpec, is_factory, load_model, model_name
 from refshard.specs.reading import convert, within
@@ -391,7 +399,7 @@ def strategies_of(options: Options, ranks: int) -> tuple[str, ...]:
     Raises:
         SpecError: one has no closed form, or not of this, or does not exist.
     """
-    whole = options.optimizer == "muon"
+    whole = options.optimizer in WHOLE_MATRICES
     if options.strategies is None:
         if ranks == 1:
             return (REFERENCE_STRATEGY,)
@@ -408,9 +416,10 @@ def strategies_of(options: Options, ranks: int) -> tuple[str, ...]:
         if name == REFERENCE_STRATEGY and ranks > 1:
             raise SpecError(f"strategy: '{name}' is one GPU's, got {ranks} GPUs; give --gpus 1, or another strategy")
         if find_cost_model(name).shards_optimizer and whole:
+            other = ", or dry-run it" if name in ROWS and options.optimizer in ROWS[name].axes else ""
             raise SpecError(
-                f"optimizer: muon has no closed form where its state is sharded, as '{name}' does; plan "
-                "'ddp' or 'refshard-replicate', or dry-run it"
+                f"optimizer: {options.optimizer} has no closed form where its state is sharded, as '{name}' does; plan "
+                f"'ddp' or 'refshard-replicate'{other}"
             )
     return names
 

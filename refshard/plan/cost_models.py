@@ -15,12 +15,17 @@ STATE_BYTES = {
     "adamw": 2.0 * MASTER_BYTES,
     "adamw-8bit": 2 * (1 + 4 / 256),
     "muon": 1.0 * MASTER_BYTES,
+    "adafactor": 1.0 * MASTER_BYTES,
+    "sgd": 1.0 * MASTER_BYTES,
 }
 """State of the optimizer for each element: AdamW's two averages in fp32, or in 8 bits with an fp32 scale for 256 of
-them (torchao); Muon's momentum, which only the matrices of blocks have: AdamW updates the others.
+them (torchao); Muon's momentum, which only the matrices of blocks have: AdamW updates the others. SGD's momentum.
+Adafactor's average of a vector's elements; of a matrix, it has one of each row and each column.
 """
-UPDATED_BYTES = {"adamw": ADAMW_BYTES, "adamw-8bit": 16, "muon": 20}
-"""Bytes that the optimizer reads and writes for each element: parameter, gradient and state."""
+UPDATED_BYTES = {"adamw": ADAMW_BYTES, "adamw-8bit": 16, "muon": 20, "adafactor": 68, "sgd": 32}
+"""Bytes that the optimizer reads and writes for each element: parameter, gradient and state. torch's SGD has three
+kernels (foreach), its Adafactor eleven, most of them over the update.
+"""
 NEWTON_SCHULZ = 5
 """Muon's iterations of each matrix, (m, n) with m <= n, of 4 m^2 n + 2 m^3 FLOPs (Jordan et al., "Muon", 2024)."""
 

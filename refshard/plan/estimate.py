@@ -321,7 +321,8 @@ class _Estimate:
         state = rows.mapped("optimizer", STATE_BYTES.__getitem__)
         matrices = sum(m * n for m, n in _block_matrices(model)) * model.n_layers
         rest = 1 - matrices / model.params
-        return np.where(rows.where("optimizer", "muon"), state + rest * (STATE_BYTES["adamw"] - state), state)
+        state = np.where(rows.where("optimizer", "muon"), state + rest * (STATE_BYTES["adamw"] - state), state)
+        return np.where(rows.where("optimizer", "adafactor"), state * _factored_elements(model) / model.params, state)
 
     def _host_copies(self, compute_s: Floats) -> Floats:
         """Seconds per step for copies of masters from the host at each gather, and of gradients to it at each
@@ -372,7 +373,10 @@ class _Estimate:
         backward = 2 * of["frozen"] + flat + np.where(around, ends, 0)
         same = {
             "masters": np.where(divided, frozen / shards, frozen) + e * self._updated,
-            "optimizer": e / MASTER_BYTES * self._state() * self._updated,
+            "optimizer": np.where(
+                rows.where("optimizer", "adafactor"), e * layers * of["factored"],
+                e / MASTER_BYTES * self._state() * self._updated,
+            ),
             "gradients": e * np.where(rows.cost("summed_bytes") > MASTER_BYTES, 2, 1) * self._updated,
             "unsharded": np.where(stays | (divided & ~by_unit), frozen, zero), "activations": activations,
         }  # fmt: skip
@@ -459,6 +463,12 @@ def _newton_schulz_flops(model: ModelSpec) -> float:
     """FLOPs of Muon's step over all layers."""
     sides = [(min(sides), max(sides)) for sides in _block_matrices(model)]
     return NEWTON_SCHULZ * model.n_layers * sum(4.0 * m * m * n + 2.0 * m**3 for m, n in sides)
+
+
+def _factored_elements(model: ModelSpec) -> float:
+    """The averages of Adafactor, one for each row and each column of a matrix, those of experts one by one."""
+    block = sum(m + n for m, n in _block_matrices(model))
+    return model.n_layers * block + (1 if model.tied else 2) * (model.vocab + model.dim)
 
 
 def routed_layers(model: ModelSpec) -> int:

@@ -288,6 +288,7 @@ class _Rank:
             self._first_layer(),
             self._embedding(),
             self._reducing(),
+            self._stepping(),
         ]
 
     def _loss(self) -> Memory:
@@ -365,6 +366,13 @@ class _Rank:
         return self._moment(
             gradients, whole, np.zeros_like(whole), np.where(here, np.where(self._pipelined, stage, alone), 0)
         )  # fmt: skip
+
+    def _stepping(self) -> Memory:
+        """The step of Adafactor, which computes one tensor's update at a time."""
+        held, none = self._held, np.zeros_like(self._whole)
+        largest = np.maximum.reduce([held.embedding, held.head, held.down])
+        update = np.where(self._candidates.where("optimizer", "adafactor"), MASTER_BYTES * largest, 0)
+        return self._moment(self._gradients, self._whole - self._autocast, none, update)
 
     def _of_layer(self, after: Floats | None) -> Floats:
         """A layer's backward. ``after`` is what the layer after it kept, if that is still counted."""

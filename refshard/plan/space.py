@@ -16,7 +16,16 @@ import numpy.typing as npt
 
 from refshard.plan.cost_models import COST_MODELS, find_cost_model
 from refshard.specs.cluster import ClusterSpec
-from refshard.specs.job import REFERENCE_STRATEGY, Implementation, Job, Optimizer, Precision, Schedule, Tuning
+from refshard.specs.job import (
+    REFERENCE_STRATEGY,
+    WHOLE_MATRICES,
+    Implementation,
+    Job,
+    Optimizer,
+    Precision,
+    Schedule,
+    Tuning,
+)
 from refshard.specs.layers import listed_stages
 from refshard.specs.model import ModelSpec
 from refshard.specs.tuning import ALL_LINEAR, Lora
@@ -251,6 +260,7 @@ def _batches(
         for ep in _sizes(space.ep, data * cp * tp, experts):
             for strategy in space.strategies:
                 alone = strategy == REFERENCE_STRATEGY and space.gpus > 1
+                alone |= tp > 1 and space.optimizer in WHOLE_MATRICES
                 if alone or not _composes(strategy, tp, cp, pp, schedule) or (ep > 1 and strategy not in _EXPERT):
                     continue
                 for dp_replicate in _replicas(space, strategy, data):

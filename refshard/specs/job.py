@@ -26,7 +26,9 @@ from refshard.specs.tuning import ALL_LINEAR, Lora, projections_of
 Workload = Literal["training", "inference"]
 Precision = Literal["fp32", "bf16", "fp8"]
 Tuning = Literal["full", "lora", "qlora"]
-Optimizer = Literal["adamw", "adamw-8bit", "muon"]
+Optimizer = Literal["adamw", "adamw-8bit", "muon", "adafactor", "sgd"]
+WHOLE_MATRICES = frozenset({"muon", "adafactor"})
+"""Optimizers that step whole matrices. They have closed forms only where no optimizer state is sharded."""
 CommMemory = Literal["default", "allocator", "group", "symmetric"]
 Schedule = Literal["1f1b", "interleaved", "zero-bubble"]
 Policy = str | tuple[int, ...]
@@ -121,7 +123,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     - ``tuning`` trains all parameters (``"full"``); or LoRA adapters of ``lora_rank`` on the ``lora_targets`` of each
       block (:func:`~refshard.specs.tuning.projections_of`), with the bases frozen (``"lora"``) and, with ``"qlora"``,
       in NF4 with double quantisation.
-    - ``optimizer`` is AdamW, AdamW with 8-bit state, or Muon for the matrices of the blocks and AdamW for all else.
+    - ``optimizer`` is AdamW, AdamW with 8-bit state, Muon for the matrices of the blocks and AdamW for all else,
+      Adafactor, or SGD with a momentum of 0.9.
     - ``offload`` keeps masters, gradients and optimizer state in the host's memory.
     - ``comm_memory`` is what collectives gather to and reduce from: by default what the strategy takes by itself;
       torch's caching allocator's (``"allocator"``), the process group's (``"group"``), or symmetric memory, with
@@ -376,6 +379,8 @@ OPTIONS = {
         Option("qlora", "qlora", "LoRA on NF4 bases", lambda job: _tuning_text(job, "qlora")),
         Option("adamw-8bit", "8-bit", "AdamW with 8-bit state", _chosen("adamw-8bit", "optimizer")),
         Option("muon", "muon", "Muon", _chosen("muon", "optimizer")),
+        Option("adafactor", "adaf", "Adafactor", _chosen("adafactor", "optimizer")),
+        Option("sgd", "sgd", "SGD with momentum", _chosen("sgd", "optimizer")),
         Option("offload", "offl", "offloading to the host", lambda job: "offload" if job.offload else ""),
         Option("dp_replicate", "repl", "replicas (hybrid sharding)", _sized("{} replicas", "dp_replicate")),
         Option("tp", "tp", "tensor parallelism", _sized("tensor parallel {}", "tp")),

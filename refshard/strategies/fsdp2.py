@@ -41,13 +41,13 @@ class FSDP2(Strategy):
         if world.pipeline is None:
             self._shard(model)
             fill(model, world)
-            return PlainLoop(model, world, stepping=stepping, muon=muon_over_dtensors)
+            return PlainLoop(model, world, stepping=stepping, whole=muon_over_dtensors)
         self._stages = stages_of(self._model, world)
         for stage in self._stages:
             self._shard(stage, reshard_after_forward=False)
         fill_stages(self._stages, self._model, world)
         self._loop = PipelineLoop(
-            self._stages, self._stages, world, residual=world.computed, muon=muon_over_dtensors, stepping=stepping
+            self._stages, self._stages, world, residual=world.computed, whole=muon_over_dtensors, stepping=stepping
         )
         return self._loop
 
