@@ -357,7 +357,8 @@ def plan(
     precision: Annotated[
         str | None,
         typer.Option(
-            help="Precisions of matrix products: bf16, fp8, fp32, separated by commas (default: bf16; fp32 on a CPU)."
+            help="Precisions of matrix products: bf16, fp8, mxfp8, nvfp4, fp32, separated by commas (default: bf16; "
+            "fp32 on a CPU)."
         ),
     ] = None,
     reduction: Annotated[str, typer.Option(help="Gradient reduction dtype: bf16 or fp32.")] = "fp32",

@@ -235,6 +235,7 @@ def test_hash_follows_content_and_survives_a_round_trip() -> None:
             r"global_batch must be a multiple of data-parallel ranks = 2, got 3",
         ),
         ({"precision": "fp8"}, r"precision must be 'fp32' or 'bf16' for a case, got 'fp8'"),
+        ({"precision": "nvfp4"}, r"precision must be 'fp32' or 'bf16' for a case, got 'nvfp4'; only plans know nvfp4"),
         (
             {"comm_memory": "nvlink"},
             r"comm_memory: invalid enum value 'nvlink'; known: default, allocator, group, symmetric",

@@ -143,6 +143,10 @@ def refuse_job(
             f"optimizer must be 'adamw', got '{one.optimizer}'; emit for accelerate or deepspeed, where your script "
             "makes the optimizer",
         ),
+        (
+            one.precision in ("mxfp8", "nvfp4") and tool != "megatron",
+            f"precision must be 'bf16', 'fp8' or 'fp32', got '{one.precision}'; emit for megatron",
+        ),
     )
     if llama is not None:
         remedy = "emit for accelerate or deepspeed, which take the model from your script"

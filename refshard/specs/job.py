@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from refshard.specs.hardware import AttentionKernel
+from refshard.specs.hardware import AttentionKernel, ProductDtype
 from refshard.specs.layers import (
     POLICIES,
     POLICY,
@@ -24,7 +24,7 @@ from refshard.specs.reading import within
 from refshard.specs.tuning import ALL_LINEAR, Lora, projections_of
 
 Workload = Literal["training", "inference"]
-Precision = Literal["fp32", "bf16", "fp8"]
+Precision = ProductDtype
 Tuning = Literal["full", "lora", "qlora"]
 Optimizer = Literal["adamw", "adamw-8bit", "muon", "adafactor", "sgd"]
 WHOLE_MATRICES = frozenset({"muon", "adafactor"})

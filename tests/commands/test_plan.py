@@ -516,7 +516,7 @@ def test_an_implementation_is_stated_by_field() -> None:
         ({"price_usd": -1.0}, r"--price must be >= 0 USD per GPU-hour, and finite, got -1\.0; give"),
         ({"price_usd": float("nan")}, "--price must be >= 0 USD per GPU-hour, and finite, got nan; give"),
         ({"mtbf_hours": 0.0}, r"--mtbf must be > 0 hours, and finite, got 0\.0; give"),
-        ({"precision": "fp16"}, "precision must be fp32, bf16 or fp8, got 'fp16'; choose one of them"),
+        ({"precision": "fp16"}, "precision must be fp32, bf16, fp8, mxfp8 or nvfp4, got 'fp16'; choose one of them"),
         ({"precision": "bf16,fp8", "cluster": "dgx-a100"}, "the hardware profile has rates for .*, got fp8; choose"),
         ({"precision": " , "}, "precision: no word in ' , '; separate words by commas, or leave the option out"),
         ({"compiled": "both"}, "compile must be no or yes, got 'both'; choose one of them"),
