@@ -45,6 +45,7 @@ class CostModel:
     - ``divides``: whether a kernel casts and scales the buffer before the reduction.
     - ``casts``: whether autocast casts each weight once a step.
     - ``adds``: whether separate kernels accumulate unsharded gradients; false if the matrix products do.
+    - ``casts_frozen``: whether frozen parameters have no masters, and only those in the compute dtype are kept.
     - ``exchanges_gathers``, ``exchanges_reductions``: whether, over gloo, ranks exchange parts and add them up instead
       of calling gloo's collective.
     """
@@ -64,6 +65,7 @@ class CostModel:
     divides: bool = False
     casts: bool = False
     adds: bool = True
+    casts_frozen: bool = False
     exchanges_gathers: bool = False
     exchanges_reductions: bool = False
 
@@ -80,7 +82,7 @@ def _of_mode(mode: Mode) -> CostModel:
         name=f"refshard-{mode.name}", shards_parameters=not replicated, shards_gradients=not summed,
         shards_optimizer=mode.optimizer == "shard", kept_bytes=2 if replicated else 0, summed_bytes=4 if summed else 0,
         keeps=not replicated and mode.storage == "persistent", holds_last=mode.storage != "persistent",
-        exchanges_gathers=True, exchanges_reductions=True,
+        casts_frozen=True, exchanges_gathers=True, exchanges_reductions=True,
     )  # fmt: skip
 
 

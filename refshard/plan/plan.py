@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from refshard import resources
-from refshard.flops import CONVENTION, Convention, flops_per_token
+from refshard.flops import CONVENTION, Convention, flops_of
 from refshard.plan.estimate import checkpointed_layers
 from refshard.plan.memory import PARTS, fixed_segments
 from refshard.plan.search import Found
@@ -80,7 +80,7 @@ _FEWEST = 100
 
 def kind_of(job: Job, model: ModelSpec, hardware: HardwareSpec) -> str:
     """The kind of a job: one kind is predicted about equally well. It tells mixtures of experts, the axes that divide
-    the model, the precision, the family of GPUs, and adapters.
+    the model, the precision, the family of GPUs, adapters and frozen parts.
     """
     if job.pp > 1:
         divided = "pipeline"
@@ -91,6 +91,7 @@ def kind_of(job: Job, model: ModelSpec, hardware: HardwareSpec) -> str:
     known = _FAMILIES.get(hardware.capability) if hardware.multiprocessors >= _FEWEST else None
     family = known or hardware.device_name or hardware.device.upper()
     tuning = "" if job.tuning == "full" else f", {job.tuning}"
+    tuning += ", frozen parts" if job.frozen else ""
     return f"{'experts' if model.experts else 'dense'}, {divided} parallel, {job.precision}, {family}{tuning}"
 
 
@@ -285,7 +286,7 @@ class Reader:
         estimates = found.estimates
         job, step_s = estimates.candidates.job(place), float(estimates.step_s[place])
         speed = float(found.tokens_per_s_gpu[place])
-        flops = speed * flops_per_token(self.model, self.seq_len, lora=job.lora)
+        flops = speed * flops_of(job, self.model)
         kind = kind_of(job, self.model, self.cluster.accelerator)
         bounds = self.spread.bounds(kind)
         goodput = self.failures.goodput(job.gpus)

@@ -183,6 +183,7 @@ class Space:
     tuning: Tuning = "full"
     lora_rank: int = Lora().rank
     lora_targets: str = ALL_LINEAR
+    frozen: str = ""
     optimizer: Optimizer = "adamw"
     implementation: Implementation = field(default_factory=Implementation)
     tp: tuple[int, ...] = (1,)
@@ -200,7 +201,7 @@ class Space:
 
 _FIXED = (
     "gpus", "global_batch", "seq_len", "model", "cluster", "offload", "tuning", "lora_rank", "lora_targets",
-    "optimizer",
+    "frozen", "optimizer",
 )  # fmt: skip
 _VARYING = (
     "strategy", "tp", "cp", "pp", "interleave", "schedule", "ep", "dp_replicate", "microbatches", "reduce_each",
@@ -261,6 +262,7 @@ def _batches(
             for strategy in space.strategies:
                 alone = strategy == REFERENCE_STRATEGY and space.gpus > 1
                 alone |= tp > 1 and space.optimizer in WHOLE_MATRICES
+                alone |= tp * cp * pp > 1 and bool(space.frozen)
                 if alone or not _composes(strategy, tp, cp, pp, schedule) or (ep > 1 and strategy not in _EXPERT):
                     continue
                 for dp_replicate in _replicas(space, strategy, data):

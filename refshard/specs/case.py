@@ -206,7 +206,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         plain = Job(
             strategy=REFERENCE_STRATEGY, gpus=1, model=job.model, global_batch=job.global_batch, seq_len=job.seq_len,
             workload=job.workload, tuning=job.tuning, lora_rank=job.lora_rank, lora_targets=job.lora_targets,
-            optimizer=job.optimizer,
+            frozen=job.frozen, optimizer=job.optimizer,
         )  # fmt: skip
         measured = msgspec.structs.replace(self.protocol, memory_limit_gib=None, fidelity="measured", resident_ranks=1)
         return type(self)(job=plain, protocol=measured)

@@ -72,7 +72,12 @@ class Refshard(Strategy):
         """From the op stream of a chain of these units, not from what was executed."""
         units = engine_of(self._model).units
         facts = [unit.facts for unit in units]
-        markers = chain_markers(len(units), enclosing=_encloses(self._model, units))
+        enclosing = _encloses(self._model, units)
+        markers = chain_markers(len(units), enclosing=enclosing)
+        # Backward does not reach what comes before the first unit that is trained.
+        first = next((place for place, fact in enumerate(facts) if fact.trained and place >= enclosing), len(units))
+        reached = {*range(first, len(units)), *range(enclosing)}
+        markers = tuple(marker for marker in markers if marker.phase == "forward" or marker.unit in reached)
         rings = assign_rings(markers, facts)
         kept, microbatches = self._mode.parameters == "replicate", self._world.case.job.microbatches
         if self._world.case.job.workload == "training":

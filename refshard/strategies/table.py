@@ -24,7 +24,7 @@ ANY: frozenset[str] = PLAIN | {"lora", "qlora"}
 SHARDED: frozenset[str] = ANY | {"offload", "dp_replicate"}
 TUNABLE: frozenset[str] = frozenset({"comm_memory"})
 OWN: frozenset[str] = frozenset({OWN_MODEL})
-EVERY: frozenset[str] = SHARDED | TUNABLE | OWN | {"tp"}
+EVERY: frozenset[str] = SHARDED | TUNABLE | OWN | {"tp", "frozen"}
 STAGED: frozenset[str] = frozenset({"pp", "schedule"})
 COMPOSING: frozenset[str] = EVERY | STAGED | {"sequence_parallel", "cp"}
 
@@ -122,6 +122,7 @@ def not_with_own(case: Case) -> str:
         return ""
     of_llama = {
         "tuning": job.tuning != "full",
+        "frozen": bool(job.frozen),
         "optimizer": job.optimizer == "muon",
         "tp": job.tp > 1,
         "cp": job.cp > 1,
@@ -174,11 +175,12 @@ def _variants(code: str, rows: Mapping[str, tuple[str, Mapping[str, Any]]], **sa
 
 ROWS: dict[str, Row] = {
     "single": Row(
-        code="single.Single", about="one unsharded rank, the reference for all others", axes=ANY | OWN, by_block=False,
+        code="single.Single", about="one unsharded rank, the reference for all others", by_block=False,
+        axes=ANY | OWN | {"frozen"},
     ),
     "ddp": Row(
         code="ddp.DDP", about="torch's DistributedDataParallel", by_block=False, deferred=True,
-        axes=ANY | OWN | STAGED | {"cp"},
+        axes=ANY | OWN | STAGED | {"cp", "frozen"},
     ),
     **_variants("fsdp1.FSDP1", {
         "fsdp1": ("torch's FullyShardedDataParallel, FULL_SHARD", {}),

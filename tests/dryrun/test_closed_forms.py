@@ -60,12 +60,13 @@ class Cell:
     fp32: bool = False
     tuning: Tuning = "full"
     optimizer: Optimizer = "adamw"
+    frozen: str = ""
 
     def __str__(self) -> str:
         layers = f"x{self.layers}" if self.layers else ""
         axes = f"r{self.replicas}t{self.tp}c{self.cp}p{self.pp}i{self.interleave}"
         flags = "zero-bubble" * self.zero_bubble + "fp32" * self.fp32 + self.tuning * (self.tuning != "full")
-        flags += self.optimizer * (self.optimizer != "adamw")
+        flags += self.optimizer * (self.optimizer != "adamw") + self.frozen
         name = f"{self.strategy}-{self.model}{layers}-{self.policy}-w{self.ranks}m{self.microbatches}-{axes}-{flags}"
         return name.removesuffix("-")
 
@@ -168,7 +169,21 @@ def optimizer_grid() -> list[Cell]:
     ]  # fmt: skip
 
 
-CELLS = [*grid(), *split_grid(), *FP32, *tuned_grid(), *optimizer_grid()]
+def frozen_grid() -> list[Cell]:
+    """Frozen parts over the strategies; enough layers are trained to take turns in YaFSDP's ring."""
+    parts = ("first-2", "embedding,head", "first-3,head")
+    strategies = ("single", "ddp", "fsdp2", *ENGINE)
+    return [
+        Cell(
+            strategy, MODELS[0], POLICIES[(place + shift) % 3], 1 if strategy == "single" else 8,
+            1 + (place + shift // 2) % 2, layers=8 if strategy == "refshard-yafsdp" else 4,
+            frozen=parts[(place + 2 * shift) % 3],
+        )
+        for shift in (0, 1) for place, strategy in enumerate(strategies)
+    ]  # fmt: skip
+
+
+CELLS = [*grid(), *split_grid(), *FP32, *tuned_grid(), *optimizer_grid(), *frozen_grid()]
 FEW = [cell for cell in CELLS if str(cell) in {
     "refshard-fsdp-llama3-8bx3-none-w64m2-r8t1c1p1i1", "fsdp2-llama3-8bx3-none-w8m2-r1t1c2p1i1",
     "fsdp2-llama3-8bx4-none-w8m4-r1t1c1p2i1",
@@ -183,7 +198,7 @@ def job_of(cell: Cell, model: str = "") -> Job:
         global_batch=cell.data_ranks * cell.microbatches, microbatches=cell.microbatches, checkpointing=cell.policy,
         precision=cell.precision, dp_replicate=cell.replicas, tp=cell.tp, sequence_parallel=cell.tp > 1, cp=cell.cp,
         pp=cell.pp, interleave=cell.interleave, schedule=_schedule(cell), tuning=cell.tuning,
-        optimizer=cell.optimizer,
+        optimizer=cell.optimizer, frozen=cell.frozen,
     )  # fmt: skip
 
 

@@ -106,6 +106,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "lora": {"tuning": "lora"},
     "qlora": {"tuning": "qlora", "checkpointing": "full"},
     "bf16 qlora": {"tuning": "qlora", "precision": "bf16"},
+    "frozen": {"frozen": "first-2,head", "microbatches": 2},
     "8-bit": {"optimizer": "adamw-8bit"},
     "muon": {"optimizer": "muon"},
     "adafactor": {"optimizer": "adafactor"},
@@ -118,7 +119,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "tensor parallel": {"gpus": 4, "tp": 2, "microbatches": 2},
     "tensor parallel alone": {"gpus": 2, "tp": 2, "checkpointing": "full", "precision": "bf16"},
 }
-TIED = ("plain", "full", "accumulated", "inference", "tensor parallel")
+TIED = ("plain", "frozen", "full", "accumulated", "inference", "tensor parallel")
 """Scenarios that are run with a tied model too."""
 STEPS = 4
 KEPT = ("ddp", "fsdp1-grad-op", "fsdp1-no-shard", "refshard-replicate", "refshard-zero1")
@@ -257,6 +258,7 @@ def test_every_block_is_a_unit_and_others_hold_the_rest(cell: Key) -> None:
 def test_losses_equal_those_of_one_unsharded_rank(cell: Key) -> None:
     case = case_of(cell[2], cell[1])
     plain = {"adamw": "plain", "adamw-8bit": "8-bit"}.get(case.job.optimizer, case.job.optimizer)
+    plain = "frozen" if case.job.frozen else plain
     like = "inference" if case.job.workload == "inference" else {"full": plain}.get(case.job.tuning, case.job.tuning)
     reference = of(cell[0], like, "single")["losses"]
     assert of(*cell)["losses"] == pytest.approx(reference, rel=parity_tolerance(case))
