@@ -52,7 +52,7 @@ class Product:
         """A multiplication and an addition are two."""
         return 2.0 * self.m * self.k * self.n * self.count
 
-    def nbytes(self, operand: int, result: int) -> float:
+    def nbytes(self, operand: float, result: int) -> float:
         """Bytes that it reads and writes, by the bytes of an element."""
         return self.count * (operand * (self.m * self.k + self.k * self.n) + result * self.m * self.n)
 

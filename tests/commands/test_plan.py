@@ -518,7 +518,7 @@ def test_an_implementation_is_stated_by_field() -> None:
         ({"mtbf_hours": 0.0}, r"--mtbf must be > 0 hours, and finite, got 0\.0; give"),
         ({"precision": "fp16"}, "precision must be fp32, bf16, fp8, mxfp8 or nvfp4, got 'fp16'; choose one of them"),
         ({"frozen": "tail"}, "frozen must be some of embedding, head and one first-N, with commas between, got 'tail'"),
-        ({"frozen": "head", "strategies": "fsdp1"}, "freeze: frozen parts have no closed form in 'fsdp1'; plan one of single, "),
+        ({"frozen": "head", "strategies": "fsdp1"}, "freeze: frozen parts have no closed form in 'fsdp1'; plan one"),
         ({"precision": "bf16,fp8", "cluster": "dgx-a100"}, "the hardware profile has rates for .*, got fp8; choose"),
         ({"precision": " , "}, "precision: no word in ' , '; separate words by commas, or leave the option out"),
         ({"compiled": "both"}, "compile must be no or yes, got 'both'; choose one of them"),
