@@ -14,21 +14,21 @@ SLACK = 100
 """Most lines that a budget may exceed its package by."""
 BUDGETS = {
     "refshard/analysis": 10_450,
-    "refshard/commands": 3_520,
+    "refshard/commands": 3_545,
     "refshard/dryrun": 7_820,
-    "refshard/emit": 930,
+    "refshard/emit": 940,
     "refshard/emulate": 1_400,
     "refshard/engine": 9_400,
     "refshard/events": 2_100,
     "refshard/fakecuda": 1_985,
     "refshard/measure": 8_450,
     "refshard/models": 1_300,
-    "refshard/plan": 3_170,
+    "refshard/plan": 3_265,
     "refshard/report": 9_615,
-    "refshard/specs": 2_770,
-    "refshard/strategies": 3_150,
-    "refshard/*.py": 2_360,
-    "tests": 78_720,
+    "refshard/specs": 2_825,
+    "refshard/strategies": 3_185,
+    "refshard/*.py": 2_370,
+    "tests": 78_805,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 
