@@ -59,8 +59,10 @@ MEANINGS: dict[Spec, dict[str, str]] = {
         "lora_rank": "Rank of the adapters.",
         "lora_targets": "Linear layers of each block that have adapters: `all-linear`, or names with commas between, "
         "such as `q_proj,v_proj`.",
-        "optimizer": "AdamW; AdamW with 8-bit state (torchao); or Muon for the matrices of the blocks and AdamW for "
-        "all else.",
+        "frozen": "Parts that are not trained: `embedding`, `head` and `first-N` (the first N layers with the "
+        "embedding), with commas between.",
+        "optimizer": "AdamW; AdamW with 8-bit state (torchao); Muon for the matrices of the blocks and AdamW for all "
+        "else; Adafactor; or SGD with a momentum of 0.9.",
         "offload": "Keep masters, gradients and optimizer state in host memory.",
         "dp_replicate": "Hybrid sharding: this many groups of ranks each shard the whole model.",
         "tp": "Ranks that split each matrix. Each such group counts as one rank for the strategy.",

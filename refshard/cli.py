@@ -383,7 +383,8 @@ def plan(
     precision: Annotated[
         str | None,
         typer.Option(
-            help="Precisions of matrix products: bf16, fp8, fp32, separated by commas (default: bf16; fp32 on a CPU)."
+            help="Precisions of matrix products: bf16, fp8, mxfp8, nvfp4, fp32, separated by commas (default: bf16; "
+            "fp32 on a CPU)."
         ),
     ] = None,
     reduction: Annotated[str, typer.Option(help="Gradient reduction dtype: bf16 or fp32.")] = "fp32",
@@ -398,7 +399,10 @@ def plan(
     lora_targets: Annotated[
         str, typer.Option(help="Layers with adapters: all-linear, or some, such as q_proj,v_proj.")
     ] = "all-linear",
-    optimizer: Annotated[str, typer.Option(help="adamw, adamw-8bit or muon.")] = "adamw",
+    freeze: Annotated[
+        str, typer.Option(help="Parts that are not trained: embedding, head, first-N (layers), separated by commas.")
+    ] = "",
+    optimizer: Annotated[str, typer.Option(help="adamw, adamw-8bit, muon, adafactor or sgd.")] = "adamw",
     implementation: Annotated[
         list[str] | None,
         typer.Option(
@@ -443,7 +447,7 @@ def plan(
         strategies=strategy, microbatch=microbatch, accumulate=accumulate, checkpointing=checkpointing,
         dp_replicate=dp_replicate, tp=tp, cp=cp, pp=pp, interleave=interleave, schedule=schedule, ep=ep,
         precision=precision, reduction=reduction, compiled=compile_, offload=offload, tuning=tuning,
-        lora_rank=lora_rank, lora_targets=lora_targets, optimizer=optimizer,
+        lora_rank=lora_rank, lora_targets=lora_targets, frozen=freeze, optimizer=optimizer,
         implementation=tuple(implementation or ()), price_usd=price, mtbf_hours=mtbf, top=top, dry_runs=dry_runs,
     )  # fmt: skip
     return command.plan(options, page=html, tool=emit, out=out)

@@ -9,7 +9,8 @@ backward, recompute not counted:
 - C: ``6 * (N - E) + 6 * L * H * Q * T``, attention's causal half (Megatron)
 
 A forward pass alone is a third of it: each matrix product of forward has two of its size in backward. Frozen weights
-have no gradient of their own, so that of a fine-tuning by adapters, which have R parameters, 6N becomes 4N + 6R.
+have no gradient of their own, so that of a fine-tuning by adapters, which have R parameters, 6N becomes 4N + 6R. Of a
+frozen head, 6 becomes 4; of frozen layers in front, which backward does not reach, 2, and attention's part a third.
 
 Models beyond Llama:
 
@@ -25,9 +26,9 @@ Models beyond Llama:
 from typing import Literal
 
 from refshard.errors import SpecError
-from refshard.specs.job import Tuning, Workload
+from refshard.specs.job import Job, Tuning, Workload
 from refshard.specs.model import ModelSpec, active_parameter_count, position_parameters
-from refshard.specs.tuning import Lora
+from refshard.specs.tuning import Frozen, Lora
 
 Convention = Literal["A", "B", "C"]
 CONVENTION: Convention = "C"
@@ -111,6 +112,7 @@ def flops_per_token(
     convention: Convention = CONVENTION,
     workload: Workload = "training",
     lora: Lora | None = None,
+    frozen: Frozen | None = None,
 ) -> int:
     """Model FLOPs per token, forward and in training backward too, by one of the conventions above.
 
@@ -124,4 +126,17 @@ def flops_per_token(
     adapters = 0 if lora is None else adapter_count(model, lora)
     if workload == "inference":
         return (6 * n + attention) // 3 + 2 * adapters
-    return (6 if lora is None else 4) * n + 6 * adapters + attention
+    head, frozen = model.vocab * model.dim, frozen or Frozen()
+    layers = frozen.layers * (n - head - model.dim - (embedding if convention == "B" else 0)) // model.n_layers
+    unreached = 4 * layers + 2 * attention * frozen.layers // (3 * model.n_layers)
+    unreached += 2 * head * (frozen.head or (model.tied and frozen.embedding))
+    return (6 if lora is None else 4) * n + 6 * adapters + attention - unreached
+
+
+def flops_of(job: Job, model: ModelSpec) -> int:
+    """Model FLOPs of a job per token, by refshard's convention.
+
+    Raises:
+        SpecError: as :func:`adapted_shapes`.
+    """
+    return flops_per_token(model, job.seq_len, workload=job.workload, lora=job.lora, frozen=job.frozen_parts)

@@ -101,7 +101,7 @@ def parity_tolerance(case: Case) -> float:
     """Largest relative difference of a loss from the reference's, by what the case computes in."""
     if case.job.precision == "bf16":
         return _BF16_TOLERANCE
-    return {"adamw": PARITY_TOLERANCE, "adamw-8bit": _8BIT_TOLERANCE, "muon": _MUON_TOLERANCE}[case.job.optimizer]
+    return {"adamw-8bit": _8BIT_TOLERANCE, "muon": _MUON_TOLERANCE}.get(case.job.optimizer, PARITY_TOLERANCE)
 
 
 def timestamp() -> str:

@@ -14,21 +14,21 @@ SLACK = 100
 """Most lines that a budget may exceed its package by."""
 BUDGETS = {
     "refshard/analysis": 11_680,
-    "refshard/commands": 3_570,
+    "refshard/commands": 3_600,
     "refshard/dryrun": 8_115,
-    "refshard/emit": 930,
+    "refshard/emit": 940,
     "refshard/emulate": 1_400,
     "refshard/engine": 9_400,
     "refshard/events": 2_360,
     "refshard/fakecuda": 1_985,
     "refshard/measure": 8_410,
     "refshard/models": 1_300,
-    "refshard/plan": 3_365,
+    "refshard/plan": 3_470,
     "refshard/report": 9_975,
-    "refshard/specs": 2_915,
-    "refshard/strategies": 3_150,
-    "refshard/*.py": 2_390,
-    "tests": 79_875,
+    "refshard/specs": 2_970,
+    "refshard/strategies": 3_190,
+    "refshard/*.py": 2_410,
+    "tests": 79_960,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

@@ -31,7 +31,7 @@ def test_suite_keys_show_type_and_default_of_the_specs() -> None:
     page = reference.suite_page()
     for field in (*SuiteSpec.__struct_fields__, *KEYS):
         assert re.search(rf"^\| `{field}` \|", page, re.M), field
-    assert '| `precision` | `"fp32"`, `"bf16"`, `"fp8"` | `"fp32"` |' in page
+    assert '| `precision` | `"fp32"`, `"bf16"`, `"fp8"`, `"mxfp8"`, `"nvfp4"` | `"fp32"` |' in page
     assert "| `gpus` | integer | required |" in page
     assert "| `rounds` | integer | `1` |" in page
     assert "| `memory_limit_gib` | number |  |" in page

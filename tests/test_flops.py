@@ -9,9 +9,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from refshard import flops
 from refshard.errors import SpecError
+from refshard.measure.trainer import freeze
 from refshard.models.llama import Llama, next_token_loss
 from refshard.specs.model import Experts, LatentAttention, ModelSpec, load_model
-from refshard.specs.tuning import PROJECTIONS, Lora
+from refshard.specs.tuning import PROJECTIONS, Lora, frozen_of
 from tests.models import small_spec
 
 SPECS = {
@@ -38,6 +39,21 @@ def test_convention_a_less_the_norms_is_what_torch_counts(spec: ModelSpec) -> No
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         next_token_loss(model(tokens_BT), tokens_BT).backward()
     exact = flops.flops_per_token(spec, seq_len, "A") - 6 * norm_weights(spec)
+    assert counter.get_total_flops() == exact * batch * seq_len
+
+
+@pytest.mark.parametrize("parts", ["embedding", "head", "first-1", "first-2,head"])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+def test_backward_computes_nothing_for_frozen_parts(spec: ModelSpec, parts: str) -> None:
+    batch, seq_len, frozen = 2, 32, frozen_of(parts)
+    with torch.device("meta"):
+        model = Llama(spec)
+        tokens_BT = torch.zeros(batch, seq_len, dtype=torch.int64)
+    freeze(model, frozen)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        next_token_loss(model(tokens_BT), tokens_BT).backward()
+    of_layers = frozen.layers * (norm_weights(spec) - spec.dim) // spec.n_layers
+    exact = flops.flops_per_token(spec, seq_len, "A", frozen=frozen) - 6 * norm_weights(spec) + 4 * of_layers
     assert counter.get_total_flops() == exact * batch * seq_len
 
 

@@ -122,6 +122,16 @@ def test_fp8_is_for_products_only_at_the_data_sheets_rate(name: str) -> None:
     assert "fp8" in found.sources["matmul"]
 
 
+@pytest.mark.parametrize("name", HARDWARE)
+def test_narrower_products_are_known_of_blackwell_in_data_centres_alone(name: str) -> None:
+    found, nvfp4 = load_hardware(name), {"b200": 9000, "gb200": 10_000, "gb300": 15_000, "b300": 13_125}
+    assert found.matmul.keys() & {"mxfp8", "nvfp4"} == ({"mxfp8", "nvfp4"} if name in nvfp4 else set())
+    if name in nvfp4:
+        assert found.matmul["mxfp8"].peak == found.matmul["fp8"].peak
+        assert found.matmul["nvfp4"].peak == nvfp4[name] * 1e12
+        assert found.matmul["mxfp8"].efficiency <= found.matmul["fp8"].efficiency
+
+
 def test_no_two_profiles_claim_one_device() -> None:
     general = [name for name in HARDWARE if name not in OF_ONE_MACHINE]
     names = [n for one in map(load_hardware, general) for n in (one.device_name, *one.also_named)]
@@ -195,7 +205,7 @@ def plain_cluster(**changes: Any) -> dict[str, Any]:
         ({"attention": {"fp8": {"peak": 1, "efficiency": 0.5}}}, "fp8"),
         (
             {"attention": {}},
-            "matmul and attention must give the same dtypes, at least one, and matmul fp8 beside, got ['bf16'] and []",
+            "the same dtypes, at least one, besides matmul's fp8, mxfp8 and nvfp4, got ['bf16'] and []",
         ),
         ({"matmul": {"fp8": {"peak": 1, "efficiency": 0.5}}, "attention": {}}, "got ['fp8'] and []"),
         ({"memory_byte": 1}, "unknown key 'memory_byte'; did you mean 'memory_bytes'?"),

@@ -116,7 +116,7 @@ def test_axes_are_named_and_left_out_of_the_hash_where_they_are_not_given() -> N
         "interleave": {"pp", "schedule"},
         "schedule": {"pp", "interleave"},
     }
-    newer = {*axes, "ep", "implementation"}
+    newer = {*axes, "ep", "frozen", "implementation"}
     older = {FIRST_NAMES.get(name, name): value for name, value in plain.fields.items() if name not in newer}
     assert plain.hash == hashlib.sha256(msgspec.json.encode(older, order="sorted")).hexdigest()[:12]
     for name in axes:
@@ -235,11 +235,14 @@ def test_hash_follows_content_and_survives_a_round_trip() -> None:
             r"global_batch must be a multiple of data-parallel ranks = 2, got 3",
         ),
         ({"precision": "fp8"}, r"precision must be 'fp32' or 'bf16' for a case, got 'fp8'"),
+        ({"precision": "nvfp4"}, r"precision must be 'fp32' or 'bf16' for a case, got 'nvfp4'; only plans know nvfp4"),
         (
             {"comm_memory": "nvlink"},
             r"comm_memory: invalid enum value 'nvlink'; known: default, allocator, group, symmetric",
         ),
         ({"workload": "inference", "optimizer": "adamw-8bit"}, r"optimizer must be 'adamw' for workload 'inference'"),
+        ({"frozen": "first-2,first-3"}, r"frozen must be some of embedding, head and one first-N, with commas between"),
+        ({"frozen": "head", "tuning": "lora"}, r"tuning must be 'full' with frozen parts, got 'lora'"),
         ({"tuning": "lora", "optimizer": "muon"}, r"optimizer must not be 'muon' for tuning 'lora': Muon orthogonali"),
         (
             {"checkpointing": "half"},

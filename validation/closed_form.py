@@ -12,6 +12,7 @@ from refshard.plan.estimate import estimate
 from refshard.plan.space import Candidates
 from refshard.quantities import GIB
 from refshard.specs.cluster import ClusterSpec, load_cluster
+from refshard.specs.hardware import LOW_BYTES
 from refshard.specs.job import Implementation, Job
 from refshard.specs.layers import POLICY
 from refshard.specs.model import ModelSpec
@@ -41,10 +42,12 @@ class Published:
 
     @property
     def setting(self) -> tuple[object, ...]:
-        """What runs share that differ only in their number of GPUs, their release or their file."""
-        r = self.run
+        """What runs share that differ only in their number of GPUs, their release, their file, or in how operands of 8
+        bits are scaled.
+        """
+        r, precision = self.run, "fp8" if self.run.precision == "mxfp8" else self.run.precision
         return (
-            self.table, r.hardware, r.model, r.layers, r.precision, self.job.seq_len, r.tp, r.pp, r.interleave,
+            self.table, r.hardware, r.model, r.layers, precision, self.job.seq_len, r.tp, r.pp, r.interleave,
             r.cp, r.ep, None if r.dp_shard == r.gpus else r.dp_shard, r.microbatch, r.checkpointing, r.compiled,
             r.strategy,
         )  # fmt: skip
@@ -116,7 +119,7 @@ def published_of(name: str, source: Source, run: Run) -> Published | str:
     if not POLICY.fullmatch(str(policy)):
         return f"checkpointing: {policy or 'not stated'}"
     precision = run.precision or assumed.get("precision")
-    if precision not in ("bf16", "fp8"):
+    if precision not in ("bf16", *LOW_BYTES):
         return f"precision: {precision or 'not stated'}"
     strategy = _STRATEGIES.get(run.strategy) if run.strategy else assumed.get("strategy")
     if strategy is None:
@@ -193,7 +196,8 @@ def load_runs(sources: Mapping[str, Source] | None = None) -> tuple[list[Publish
     """The runs of ``sources`` (by default of all) that are configurations, and how many are none, by table and reason.
 
     Runs with a script are left to dry runs. For each source of this checkout and each accelerator in it, every other
-    setting is marked "fit", in the order of the file. No constant was fitted to other sources.
+    setting is marked "fit", in the order of the file; those in NVFP4 came later and are counted
+    apart. No constant was fitted to other sources.
 
     Raises:
         SpecError: a source breaks its schema.
@@ -203,7 +207,7 @@ def load_runs(sources: Mapping[str, Source] | None = None) -> tuple[list[Publish
     known = load_sources()
     for name, source in (known if sources is None else sources).items():
         halves: dict[tuple[object, ...], Half] = {}
-        counts: Counter[str] = Counter()
+        counts: Counter[tuple[str, bool]] = Counter()
         for run in source.runs:
             if run.script is not None:
                 continue
@@ -212,8 +216,9 @@ def load_runs(sources: Mapping[str, Source] | None = None) -> tuple[list[Publish
                 left[name, one] += 1
                 continue
             if known.get(name) == source and one.setting not in halves:
-                halves[one.setting] = HALVES[counts[run.hardware] % 2]
-                counts[run.hardware] += 1
+                kind = run.hardware, run.precision == "nvfp4"
+                halves[one.setting] = HALVES[counts[kind] % 2]
+                counts[kind] += 1
             found.append(replace(one, half=halves.get(one.setting, "held out")))
     return found, left
 

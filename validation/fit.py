@@ -67,6 +67,7 @@ class Constant:
 
 MEASURED, ESTIMATED, UNKNOWN = 0.08, 0.2, 1.0
 _BF16, _FP8 = "hardware.matmul.bf16.efficiency", "hardware.matmul.fp8.efficiency"
+_MXFP8, _NVFP4 = "hardware.matmul.mxfp8.efficiency", "hardware.matmul.nvfp4.efficiency"
 _AVERAGE_BF16 = "hardware.closed_forms.bf16_efficiency"
 _ATTENTION, _AVERAGE_MEMORY = "hardware.attention.bf16.efficiency", "hardware.closed_forms.memory_bytes_per_s"
 _CUDNN, _TRITON = "hardware.attention_kernels.cudnn", "hardware.attention_kernels.triton"
@@ -88,11 +89,15 @@ CLOSED_FORMS = {
         Constant(_BF16, 0.488, MEASURED), Constant(_ATTENTION, 0.35, ESTIMATED),
         Constant("hardware.kernel_s", 30e-6, ESTIMATED),
     ),
-    "hgx-b200": (Constant(_FP8, 0.57, ESTIMATED),),
+    "hgx-b200": (Constant(_FP8, 0.57, ESTIMATED), Constant(_MXFP8, 0.57, ESTIMATED)),
     "gb200-nvl72": (
         Constant(_BF16, 0.64, ESTIMATED), Constant(_FP8, 0.57, ESTIMATED), Constant(_CUDNN, 1.55, ESTIMATED),
+        Constant(_MXFP8, 0.57, ESTIMATED), Constant(_NVFP4, 0.5, UNKNOWN),
     ),
-    "gb300-nvl72": (Constant(_FP8, 0.57, ESTIMATED), Constant(_CUDNN, 1.55, ESTIMATED)),
+    "gb300-nvl72": (
+        Constant(_FP8, 0.57, ESTIMATED), Constant(_CUDNN, 1.55, ESTIMATED), Constant(_MXFP8, 0.57, ESTIMATED),
+        Constant(_NVFP4, 0.5, UNKNOWN),
+    ),
 }  # fmt: skip
 """By cluster. Clusters with the hardware of another take its constants (:data:`SHARES`)."""
 SHARES = {"h100-roce": "dgx-h100", "kempner-h200": "hgx-h200"}

@@ -193,7 +193,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     global_batch: int | None = None
     schedule: str = ""
     strategy: str = ""
-    precision: Literal["bf16", "fp8", "fp8-rowwise", "nvfp4"] | None = None
+    precision: Literal["bf16", "fp8", "fp8-rowwise", "mxfp8", "nvfp4"] | None = None
     checkpointing: str | None = None
     compiled: bool | tuple[Literal["attention", "loss", "blocks", "model"], ...] | None = None
     fp8_attention: bool = False

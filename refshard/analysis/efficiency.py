@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 from refshard.records import CollectiveCount
 from refshard.specs.case import Case
+from refshard.specs.job import WHOLE_MATRICES
 from refshard.specs.model import ModelSpec
 from refshard.specs.suite import NetworkSpec
 
@@ -30,7 +31,7 @@ def lower_bound(
     network: NetworkSpec,
 ) -> float | None:  # fmt: skip
     """The shortest that a step of ``case`` can take, s; None if it communicates nothing, or uses all-to-alls with
-    Muon: the announced bytes do not say how much of them stays on its rank.
+    an optimizer of whole matrices: the announced bytes do not say how much of them stays on its rank.
 
     ``issued`` are the collectives of one step and rank, ``reference_step_time_s`` is the step time of
     ``case.reference()``.
@@ -38,7 +39,7 @@ def lower_bound(
     job = case.job
     if job.gpus == 1 or not issued:
         return None
-    if job.optimizer == "muon" and any(count.op == "all_to_all" for count in issued):
+    if job.optimizer in WHOLE_MATRICES and any(count.op == "all_to_all" for count in issued):
         return None
     bytes_per_s = network.bits_per_s / 8
     wire = link_bytes(issued, case.job.gpus, network.hosts) / bytes_per_s

@@ -29,12 +29,20 @@ from refshard.report.plan.text import short_text
 from refshard.specs.cluster import ClusterSpec, cluster_name, load_cluster, with_nodes
 from refshard.specs.counted import AnyModel, CountedModel
 from refshard.specs.hardware import ELEMENT_BYTES
-from refshard.specs.job import REFERENCE_STRATEGY, Implementation, Optimizer, Precision, Schedule, Tuning
+from refshard.specs.job import (
+    REFERENCE_STRATEGY,
+    WHOLE_MATRICES,
+    Implementation,
+    Optimizer,
+    Precision,
+    Schedule,
+    Tuning,
+)
 from refshard.specs.layers import POLICY
 from refshard.specs.model import ModelSpec, is_factory, load_model, model_name
 from refshard.specs.reading import convert, within
 from refshard.specs.reading import tokens as read_tokens
-from refshard.specs.tuning import ALL_LINEAR, Lora, projections_of
+from refshard.specs.tuning import ALL_LINEAR, Lora, frozen_of, projections_of
 from refshard.strategies.table import ROWS
 
 DRY_RUNS, DRY_RUN_S, DRY_RUNS_S = 4, 120.0, 60.0
@@ -95,6 +103,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     tuning: str = "full"
     lora_rank: int = Lora().rank
     lora_targets: str = ALL_LINEAR
+    frozen: str = ""
     optimizer: str = "adamw"
     implementation: tuple[str, ...] = ()
     price_usd: float = 2.5
@@ -350,12 +359,13 @@ def space_of(options: Options, model: AnyModel, cluster: ClusterSpec) -> Space:
     }
     try:
         projections_of(options.lora_targets)
+        frozen_of(options.frozen)
     except ValueError as error:
         raise SpecError(str(error)) from None
     tuned: dict[str, Any] = {
         "tuning": _known("tuning", options.tuning, get_args(Tuning)),
         "optimizer": _known("optimizer", options.optimizer, get_args(Optimizer)),
-        "lora_rank": options.lora_rank, "lora_targets": options.lora_targets,
+        "lora_rank": options.lora_rank, "lora_targets": options.lora_targets, "frozen": options.frozen,
     }  # fmt: skip
     return Space(
         strategies=strategies_of(options, cluster.world_size), schedules=_schedules(options),
@@ -368,7 +378,7 @@ def space_of(options: Options, model: AnyModel, cluster: ClusterSpec) -> Space:
 
 
 def _implementation(options: Options) -> Implementation:
-    given = {"reduction": _known("reduction", options.reduction, tuple(ELEMENT_BYTES))}
+    given: dict[str, str] = {"reduction": _known("reduction", options.reduction, tuple(ELEMENT_BYTES))}
     for one in options.implementation:
         name, equals, value = one.partition("=")
         if not equals or name in _OWN_OPTIONS:
@@ -436,12 +446,17 @@ def strategies_of(options: Options, ranks: int) -> tuple[str, ...]:
     Raises:
         SpecError: one has no closed form, or not of this, or does not exist.
     """
-    whole = options.optimizer == "muon"
+    whole = options.optimizer in WHOLE_MATRICES
+    if options.frozen and (options.tuning != "full" or options.offload):
+        raise SpecError("freeze: frozen parts go neither with adapters nor with --offload; leave these out")
     if options.strategies is None:
         if ranks == 1:
             return (REFERENCE_STRATEGY,)
         names = SEARCHED if options.search else PLANNED
-        return tuple(name for name in names if not (whole and find_cost_model(name).shards_optimizer))
+        return tuple(
+            name for name in names
+            if not (whole and find_cost_model(name).shards_optimizer) and not _cannot_freeze(name, options)
+        )  # fmt: skip
     names = _names(options.strategies)
     if not names:
         raise SpecError(
@@ -452,12 +467,21 @@ def strategies_of(options: Options, ranks: int) -> tuple[str, ...]:
             raise SpecError(f"strategy: {_without_form(name, options)}")
         if name == REFERENCE_STRATEGY and ranks > 1:
             raise SpecError(f"strategy: '{name}' is one GPU's, got {ranks} GPUs; give --gpus 1, or another strategy")
+        if _cannot_freeze(name, options):
+            freezes = ", ".join(one for one in COST_MODELS if not _cannot_freeze(one, options))
+            raise SpecError(f"freeze: frozen parts have no closed form in '{name}'; plan one of {freezes}")
         if find_cost_model(name).shards_optimizer and whole:
+            other = ", or dry-run it" if name in ROWS and options.optimizer in ROWS[name].axes else ""
             raise SpecError(
-                f"optimizer: muon has no closed form where its state is sharded, as '{name}' does; plan "
-                "'ddp' or 'refshard-replicate', or dry-run it"
+                f"optimizer: {options.optimizer} has no closed form where its state is sharded, as '{name}' does; plan "
+                f"'ddp' or 'refshard-replicate'{other}"
             )
     return names
+
+
+def _cannot_freeze(name: str, options: Options) -> bool:
+    """Whether parts are to be frozen and a strategy, of those with a closed form, has none for that."""
+    return bool(options.frozen) and not (name in ROWS and "frozen" in ROWS[name].axes)
 
 
 def _without_form(name: str, options: Options) -> str:

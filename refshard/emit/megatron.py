@@ -77,6 +77,10 @@ def emit(setting: Setting) -> Emitted:
                 "Megatron scales RoPE with the frequency factors 1 and 4 and an original context of 8,192 only.",
             ),
             (one.precision == "fp8", "fp8 is Transformer Engine's hybrid format, scaled by tensor."),
+            (
+                one.precision == "nvfp4",
+                "NVFP4 is Transformer Engine's recipe for all layers, without any left in bf16.",
+            ),
             (one.offload, "Megatron offloads the optimizer's state and masters; gradients stay on the GPU."),
             (
                 one.precision == "fp32" and one.implementation.reduction == "bf16",

@@ -138,10 +138,15 @@ def refuse_job(
             f"tuning must be 'full', got '{one.tuning}'; emit for accelerate or deepspeed, where your script has "
             "the adapters",
         ),
+        (bool(one.frozen) and not script, f"frozen must be empty, got '{one.frozen}'; plan without --freeze"),
         (
             one.optimizer != "adamw" and not script,
             f"optimizer must be 'adamw', got '{one.optimizer}'; emit for accelerate or deepspeed, where your script "
             "makes the optimizer",
+        ),
+        (
+            one.precision in ("mxfp8", "nvfp4") and tool != "megatron",
+            f"precision must be 'bf16', 'fp8' or 'fp32', got '{one.precision}'; emit for megatron",
         ),
     )
     if llama is not None:
@@ -198,5 +203,6 @@ def tuned(setting: Setting) -> Rule:
     """The note on adapters and optimizers, which the user's script makes."""
     one = setting.job
     made = [f"adapters ({one.tuning}, rank {one.lora_rank}, {one.lora_targets})"] * (one.tuning != "full")
+    made += [f"the frozen parts ({one.frozen})"] * bool(one.frozen)
     made += [f"the optimizer ({one.optimizer})"] * (one.optimizer != "adamw")
     return bool(made), f"As in the plan, your script makes {' and '.join(made)}."

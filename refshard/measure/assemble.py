@@ -222,7 +222,8 @@ def flops_text(case: Case) -> str:
     """The FLOPs convention, by name and formula; for a factory's module, what is counted."""
     if is_factory(case.job.model):
         return "matrix products, attention and convolutions, counted by torch"
-    return f"{CONVENTION}: {formula(CONVENTION, case.job.workload, case.job.tuning)}"
+    frozen = ", less the backward of frozen parts" if case.job.frozen else ""
+    return f"{CONVENTION}: {formula(CONVENTION, case.job.workload, case.job.tuning)}{frozen}"
 
 
 def recompute_text(case: Case, n_layers: int) -> str:

@@ -21,13 +21,14 @@ from torch.utils._pytree import tree_leaves
 
 from refshard.engine.grouping import find_blocks, group_units
 from refshard.errors import RefshardError
-from refshard.flops import flops_per_token
+from refshard.flops import flops_of
 from refshard.models.activation import checkpoint_layers, recompute
 from refshard.models.data import Batch, Tokens, open_source, rank_batch
 from refshard.models.llama import Llama, initialise
 from refshard.models.own import Blocks, build_own
 from refshard.specs.case import Case
 from refshard.specs.model import ModelSpec, is_factory
+from refshard.specs.tuning import Frozen
 from refshard.strategies.base import Strategy
 from refshard.strategies.table import ROWS
 from refshard.strategies.world import World
@@ -132,7 +133,7 @@ def llama_subject(case: Case, spec: ModelSpec, device: torch.device) -> Subject:
 
         switch_dropout(model, on=True)
 
-    flops = float(flops_per_token(spec, case.job.seq_len, workload=case.job.workload, lora=case.job.lora))
+    flops = float(flops_of(case.job, spec))
     return Subject(
         model=model, drops=case.job.tuning != "full", flops_per_token=flops, batch=batch, begin_dropout=begin_dropout
     )
@@ -197,8 +198,16 @@ def build_model(case: Case, spec: ModelSpec, device: torch.device) -> Llama:
             quantise(model)
         adapt(model, lora, case.protocol.seed)
         switch_dropout(model, on=False)
+    freeze(model, job.frozen_parts)
     checkpoint_layers(model, job.checkpointed(len(model.model.layers)))
     return model
+
+
+def freeze(model: Llama, frozen: Frozen) -> None:
+    """Leave parts of ``model`` untrained. A tied head is frozen with the embedding, and the embedding with it."""
+    parts = [model.model.embed_tokens] * frozen.embedding + [model.lm_head] * frozen.head
+    for part in (*parts, *model.model.layers[: frozen.layers]):
+        part.requires_grad_(False)
 
 
 def is_deferred(case: Case) -> bool:

@@ -25,13 +25,15 @@ DEQUANTISING_KERNELS = 3
 class TunedLayer:
     """One layer with adapters, on a rank that has all of it.
 
-    - ``adapters``: elements of them; ``frozen``: bytes of the layer's own weights.
+    - ``adapters``: elements of them; ``factored``: rows and columns of their matrices.
+    - ``frozen``: bytes of the layer's own weights.
     - ``none``, ``selective``, ``full``: bytes that it keeps for backward, with each policy of checkpointing.
     - ``unneeded``: bytes of these, with policy none, that a first layer does not keep, since its input has no gradient.
     - ``workspace``: bytes that its backward also needs.
     """
 
     adapters: float
+    factored: float
     frozen: float
     none: float
     selective: float
@@ -61,6 +63,7 @@ def tuned_layer(model: ModelSpec, share: Share) -> TunedLayer:
     whole = elements.dense if model.experts is None else elements.routed + elements.experts
     return TunedLayer(
         adapters=rank * sum(map(sum, shapes.values())),
+        factored=sum(2.0 * rank + sum(sides) for sides in shapes.values()),
         frozen=whole * (NF4_BYTES if share.quantised else e),
         none=2 * stream + 2 * 4 * n + attention + times * inner + entered,
         selective=stream + mixed + sums + sum(e * n * width for width in _second_outputs(model, share)),

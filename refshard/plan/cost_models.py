@@ -15,12 +15,17 @@ STATE_BYTES = {
     "adamw": 2.0 * MASTER_BYTES,
     "adamw-8bit": 2 * (1 + 4 / 256),
     "muon": 1.0 * MASTER_BYTES,
+    "adafactor": 1.0 * MASTER_BYTES,
+    "sgd": 1.0 * MASTER_BYTES,
 }
 """State of the optimizer for each element: AdamW's two averages in fp32, or in 8 bits with an fp32 scale for 256 of
-them (torchao); Muon's momentum, which only the matrices of blocks have: AdamW updates the others.
+them (torchao); Muon's momentum, which only the matrices of blocks have: AdamW updates the others. SGD's momentum.
+Adafactor's average of a vector's elements; of a matrix, it has one of each row and each column.
 """
-UPDATED_BYTES = {"adamw": ADAMW_BYTES, "adamw-8bit": 16, "muon": 20}
-"""Bytes that the optimizer reads and writes for each element: parameter, gradient and state."""
+UPDATED_BYTES = {"adamw": ADAMW_BYTES, "adamw-8bit": 16, "muon": 20, "adafactor": 68, "sgd": 32}
+"""Bytes that the optimizer reads and writes for each element: parameter, gradient and state. torch's SGD has three
+kernels (foreach), its Adafactor eleven, most of them over the update.
+"""
 NEWTON_SCHULZ = 5
 """Muon's iterations of each matrix, (m, n) with m <= n, of 4 m^2 n + 2 m^3 FLOPs (Jordan et al., "Muon", 2024)."""
 
@@ -40,6 +45,7 @@ class CostModel:
     - ``divides``: whether a kernel casts and scales the buffer before the reduction.
     - ``casts``: whether autocast casts each weight once a step.
     - ``adds``: whether separate kernels accumulate unsharded gradients; false if the matrix products do.
+    - ``casts_frozen``: whether frozen parameters have no masters, and only those in the compute dtype are kept.
     - ``exchanges_gathers``, ``exchanges_reductions``: whether, over gloo, ranks exchange parts and add them up instead
       of calling gloo's collective.
     """
@@ -59,6 +65,7 @@ class CostModel:
     divides: bool = False
     casts: bool = False
     adds: bool = True
+    casts_frozen: bool = False
     exchanges_gathers: bool = False
     exchanges_reductions: bool = False
 
@@ -75,7 +82,7 @@ def _of_mode(mode: Mode) -> CostModel:
         name=f"refshard-{mode.name}", shards_parameters=not replicated, shards_gradients=not summed,
         shards_optimizer=mode.optimizer == "shard", kept_bytes=2 if replicated else 0, summed_bytes=4 if summed else 0,
         keeps=not replicated and mode.storage == "persistent", holds_last=mode.storage != "persistent",
-        exchanges_gathers=True, exchanges_reductions=True,
+        casts_frozen=True, exchanges_gathers=True, exchanges_reductions=True,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from refshard.specs.counted import CountedModel, Counts, Moment, Operator, Pass
 from refshard.specs.hardware import HardwareSpec
 
 _ALLOWED = {
-    "tuning": ("full",), "optimizer": ("adamw", "adamw-8bit"), "precision": ("bf16", "fp32"),
+    "tuning": ("full",), "optimizer": ("adamw", "adamw-8bit", "sgd"), "precision": ("bf16", "fp32"),
     "strategy": tuple(name for name in COST_MODELS if name not in ("megatron", "simplefsdp", "simplefsdp-by-block")),
 }  # fmt: skip
 
@@ -36,6 +36,8 @@ def check_counted(model: CountedModel, rows: Candidates) -> None:
         other = next((one for one in rows.labels[field] if one not in known and rows.where(field, one).any()), None)
         if other is not None:
             raise SpecError(f"{field} must be {' or '.join(known)} {rule}, got {other}; {remedy}")
+    if any(rows.labels["frozen"]):
+        raise SpecError(f"frozen must be empty {rule}, got '{max(rows.labels['frozen'])}'; {remedy}")
     if rows.flag("compiled").any() or rows.where("checkpointing", "selective").any():
         raise SpecError(
             f"compile and checkpointing: the operators of '{model.name}' are counted as they run eagerly, so blocks "

@@ -22,7 +22,7 @@ from refshard.specs.hardware import ELEMENT_BYTES
 from refshard.specs.job import Policy
 from refshard.specs.layers import checkpointing_of
 from refshard.specs.model import ModelSpec, makes_scores
-from refshard.specs.tuning import Lora, projections_of
+from refshard.specs.tuning import Frozen, Lora, frozen_of, projections_of
 
 CLIPPED_BYTES = 12
 """Bytes that clipping reads and writes of each fp32 gradient: once for its norm, once more to scale it."""
@@ -140,6 +140,33 @@ class _Estimate:
             self._check_tuned()
             adapters = model.n_layers * self._tuned_layers["adapters"]
             self._updated = np.where(self._tuned, adapters / np.where(divided, rows.shards, 1), self._own)
+        self._freeze()
+
+    def _freeze(self) -> None:
+        """Count the layers that backward reaches, and the elements that are trained.
+
+        Raises:
+            SpecError: the closed forms of frozen parts do not hold for these rows.
+        """
+        rows, model, parts = self._rows, self._model, [frozen_of(parts) for parts in self._rows.labels["frozen"]]
+        if any(part.layers > model.n_layers for part in parts):
+            raise SpecError(f"frozen: first-N must be at most the model's {model.n_layers} layers, got more")
+        if model.experts and any(part != Frozen() for part in parts):
+            raise SpecError("frozen: parts of a mixture of experts have no closed form; dry-run your own script")
+
+        def of(field: str) -> Floats:
+            return rows.mapped("frozen", lambda words: float(getattr(frozen_of(words), field)))
+
+        embedding, head = of("embedding") > 0, of("head") > 0
+        tied, last_norm = (False, 0) if isinstance(model, CountedModel) else (model.tied, model.dim)
+        if tied:
+            embedding = head = embedding | head
+        self._frozen_layers = of("layers")
+        self._trained_embedding = np.where(embedding, 0, self._embedding)
+        self._frozen_head, self._trained_head = head, np.where(head, last_norm, self._head)
+        ends = self._embedding + self._head - self._trained_embedding - self._trained_head
+        self._frozen = self._frozen_layers * self._dense + np.where(embedding | head, ends, 0)
+        self._updated = self._updated * (1 - self._frozen / self._parameters.all)
 
     def _check_tuned(self) -> None:
         """Check that the closed forms of adapters hold for these rows.
@@ -189,15 +216,16 @@ class _Estimate:
 
         layer_forward_s, layer_backward_s = layer_s["forward_s"], backward_of(layer_s)
         longer = mixed_s["forward_s"] + backward_of(mixed_s) - dense_s["forward_s"] - backward_of(dense_s)
-        unit, trained = self._unit, np.ones_like(self._embedding)
+        unit, by_unit = self._unit, rows.cost("by_unit") > 0
+        trained = np.where(by_unit, 1.0, 1 - self._frozen / self._parameters.all)
         if self._tuned.any():
             of = self._tuned_layers
             gathered = of["frozen"] / self._element + of["adapters"]
             unit = Elements(np.where(self._tuned, gathered, unit.rest), np.where(self._tuned, 0, unit.experts))
             trained = np.where(self._tuned, of["adapters"] / np.maximum(1, gathered), trained)
         exchanges = Exchanges(self._cluster, rows, self._reduction, trained)
-        embedding_s = embedding_s + exchanges.adding(self._looked_up)
-        head_s = head_s + exchanges.adding(self._head)
+        embedding_s = embedding_s + np.where(self._trained_embedding > 0, exchanges.adding(self._looked_up), 0)
+        head_s = head_s + np.where(self._frozen_head, 0, exchanges.adding(self._head))
         exchange = exchanges.of(
             unit, self._embedding + self._head, self._parameters, layer_forward_s, layer_backward_s, self._layers
         )
@@ -205,7 +233,8 @@ class _Estimate:
         layer, ends = forward + backward, embedding_s + head_s
         later = layer + (self._routed_later - routed) * longer
         first = stages.first * (layer + (self._routed_first - routed) * longer) + embedding_s
-        last, everyone = stages.last * later + head_s, model.n_layers * layer + ends
+        last = stages.last * later + head_s
+        everyone = model.n_layers * layer + ends - self._frozen_layers * backward
         slowest = np.where(self._alone, everyone, np.maximum(stages.middle * later, np.maximum(first, last)))
         slowest = slowest + self._messages(exposed=True)
         weight = layer_s["weight_s"] * self._layers
@@ -213,7 +242,8 @@ class _Estimate:
         filling = (rows["pp"] - 1) * exchanges.first_gathers(unit, layer_forward_s, self._layers)
         messages = self._messages(exposed=False)
         kernels: Floats = np.where(
-            self._alone, model.n_layers * (layer_forward_s + layer_backward_s) + ends,
+            self._alone,
+            model.n_layers * (layer_forward_s + layer_backward_s) + ends - self._frozen_layers * layer_backward_s,
             slowest - self._layers * (exchange.layer_forward_s + exchange.layer_backward_s),
         )  # fmt: skip
         compute = rows["microbatches"] * kernels
@@ -239,7 +269,7 @@ class _Estimate:
             if isinstance(model, CountedModel):
                 parts = CountedCosts(cluster.accelerator, self._counts(model, bool(casts), *key))
                 block = [getattr(parts.layer(), name) for name in _TIMES]
-                return (*block, *block, *parts.ends(), 0.0)
+                return (*block, *block, *parts.ends(), *[0.0] * 4)
             share, (overlaps, by, dispatch, fp8_attention, fp8_head, fused_experts, graphs, recomputes) = (
                 self._share(*key), key[-8:]
             )  # fmt: skip
@@ -259,10 +289,12 @@ class _Estimate:
             dense = costs.layer(dense=True)
             mixed = costs.layer(dense=False) if self._routed else dense
             layers = [getattr(kind, name) for kind in (dense, mixed) for name in _TIMES]
-            ends = [part.forward_s + part.backward_s for part in (costs.embedding(), costs.head(), costs.prediction())]
-            return (*layers, *ends)
+            ends = [costs.embedding(), costs.head(), costs.prediction()]
+            return (*layers, *(part.forward_s + part.backward_s for part in ends), *(part.weight_s for part in ends))
 
-        *layers, embedding, head, prediction = by_distinct(self._parts(), times)
+        *layers, embedding, head, prediction, looked_up, weight, _ = by_distinct(self._parts(), times)
+        embedding = embedding - np.where(self._trained_embedding > 0, 0, looked_up)
+        head = head - np.where(self._frozen_head, weight, 0)
         return dict(zip(_TIMES, layers)), dict(zip(_TIMES, layers[len(_TIMES) :])), embedding, head, prediction
 
     def _parts(self) -> list[Integers]:
@@ -350,7 +382,8 @@ class _Estimate:
             return state
         matrices = sum(m * n for m, n in _block_matrices(model)) * model.n_layers
         rest = 1 - matrices / model.params
-        return np.where(rows.where("optimizer", "muon"), state + rest * (STATE_BYTES["adamw"] - state), state)
+        state = np.where(rows.where("optimizer", "muon"), state + rest * (STATE_BYTES["adamw"] - state), state)
+        return np.where(rows.where("optimizer", "adafactor"), state * _factored_elements(model) / model.params, state)
 
     def _host_copies(self, compute_s: Floats) -> Floats:
         """Seconds per step for copies of masters from the host at each gather, and of gradients to it at each
@@ -402,7 +435,10 @@ class _Estimate:
         backward = 2 * of["frozen"] + flat + np.where(around, ends, 0)
         same = {
             "masters": np.where(divided, frozen / shards, frozen) + e * self._updated,
-            "optimizer": e / MASTER_BYTES * self._state() * self._updated,
+            "optimizer": np.where(
+                rows.where("optimizer", "adafactor"), e * layers * of["factored"],
+                e / MASTER_BYTES * self._state() * self._updated,
+            ),
             "gradients": e * np.where(rows.cost("summed_bytes") > MASTER_BYTES, 2, 1) * self._updated,
             "unsharded": np.where(stays | (divided & ~by_unit), frozen, zero), "activations": activations,
         }  # fmt: skip
@@ -455,6 +491,8 @@ class _Estimate:
         local = self._model.experts.count / rows["ep"] if self._model.experts else 1
         shapes = np.where(self._megatron, self._unit.rest + self._unit.experts / local, self._unit.all)
         recasts = (part + some) * (parameters - embedding - head)
+        # Autocast keeps a cast only of what is trained.
+        recasts = recasts * (1 - self._frozen_layers / np.maximum(1, layers))
         flying, microbatches, parts = in_flight(rows, rank), rows["microbatches"], rows["interleave"]
         # Messages that are still there when the rank has computed its last forward. 1F1B waits for each before it goes
         # on, so that outputs stay until their backward; others' outputs are their first layers' input. Torch's
@@ -466,19 +504,24 @@ class _Estimate:
         if isinstance(model, CountedModel):
             uncast = np.full(len(rows), float(model.params - model.casts))
             own = {name: kept[name] for name in _COUNTED} | {"prefetched": self._unit.all}
+            head_gradient = np.maximum(embedding, head)
         else:
-            uncast = np.zeros_like(embedding) if model.tied else embedding
+            head_gradient = np.where(self._frozen_head, model.dim, np.maximum(embedding, head))
+            uncast = self._frozen_layers * self._dense + (0 if model.tied else embedding)
             own = {
                 "down": feed_forward / (3 if model.gated else 2), "feed_forward": feed_forward,
                 "outputs": np.where(staged, outputs, 0),
                 "cast_loss": logits * (1 + 2 * MASTER_BYTES / self._element),
-                "prefetched": np.zeros_like(embedding), "of_head": logits + self._element * np.maximum(embedding, head),
+                "prefetched": np.zeros_like(embedding), "of_head": logits + self._element * head_gradient,
             }  # fmt: skip
         received = microbatches * (parts * 2.0 - first - last)
         return Held(
             parameters=parameters, experts=held.experts, unit=self._unit.all, shapes=shapes,
             embedding=embedding, head=head,
             looked_up=np.where(first, self._looked_up, 0.0),
+            active=layers - self._frozen_layers, trained=parameters - self._frozen,
+            trained_embedding=np.where(first, self._trained_embedding, 0.0),
+            trained_head=np.where(last, self._trained_head, 0.0), head_gradient=head_gradient,
             state=self._state(), casts=parameters - recasts - uncast, recasts=recasts,
             kept=layer,
             first=np.where(part > 0, full, layer),
@@ -503,6 +546,12 @@ def _newton_schulz_flops(model: ModelSpec) -> float:
     """FLOPs of Muon's step over all layers."""
     sides = [(min(sides), max(sides)) for sides in _block_matrices(model)]
     return NEWTON_SCHULZ * model.n_layers * sum(4.0 * m * m * n + 2.0 * m**3 for m, n in sides)
+
+
+def _factored_elements(model: ModelSpec) -> float:
+    """The averages of Adafactor, one for each row and each column of a matrix, those of experts one by one."""
+    block = sum(m + n for m, n in _block_matrices(model))
+    return model.n_layers * block + (1 if model.tied else 2) * (model.vocab + model.dim)
 
 
 def routed_layers(model: AnyModel) -> int:

@@ -19,7 +19,7 @@ from refshard.specs.tuning import Lora
 Split = Literal["columns", "rows", "whole"]
 """How tensor-parallel ranks divide a matrix; one that is whole is on each of them."""
 QUANTISED_BYTES = 7.1
-"""Bytes moved to cast an element of an operand to fp8: two are read, and one is written twice."""
+"""Bytes moved to cast an element of an operand to fp8, MXFP8 or NVFP4: two are read, and fewer are written twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Product:
         """A multiplication and an addition are two."""
         return 2.0 * self.m * self.k * self.n * self.count
 
-    def nbytes(self, operand: int, result: int) -> float:
+    def nbytes(self, operand: float, result: int) -> float:
         """Bytes that it reads and writes, by the bytes of an element."""
         return self.count * (operand * (self.m * self.k + self.k * self.n) + result * self.m * self.n)
 
@@ -111,7 +111,7 @@ class Share:
 
     @property
     def dtype(self) -> Dtype:
-        """The dtype of all computation except fp8's products."""
+        """The dtype of all computation except products in fp8, MXFP8 or NVFP4."""
         return "fp32" if self.precision == "fp32" else "bf16"
 
 
@@ -248,7 +248,7 @@ def backward_moves(model: ModelSpec, share: Share, *, dense: bool) -> Iterator[M
 
 
 def quantising_moves(elements: Iterator[float] | list[float]) -> Iterator[Move]:
-    """fp8: each operand is read in bf16 and written twice in fp8, as it is and transposed."""
+    """fp8 and narrower: each operand is read in bf16 and written twice, as it is and transposed."""
     for count in elements:
         yield Move(QUANTISED_BYTES * count)
 

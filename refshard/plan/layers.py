@@ -43,6 +43,7 @@ from refshard.plan.kernels import (
     unfused_moves,
 )
 from refshard.specs.cluster import ClusterSpec, CollectiveOp
+from refshard.specs.hardware import LOW_BYTES
 from refshard.specs.model import ModelSpec
 
 Seconds = TypeVar("Seconds", float, npt.NDArray[np.float64])
@@ -208,7 +209,7 @@ class LayerCosts:
         product_s = [self._product(product, grouped=one.count > 1) for one, product in zip(linears, products)]
         forward = [*forward_moves(model, share, dense=dense)]
         backward = [*backward_moves(model, share, dense=dense)]
-        if share.precision == "fp8":
+        if share.precision in LOW_BYTES:
             cast = [p for p in products if p.count == 1 or not self._within.fused_experts]
             forward += quantising_moves([p.m * p.k * p.count for p in cast])
             backward += quantising_moves([p.m * p.n * p.count for p in cast])
@@ -390,10 +391,10 @@ class LayerCosts:
         return both + sum(collective_cost(self._cluster, op, rows, within.split_shape).seconds for op in ops)
 
     def _product(self, product: Product, *, plain: bool = False, grouped: bool = False) -> float:
-        low = self._share.precision == "fp8" and not plain
-        operand = 1 if low else self._share.element
+        low = self._share.precision in LOW_BYTES and not plain
+        operand = LOW_BYTES[self._share.precision] if low else self._share.element
         # Elements of a sum. Forward and the gradients of inputs and weights each sum over another side.
-        dtype = "fp8" if low else self._share.dtype
+        dtype = self._share.precision if low else self._share.dtype
         units = self._hardware.multiprocessors
         each = self._hardware.matmul[dtype].flops_per_s / units if grouped and units else 0.0
         fill = GROUPED_TILE_S * each / (2 * TILE**2)
@@ -416,7 +417,7 @@ class LayerCosts:
         if not dense:
             experts = self._model.experts.count / self._share.ep if self._model.experts else 0.0
             kernels = kernels * (graphs != "blocks") + ROUTER_KERNELS * (graphs == "none")
-            kernels += EXPERT_KERNELS + EACH_EXPERT * experts * (self._share.precision == "fp8")
+            kernels += EXPERT_KERNELS + EACH_EXPERT * experts * (self._share.precision in LOW_BYTES)
             kernels += OVERLAP_KERNELS * self._within.dispatch.endswith("overlapped")
         return max(device_s, kernels * hardware.host_s) if hardware.asynchronous else device_s
 

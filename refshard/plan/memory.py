@@ -180,6 +180,8 @@ class Held:
     - ``prefetched``: what FSDP2 has gathered of the last block at the loss, which it does if the module computes that.
     - ``embedding``, ``head``: 0 if another pipeline rank has them; in a tied model the embedding is also the head.
     - ``looked_up``: the embedding's whole gradient.
+    - ``trained``, ``trained_embedding``, ``trained_head``: those that are not frozen. ``head_gradient``: those of the
+      gradient that the loss's backward computes first.
     - ``casts``: weights that autocast casts once for forward and backward; ``recasts``: those of checkpointed layers,
       which it casts for each.
 
@@ -199,7 +201,7 @@ class Held:
 
     Counts (microbatches may be fractions, if a rank has several stages):
 
-    - ``layers``: layers of the rank.
+    - ``layers``: layers of the rank; ``active``: those that backward reaches, since they or earlier ones are trained.
     - ``in_flight``: microbatches in flight; ``in_flight_later``: when the first layers end their first backward.
     - ``delays``: microbatches for which a zero-bubble schedule has yet to compute weight gradients.
     """
@@ -214,6 +216,10 @@ class Held:
     embedding: Floats
     head: Floats
     looked_up: Floats
+    trained: Floats
+    trained_embedding: Floats
+    trained_head: Floats
+    head_gradient: Floats
     casts: Floats
     recasts: Floats
     state: Floats
@@ -234,6 +240,7 @@ class Held:
     outputs: Floats
     messages: Floats
     layers: Floats
+    active: Floats
     in_flight: Floats
     in_flight_later: Floats
     delays: Floats
@@ -261,13 +268,14 @@ class _Rank:
         self._parts = candidates["interleave"].astype(np.float64)
         sharded = (held.parameters - held.experts) / candidates.shards + held.experts / candidates.expert_shards
         self._own = np.where(self._is("shards_optimizer"), sharded, held.parameters)
+        self._own_trained = self._own * held.trained / np.maximum(1, held.parameters)
         self._by_unit, self._around = self._is("shards_parameters"), self._is("around")
         self._casts = self._is("casts") & (element < MASTER_BYTES)
         self._buckets = candidates.cost("summed_bytes") > MASTER_BYTES
         self._pipelined, self._offload = candidates["pp"] > 1, candidates.flag("offload")
         self._several = candidates["microbatches"] > 1
         self._stays = self._by_unit & (self._pipelined | ~candidates.flag("reshard") | self._is("keeps"))
-        self._activations = held.layers * held.kept * held.in_flight + held.outputs
+        self._activations = held.active * held.kept * held.in_flight + held.outputs
         self._activations = self._activations + held.layers * held.delayed * held.delays
         # When the first layers of a pipeline's rank end their first backward.
         later = self._activations - held.layers * held.kept * (held.in_flight - held.in_flight_later)
@@ -296,6 +304,7 @@ class _Rank:
             self._first_layer(),
             self._embedding(),
             self._reducing(),
+            self._stepping(),
         ]
 
     def _loss(self) -> Memory:
@@ -306,7 +315,7 @@ class _Rank:
         gathered = np.where(units, element * end, 0) + np.where(self._is("holds_last"), element * held.unit, 0)
         gathered = gathered + np.where(self._around & ~self._stays, element * held.prefetched, 0)
         delayed = held.logits * np.maximum(0, held.delays * self._parts - 1) + self._not_added()
-        of_head = held.of_head + np.where(self._by_unit & ~self._around, reduction * end, 0)
+        of_head = held.of_head + np.where(self._by_unit & ~self._around, reduction * held.head_gradient, 0)
         workspace = gathered + delayed + np.maximum(held.loss, of_head)
         begun = held.layers * held.delayed * np.minimum(held.delays, 1 / self._parts)
         return self._moment(
@@ -350,8 +359,8 @@ class _Rank:
         gradient = np.where(self._casts, MASTER_BYTES, element) * held.looked_up + after
         # A zero-bubble schedule computes it with the gradients of the layers' weights, which wait for it.
         gradient = gradient + element * held.unit * held.layers * held.delays
-        before = np.where(self._pipelined, 0, element * held.head + self._reduction * held.unit)
-        here = (held.embedding > 0) & (self._pipelined | self._by_unit & self._around)
+        before = np.where(self._pipelined, 0, element * held.trained_head + self._reduction * held.unit)
+        here = (held.trained_embedding > 0) & (self._pipelined | self._by_unit & self._around)
         return self._moment(
             self._gradients, self._whole - np.where(self._pipelined, 0, self._autocast), self._later,
             np.where(here, gradient + before, 0),
@@ -360,19 +369,26 @@ class _Rank:
     def _reducing(self) -> Memory:
         """The reduction of what lies around the layers, or of a pipeline's stage, after the last backward."""
         held, element, reduction = self._held, self._element, self._reduction
-        ends = held.embedding + held.head
+        ends, trained = held.embedding + held.head, held.trained_embedding + held.trained_head
         extra = held.looked_up - held.embedding
-        alone = (element + reduction) * ends
+        alone = (element + reduction) * trained
         stage = np.maximum(ends, held.unit)
         stage = np.maximum(reduction * (stage - extra), np.where(extra > 0, reduction * held.embedding, 0))
         here = self._by_unit & (self._around | self._pipelined)
         freed = np.where(self._pipelined, element * np.where(ends > 0, ends, held.unit), element * ends)
         reduced = here & ~self._several & ~self._offload
-        gradients = self._gradients - np.where(reduced, MASTER_BYTES * ends / self._candidates.shards, 0)
+        gradients = self._gradients - np.where(reduced, MASTER_BYTES * trained / self._candidates.shards, 0)
         whole = self._whole - np.where(here, np.minimum(freed, self._whole), 0)
         return self._moment(
             gradients, whole, np.zeros_like(whole), np.where(here, np.where(self._pipelined, stage, alone), 0)
         )  # fmt: skip
+
+    def _stepping(self) -> Memory:
+        """The step of Adafactor, which computes one tensor's update at a time."""
+        held, none = self._held, np.zeros_like(self._whole)
+        largest = np.maximum.reduce([held.embedding, held.head, held.down])
+        update = np.where(self._candidates.where("optimizer", "adafactor"), MASTER_BYTES * largest, 0)
+        return self._moment(self._gradients, self._whole - self._autocast, none, update)
 
     def _of_layer(self, after: Floats | None) -> Floats:
         """A layer's backward. ``after`` is what the layer after it kept, if that is still counted."""
@@ -384,9 +400,11 @@ class _Rank:
             held.after_feed_forward + element * held.feed_forward,
             held.after_layer + element * held.unit,
         ]
-        # Before the first layer there is none to gather ahead.
-        ahead = element * held.unit if after is None else 0
-        most = held.recomputed + np.maximum(0, self._gathered - ahead) + element * held.head + np.maximum.reduce(grown)
+        # Before the first layer there is none to gather ahead, unless it is frozen.
+        none_ahead = held.active == held.layers
+        ahead = np.where(none_ahead, element * held.unit, 0) if after is None else 0
+        gathered = np.maximum(0, self._gathered - ahead)
+        most = held.recomputed + gathered + element * held.trained_head + np.maximum.reduce(grown)
         later = reduction * held.unit - (0 if after is None else after)
         within = np.where(self._stays, most, most + np.maximum(later, 0))
         # Otherwise, while a layer computes, its activations are there, and parameters of the next; at its end, its
@@ -398,17 +416,18 @@ class _Rank:
         computing = held.recomputed + working + self._gathered + came
         ending = np.where(self._stays, 0, 2 * came)
         alone = np.maximum(computing, reduced + ending + held.workspace / 3)
-        return np.where(self._casts, held.recomputed + held.after_product, np.where(self._around, within, alone))
+        found = np.where(self._casts, held.recomputed + held.after_product, np.where(self._around, within, alone))
+        return np.where(held.active > 0, found, 0)
 
     def _all_gradients(self) -> Floats:
         """Gradients that a step leaves: sharded, or summed unsharded. Torch sums a pipeline's in fp32 and shards them
         in the end; DDP's are views of its buckets unless some microbatches add up next to them.
         """
         held = self._held
-        whole = held.parameters + held.looked_up - held.embedding
+        whole = held.trained + np.where(held.trained_embedding > 0, held.looked_up - held.embedding, 0)
         summed = self._candidates.cost("summed_bytes")
         summed = summed - np.where(self._casts & ~self._several & self._buckets, MASTER_BYTES, 0)
-        found = np.where(self._by_unit, MASTER_BYTES * self._own, summed * held.parameters)
+        found = np.where(self._by_unit, MASTER_BYTES * self._own_trained, summed * held.trained)
         once = self._by_unit & self._several & ~self._pipelined & ~self._candidates.flag("reduce_each")
         found = found + np.where(once, MASTER_BYTES * whole, 0)
         found = np.where(self._by_unit & self._pipelined, MASTER_BYTES * whole, found)
@@ -420,7 +439,7 @@ class _Rank:
         With several stages a rank, the last one's is gone by then: another stage's backward came before.
         """
         held, parts = self._held, self._parts
-        bucket = np.where(parts > 1, held.layers * held.unit * (1 - 1 / parts), held.parameters)
+        bucket = np.where(parts > 1, held.layers * held.unit * (1 - 1 / parts), held.trained)
         return np.where(self._is("casts") & self._buckets, MASTER_BYTES * bucket, 0)
 
     def _coming(self) -> Floats:
@@ -431,7 +450,7 @@ class _Rank:
         # A pipeline with no more microbatches than it holds at once has none before some of them go.
         filling = self._pipelined & (self._candidates["microbatches"] <= held.in_flight)
         comes = (only | filling) & (self._by_unit | self._buckets | none)
-        kept = np.where(self._by_unit | none, 0, MASTER_BYTES * held.parameters)
+        kept = np.where(self._by_unit | none, 0, MASTER_BYTES * held.trained)
         return np.where(comes & ~self._offload, self._gradients - kept, 0)
 
     def _all_whole(self) -> Floats:
@@ -443,10 +462,19 @@ class _Rank:
         found: Floats = np.where(self._stays, element * held.parameters * some, kept) + ends
         return found
 
+    def _frozen_bytes(self) -> Floats:
+        """Bytes of frozen parameters that each rank has between steps, but for whole copies that it keeps. Of the
+        engine's, a copy is the parameter itself, if its unit has nothing that is trained; the head's has a norm.
+        """
+        held, frozen = self._held, self._own - self._own_trained
+        cast = self._element * np.where(self._is("shards_optimizer"), frozen, held.head - held.trained_head)
+        found: Floats = np.where(self._is("casts_frozen"), cast, MASTER_BYTES * frozen)
+        return found
+
     def _moment(self, gradients: Floats, unsharded: Floats, activations: Floats, workspace: Floats) -> Memory:
         return Memory(
-            masters=np.where(self._offload, 0, MASTER_BYTES * self._own),
-            optimizer=np.where(self._offload, 0, self._held.state * self._own),
+            masters=np.where(self._offload, 0, MASTER_BYTES * self._own_trained + self._frozen_bytes()),
+            optimizer=np.where(self._offload, 0, self._held.state * self._own_trained),
             gradients=gradients, unsharded=unsharded, activations=activations,
             workspace=workspace + self._held.messages,
         )  # fmt: skip

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from refshard import resources
-from refshard.flops import CONVENTION, Convention, flops_per_token
+from refshard.flops import CONVENTION, Convention, flops_of
 from refshard.plan.estimate import checkpointed_layers
 from refshard.plan.memory import PARTS, fixed_segments
 from refshard.plan.search import Found
@@ -81,7 +81,8 @@ _FEWEST = 100
 
 def kind_of(job: Job, model: AnyModel, hardware: HardwareSpec) -> str:
     """The kind of a job: one kind is predicted about equally well. It tells mixtures of experts, the axes that divide
-    the model, the precision, the family of GPUs, and adapters; modules that are counted are a kind by themselves.
+    the model, the precision, the family of GPUs, adapters and frozen parts; modules that are counted are a kind by
+    themselves.
     """
     if job.pp > 1:
         divided = "pipeline"
@@ -92,6 +93,7 @@ def kind_of(job: Job, model: AnyModel, hardware: HardwareSpec) -> str:
     known = _FAMILIES.get(hardware.capability) if hardware.multiprocessors >= _FEWEST else None
     family = known or hardware.device_name or hardware.device.upper()
     tuning = "" if job.tuning == "full" else f", {job.tuning}"
+    tuning += ", frozen parts" if job.frozen else ""
     kind = "operators counted" if isinstance(model, CountedModel) else "experts" if model.experts else "dense"
     return f"{kind}, {divided} parallel, {job.precision}, {family}{tuning}"
 
@@ -292,7 +294,7 @@ class Reader:
         if isinstance(model, CountedModel):
             convention, each = "counted", model.flops_per_token
         else:
-            convention, each = CONVENTION, flops_per_token(model, self.seq_len, lora=job.lora)
+            convention, each = CONVENTION, flops_of(job, model)
         flops = speed * each
         kind = kind_of(job, self.model, self.cluster.accelerator)
         bounds = self.spread.bounds(kind)

@@ -17,7 +17,16 @@ import numpy.typing as npt
 from refshard.plan.cost_models import COST_MODELS, find_cost_model
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.counted import AnyModel, CountedModel
-from refshard.specs.job import REFERENCE_STRATEGY, Implementation, Job, Optimizer, Precision, Schedule, Tuning
+from refshard.specs.job import (
+    REFERENCE_STRATEGY,
+    WHOLE_MATRICES,
+    Implementation,
+    Job,
+    Optimizer,
+    Precision,
+    Schedule,
+    Tuning,
+)
 from refshard.specs.layers import listed_stages
 from refshard.specs.tuning import ALL_LINEAR, Lora
 
@@ -175,6 +184,7 @@ class Space:
     tuning: Tuning = "full"
     lora_rank: int = Lora().rank
     lora_targets: str = ALL_LINEAR
+    frozen: str = ""
     optimizer: Optimizer = "adamw"
     implementation: Implementation = field(default_factory=Implementation)
     tp: tuple[int, ...] = (1,)
@@ -192,7 +202,7 @@ class Space:
 
 _FIXED = (
     "gpus", "global_batch", "seq_len", "model", "cluster", "offload", "tuning", "lora_rank", "lora_targets",
-    "optimizer",
+    "frozen", "optimizer",
 )  # fmt: skip
 _VARYING = (
     "strategy", "tp", "cp", "pp", "interleave", "schedule", "ep", "dp_replicate", "microbatches", "reduce_each",
@@ -255,6 +265,8 @@ def _batches(
         for ep in _sizes(space.ep, data * cp * tp, experts):
             for strategy in space.strategies:
                 alone = strategy == REFERENCE_STRATEGY and space.gpus > 1
+                alone |= tp > 1 and space.optimizer in WHOLE_MATRICES
+                alone |= tp * cp * pp > 1 and bool(space.frozen)
                 if alone or not _composes(strategy, tp, cp, pp, schedule) or (ep > 1 and strategy not in _EXPERT):
                     continue
                 for dp_replicate in _replicas(space, strategy, data):
@@ -282,7 +294,8 @@ def _schedules(space: Space, n_layers: int, pp: int) -> Iterator[tuple[int, Sche
     given = space.interleave if space.interleave != ALL else tuple(range(1, MOST_STRETCHES + 1))
     even = [n for n in given if n_layers % (pp * n) == 0 or (n_layers + 2) % (pp * n) == 0]
     if listed:
-        given = even = [listed // pp] if listed % pp == 0 else []
+        even = [listed // pp] if listed % pp == 0 else []
+        given = tuple(even)
     for schedule in space.schedules:
         if schedule == "1f1b" and 1 in given:
             yield 1, schedule

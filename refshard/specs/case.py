@@ -9,6 +9,7 @@ import msgspec
 
 from refshard.errors import SpecError, nearest
 from refshard.specs.cluster import cluster_name
+from refshard.specs.hardware import LOW_BYTES
 from refshard.specs.job import OPTIONS, REFERENCE_STRATEGY, Implementation, Job
 from refshard.specs.model import model_name
 from refshard.specs.reading import LARGEST, convert, tokens, within
@@ -113,8 +114,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                         f"{name} must be {'false' if size is True else 1} for an emulated case, got "
                         f"{str(size).lower()}; use fidelity 'dryrun'"
                     )
-        if job.precision == "fp8":
-            raise ValueError("precision must be 'fp32' or 'bf16' for a case, got 'fp8'; only plans know fp8")
+        if (low := job.precision) in LOW_BYTES:
+            raise ValueError(f"precision must be 'fp32' or 'bf16' for a case, got '{low}'; only plans know {low}")
         if job.ep > 1:
             raise ValueError(f"ep must be 1 for a case, got {job.ep}; only plans divide experts")
         if job.implementation != Implementation():
@@ -205,7 +206,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         plain = Job(
             strategy=REFERENCE_STRATEGY, gpus=1, model=job.model, global_batch=job.global_batch, seq_len=job.seq_len,
             workload=job.workload, tuning=job.tuning, lora_rank=job.lora_rank, lora_targets=job.lora_targets,
-            optimizer=job.optimizer,
+            frozen=job.frozen, optimizer=job.optimizer,
         )  # fmt: skip
         measured = msgspec.structs.replace(self.protocol, memory_limit_gib=None, fidelity="measured", resident_ranks=1)
         return type(self)(job=plain, protocol=measured)

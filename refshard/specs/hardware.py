@@ -9,8 +9,12 @@ from refshard.errors import SpecError, nearest
 from refshard.specs.reading import convert, finite, read_toml, sourced, within
 
 Dtype = Literal["fp32", "bf16"]
-ProductDtype = Literal["fp32", "bf16", "fp8"]
-"""Dtype of a matrix product's operands. Only products are in fp8: activations, attention and masters are not."""
+ProductDtype = Literal["fp32", "bf16", "fp8", "mxfp8", "nvfp4"]
+"""Dtype of a matrix product's operands: fp8 with a scale for a tensor or a row, MXFP8 with one for each 32 elements,
+NVFP4 with one for each 16. Only products are in these: activations, attention and masters are not.
+"""
+LOW_BYTES: dict[ProductDtype, float] = {"fp8": 1.0, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
+"""Bytes of an element of an operand, with its part of a scale, in the dtypes that only products have."""
 AttentionKernel = Literal["flash", "efficient", "cudnn", "triton"]
 ELEMENT_BYTES: dict[Dtype, int] = {"fp32": 4, "bf16": 2}
 
@@ -81,22 +85,22 @@ class ClosedForms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One accelerator, or one rank's share of a CPU. ``sources`` says of each field where its value comes from.
 
-    ``matmul`` and ``attention`` are by dtype (fp32, bf16), ``matmul`` also fp8 where that is known; attention's
-    FLOPs are those of the causal half, backward 2.5 times forward, and ``attention_points`` go before its rate.
-    That rate is FlashAttention's; ``attention_kernels`` says how many times as fast another of torch's kernels runs
-    (1 where it is not listed). ``memory_bytes_per_s`` is what elementwise kernels reach, bytes read and written, on
-    tensors that no cache holds. ``transcendental_per_s`` is how many exponentials a second such a kernel gets done
-    (0: memory is slower), ``optimizer_bytes_per_s`` what a fused AdamW reaches (0: as any elementwise kernel),
-    ``first_touch_bytes_per_s`` how fast the system provides memory that the process did not have (0: at once, as a
-    caching allocator does), ``host_link_bytes_per_s`` what a copy between pinned memory of the host and the device
-    reaches (0: unknown). ``kernel_s`` is what any kernel takes however little it does, ``host_s`` what the host
-    needs per kernel of a small decoder layer, forward and backward, with all of torch and Python that leads to it.
-    On hardware that is ``asynchronous`` the host runs ahead of the device (CUDA); elsewhere it is the device, and
-    both are the cost of one eager operation. ``multiprocessors`` is 0 where there is no such thing. ``device_name``
-    and ``capability`` (major, minor) are what torch.cuda reports of it; ``also_named`` are further names of devices
-    with the same peaks. ``tf32_peak`` is the dense rate of fp32 products whose operands tensor cores round to TF32,
-    which torch does only if allowed (0: unknown). ``memory_peak_bytes_per_s`` is the bandwidth of the memory by the
-    data sheet, which rooflines are drawn with (0: unknown).
+    ``matmul`` and ``attention`` are by dtype (fp32, bf16), ``matmul`` also those of :data:`LOW_BYTES`, where they are
+    known; attention's FLOPs are those of the causal half, backward 2.5 times forward, and ``attention_points`` go
+    before its rate. That rate is FlashAttention's; ``attention_kernels`` says how many times as fast another of torch's
+    kernels runs (1 where it is not listed). ``memory_bytes_per_s`` is what elementwise kernels reach, bytes read and
+    written, on tensors that no cache holds. ``transcendental_per_s`` is how many exponentials a second such a kernel
+    gets done (0: memory is slower), ``optimizer_bytes_per_s`` what a fused AdamW reaches (0: as any elementwise
+    kernel), ``first_touch_bytes_per_s`` how fast the system provides memory that the process did not have (0: at once,
+    as a caching allocator does), ``host_link_bytes_per_s`` what a copy between pinned memory of the host and the device
+    reaches (0: unknown). ``kernel_s`` is what any kernel takes however little it does, ``host_s`` what the host needs
+    per kernel of a small decoder layer, forward and backward, with all of torch and Python that leads to it. On
+    hardware that is ``asynchronous`` the host runs ahead of the device (CUDA); elsewhere it is the device, and both are
+    the cost of one eager operation. ``multiprocessors`` is 0 where there is no such thing. ``device_name`` and
+    ``capability`` (major, minor) are what torch.cuda reports of it; ``also_named`` are further names of devices with
+    the same peaks. ``tf32_peak`` is the dense rate of fp32 products whose operands tensor cores round to TF32, which
+    torch does only if allowed (0: unknown). ``memory_peak_bytes_per_s`` is the bandwidth of the memory by the data
+    sheet, which rooflines are drawn with (0: unknown).
 
     ``closed_forms`` are what closed forms take in place of some of these numbers. ``matmul`` and ``attention`` are
     what a device sustains. ``matmul_burst`` and ``attention_burst`` are what it reached in short bursts, before
@@ -138,9 +142,10 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for field in ("kernel_s", "host_s", "tf32_peak", "memory_peak_bytes_per_s", *optional):
             finite(field, getattr(self, field))
         within("multiprocessors", self.multiprocessors, 0)
-        if self.matmul.keys() - {"fp8"} != self.attention.keys() or not self.attention:
+        if self.matmul.keys() - LOW_BYTES.keys() != self.attention.keys() or not self.attention:
             raise ValueError(
-                "matmul and attention must give the same dtypes, at least one, and matmul fp8 beside, got "
+                "matmul and attention must give the same dtypes, at least one, besides matmul's fp8, mxfp8 and nvfp4, "
+                "got "
                 f"{sorted(self.matmul)} and {sorted(self.attention)}"
             )
         for kernel, times in self.attention_kernels.items():

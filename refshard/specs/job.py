@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from refshard.specs.hardware import AttentionKernel
+from refshard.specs.hardware import AttentionKernel, ProductDtype
 from refshard.specs.layers import (
     POLICIES,
     POLICY,
@@ -21,12 +21,14 @@ from refshard.specs.layers import (
     stages_of_rank,
 )
 from refshard.specs.reading import within
-from refshard.specs.tuning import ALL_LINEAR, Lora, projections_of
+from refshard.specs.tuning import ALL_LINEAR, Frozen, Lora, frozen_of, projections_of
 
 Workload = Literal["training", "inference"]
-Precision = Literal["fp32", "bf16", "fp8"]
+Precision = ProductDtype
 Tuning = Literal["full", "lora", "qlora"]
-Optimizer = Literal["adamw", "adamw-8bit", "muon"]
+Optimizer = Literal["adamw", "adamw-8bit", "muon", "adafactor", "sgd"]
+WHOLE_MATRICES = frozenset({"muon", "adafactor"})
+"""Optimizers that step whole matrices. They have closed forms only where no optimizer state is sharded."""
 CommMemory = Literal["default", "allocator", "group", "symmetric"]
 Schedule = Literal["1f1b", "interleaved", "zero-bubble"]
 Policy = str | tuple[int, ...]
@@ -121,7 +123,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     - ``tuning`` trains all parameters (``"full"``); or LoRA adapters of ``lora_rank`` on the ``lora_targets`` of each
       block (:func:`~refshard.specs.tuning.projections_of`), with the bases frozen (``"lora"``) and, with ``"qlora"``,
       in NF4 with double quantisation.
-    - ``optimizer`` is AdamW, AdamW with 8-bit state, or Muon for the matrices of the blocks and AdamW for all else.
+    - ``frozen`` names parts that are not trained: ``"embedding"``, ``"head"``, and ``"first-N"``, the first N layers
+      with the embedding; with commas between.
+    - ``optimizer`` is AdamW, AdamW with 8-bit state, Muon for the matrices of the blocks and AdamW for all else,
+      Adafactor, or SGD with a momentum of 0.9.
     - ``offload`` keeps masters, gradients and optimizer state in the host's memory.
     - ``comm_memory`` is what collectives gather to and reduce from: by default what the strategy takes by itself;
       torch's caching allocator's (``"allocator"``), the process group's (``"group"``), or symmetric memory, with
@@ -155,6 +160,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     tuning: Tuning = "full"
     lora_rank: int = Lora().rank
     lora_targets: str = ALL_LINEAR
+    frozen: str = ""
     optimizer: Optimizer = "adamw"
     offload: bool = False
     comm_memory: CommMemory = "default"
@@ -259,6 +265,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
             default = next(one.default for one in msgspec.structs.fields(self) if one.name == field)
             if self.tuning == "full" and (given := getattr(self, field)) != default:
                 raise ValueError(f"{field} needs tuning 'lora' or 'qlora', got {given!r} for 'full'; set tuning")
+        if frozen_of(self.frozen) != Frozen():
+            alone = {"tuning": "full", "workload": "training", "tp": 1, "cp": 1, "pp": 1, "ep": 1, "offload": False}
+            for field, only in alone.items():
+                if (given := getattr(self, field)) != only:
+                    raise ValueError(f"{field} must be {only!r} with frozen parts, got {given!r}; change it, or frozen")
         if self.optimizer == "muon" and self.tuning != "full":
             raise ValueError(
                 f"optimizer must not be 'muon' for tuning '{self.tuning}': Muon orthogonalises updates of whole weight "
@@ -271,6 +282,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
         if self.tuning == "full":
             return None
         return Lora(rank=self.lora_rank, projections=projections_of(self.lora_targets))
+
+    @property
+    def frozen_parts(self) -> Frozen:
+        """What is not trained."""
+        return frozen_of(self.frozen)
 
     @property
     def tp_ranks(self) -> int:
@@ -374,8 +390,11 @@ OPTIONS = {
         Option("bf16", "bf16", "bf16 over fp32 masters", _chosen("bf16", "precision")),
         Option("lora", "lora", "LoRA", lambda job: _tuning_text(job, "lora")),
         Option("qlora", "qlora", "LoRA on NF4 bases", lambda job: _tuning_text(job, "qlora")),
+        Option("frozen", "frz", "frozen parts", lambda job: f"frozen {job.frozen}" if job.frozen else ""),
         Option("adamw-8bit", "8-bit", "AdamW with 8-bit state", _chosen("adamw-8bit", "optimizer")),
         Option("muon", "muon", "Muon", _chosen("muon", "optimizer")),
+        Option("adafactor", "adaf", "Adafactor", _chosen("adafactor", "optimizer")),
+        Option("sgd", "sgd", "SGD with momentum", _chosen("sgd", "optimizer")),
         Option("offload", "offl", "offloading to the host", lambda job: "offload" if job.offload else ""),
         Option("dp_replicate", "repl", "replicas (hybrid sharding)", _sized("{} replicas", "dp_replicate")),
         Option("tp", "tp", "tensor parallelism", _sized("tensor parallel {}", "tp")),

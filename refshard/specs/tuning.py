@@ -1,4 +1,6 @@
-"""The common recipe of fine-tuning by adapters (QLoRA's, and peft's examples')."""
+"""Fine-tuning of a part: the common recipe of adapters (QLoRA's, and peft's examples'), and frozen parts."""
+
+import re
 
 import msgspec
 
@@ -37,3 +39,30 @@ def projections_of(targets: str) -> tuple[str, ...]:
             f"lora_targets must be {ALL_LINEAR}, or some of {', '.join(PROJECTIONS)}, got {unknown[0]!r}; choose these"
         )
     return tuple(name for name in PROJECTIONS if name in names)
+
+
+class Frozen(msgspec.Struct, frozen=True, kw_only=True):
+    """What is not trained: the ``embedding``, the ``head``, and the first ``layers`` layers."""
+
+    embedding: bool = False
+    head: bool = False
+    layers: int = 0
+
+
+def frozen_of(parts: str) -> Frozen:
+    """The parts that ``parts`` names: ``embedding``, ``head`` and ``first-N``, separated by commas.
+
+    The first N layers are frozen with the embedding: otherwise backward would compute their gradients for it.
+
+    Raises:
+        ValueError: a name is not among these.
+    """
+    names = {name.strip() for name in parts.split(",")} - {""}
+    layers = [int(name.removeprefix("first-")) for name in names if re.fullmatch(r"first-[1-9]\d*", name)]
+    known = {"embedding", "head", *(f"first-{count}" for count in layers[:1])}
+    if unknown := sorted(names - known):
+        raise ValueError(
+            f"frozen must be some of embedding, head and one first-N, with commas between, got {unknown[0]!r}; choose "
+            "these"
+        )
+    return Frozen(embedding=bool(layers) or "embedding" in names, head="head" in names, layers=max(layers, default=0))

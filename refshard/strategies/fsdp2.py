@@ -41,13 +41,13 @@ class FSDP2(Strategy):
         if world.pipeline is None:
             self._shard(model)
             fill(model, world)
-            return PlainLoop(model, world, stepping=stepping, muon=muon_over_dtensors)
+            return PlainLoop(model, world, stepping=stepping, whole=muon_over_dtensors)
         self._stages = stages_of(self._model, world)
         for stage in self._stages:
             self._shard(stage, reshard_after_forward=False)
         fill_stages(self._stages, self._model, world)
         self._loop = PipelineLoop(
-            self._stages, self._stages, world, residual=world.computed, muon=muon_over_dtensors, stepping=stepping
+            self._stages, self._stages, world, residual=world.computed, whole=muon_over_dtensors, stepping=stepping
         )
         return self._loop
 
@@ -75,8 +75,13 @@ class FSDP2(Strategy):
         world, issued = self._world, list[tuple[str, int]]()
         training = world.case.job.workload == "training"
         for part in self._parts():
-            for unit in fully_sharded.sharded_units(part, world):
+            units = fully_sharded.sharded_units(part, world)
+            # Backward does not reach frozen blocks in front, but gathers as many of them as it prefetches.
+            unreached = [unit.name for unit in units if not unit.trained and unit.name != fully_sharded.ROOT]
+            unreached = unreached[: -max(1, self._knobs.prefetch)]
+            for unit in units:
                 gathers, times = training + (unit.name != fully_sharded.ROOT), world.case.job.microbatches
+                gathers -= unit.name in unreached
                 if isinstance(part, Stage):
                     gathers, times = gathers_of(self._loop.schedule, part, world.stage_rank), 1
                 issued += unit.gathers(world, gathers) * times

@@ -79,7 +79,7 @@ class FSDP2Tuned(Strategy):
                 unit.set_custom_reduce_scatter(exchange)
         if world.device.type == "cpu":
             self._gather_ahead()
-        return PlainLoop(model, world, muon=muon_over_dtensors)
+        return PlainLoop(model, world, whole=muon_over_dtensors)
 
     def _gather_ahead(self) -> None:
         """On a CPU: gathers one unit ahead."""

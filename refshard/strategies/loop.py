@@ -10,7 +10,7 @@ from torch import nn
 
 from refshard.models.data import Batch
 from refshard.strategies.base import Loop
-from refshard.strategies.optimizer import MakeMuon, make_optimizer
+from refshard.strategies.optimizer import MakeWhole, make_optimizer, unsharded
 from refshard.strategies.world import World
 
 Context = Callable[[], AbstractContextManager[object]]
@@ -22,13 +22,13 @@ class PlainLoop(Loop):
     """Forward, backward, optimizer step.
 
     A step runs within ``stepping(batch)``, forward and backward; all its microbatches but the last within
-    ``unsynced()``; every forward and its loss within ``computing()``. ``muon`` makes Muon of the model's matrices, if
-    the case asks for it; ``adapt`` is given the optimizer and returns the one to step.
+    ``unsynced()``; every forward and its loss within ``computing()``. ``whole`` makes an
+    optimizer that needs whole tensors; ``adapt`` is given the optimizer and returns the one to step.
     """
 
     def __init__(
         self, module: nn.Module, world: World, *, unsynced: Context = nullcontext, computing: Context = nullcontext,
-        stepping: StepContext = nullcontext, muon: MakeMuon = torch.optim.Muon,
+        stepping: StepContext = nullcontext, whole: MakeWhole = unsharded,
         adapt: Callable[[torch.optim.Optimizer], torch.optim.Optimizer] = lambda made: made,
     ) -> None:  # fmt: skip
         self._module, self._parts = module, world.case.job.microbatches
@@ -39,7 +39,7 @@ class PlainLoop(Loop):
             # torchao compiles its step: for more than a minute on a CPU, and not at all under an operator mode.
             self._optimizing = partial(torch.compiler.set_stance, "force_eager")
         if world.case.job.workload == "training":
-            self._optimizer = adapt(make_optimizer(module, world.case, muon))
+            self._optimizer = adapt(make_optimizer(module, world.case, whole))
         else:
             module.eval()
 

@@ -1,4 +1,5 @@
-"""The optimizer that most strategies step: torch's fused AdamW, torchao's with 8-bit state, or Muon and AdamW.
+"""The optimizer that most strategies step: torch's fused AdamW, torchao's with 8-bit state, Muon and AdamW, SGD with
+momentum, or Adafactor.
 
 Muon steps the matrices of the blocks and AdamW all else, as practitioners train: an embedding, a head and a norm are no
 matrices between hidden layers. One learning rate serves both, since ``match_rms_adamw`` gives Muon's updates the size
@@ -23,17 +24,26 @@ from refshard.engine.optim import local_parameters
 from refshard.errors import UnsupportedError
 from refshard.specs.case import Case
 
-MakeMuon = Callable[..., torch.optim.Optimizer]
-"""Makes Muon from a list of matrices and options: ``torch.optim.Muon``, or over DTensors, or the engine's shards."""
+MakeWhole = Callable[..., torch.optim.Optimizer]
+"""Makes an optimizer that needs whole tensors (Muon, Adafactor) from its class, the tensors and options."""
 EPSILON = 1e-3
 """AdamW's epsilon. With torch's 1e-8 its steps hardly depend on the scale of gradients: of twice the right ones, a sum
 over two ranks in place of the mean, ten losses of llama-tiny differ by 4e-7; with this, by far more than loss parity
-allows.
+allows. Adafactor's first epsilon is this, too.
 """
+MOMENTUM = 0.9
+"""SGD's."""
 
 
-def make_optimizer(module: nn.Module, case: Case, muon: MakeMuon = torch.optim.Muon) -> torch.optim.Optimizer:
-    """The case's optimizer over the module's trained parameters. ``muon`` makes Muon, if the case asks for it.
+def unsharded(
+    kind: type[torch.optim.Optimizer], tensors: Sequence[nn.Parameter], **options: Any
+) -> torch.optim.Optimizer:
+    """An optimizer of tensors that every rank has whole."""
+    return kind(tensors, **options)
+
+
+def make_optimizer(module: nn.Module, case: Case, whole: MakeWhole = unsharded) -> torch.optim.Optimizer:
+    """The case's optimizer over the module's trained parameters. ``whole`` makes those that need whole tensors.
 
     Raises:
         UnsupportedError: AdamW with 8-bit state cannot step these.
@@ -41,8 +51,13 @@ def make_optimizer(module: nn.Module, case: Case, muon: MakeMuon = torch.optim.M
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if case.job.optimizer == "adamw-8bit":
         return _adamw_8bit(trained, case)
+    if case.job.optimizer == "sgd":
+        # DTensor has no fused SGD; without foreach, torch would step DTensors one by one.
+        return torch.optim.SGD(_groups(trained), lr=case.protocol.learning_rate, momentum=MOMENTUM, foreach=True)
+    if case.job.optimizer == "adafactor":
+        return whole(torch.optim.Adafactor, trained, lr=case.protocol.learning_rate, eps=(EPSILON, 1e-3))
     matrices = _block_matrices(module) if case.job.optimizer == "muon" else []
-    parts = [muon(matrices, **_muon_options(case))] if matrices else []
+    parts = [whole(torch.optim.Muon, matrices, **_muon_options(case))] if matrices else []
     rest = [p for p in trained if not any(p is matrix for matrix in matrices)]
     if rest or not parts:
         parts.append(torch.optim.AdamW(_groups(rest), lr=case.protocol.learning_rate, eps=EPSILON, fused=True))
@@ -115,13 +130,16 @@ _OPERATIONS = {
 """DTensor's collectives, and what traces call them."""
 
 
-def muon_over_dtensors(matrices: Sequence[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
-    """``torch.optim.Muon`` over DTensors.
+def muon_over_dtensors(
+    kind: type[torch.optim.Optimizer], matrices: Sequence[nn.Parameter], **options: Any
+) -> torch.optim.Optimizer:
+    """``torch.optim.Muon``, which is the ``kind``, over DTensors.
 
     Raises:
         UnsupportedError: DTensor refuses, as it does if a rank has no row of a matrix, or would communicate on another
             device than the matrices are on.
     """
+    assert kind is torch.optim.Muon
     for matrix in matrices:
         assert isinstance(matrix, DTensor)
         if (device := matrix.to_local().device.type) != (meshs := matrix.device_mesh.device_type):

@@ -25,7 +25,7 @@ from refshard.records import CollectiveCount
 from refshard.strategies.base import Loop, Strategy, count_collectives
 from refshard.strategies.deferred import fill_stages
 from refshard.strategies.loop import StepContext
-from refshard.strategies.optimizer import MakeMuon, make_optimizer
+from refshard.strategies.optimizer import MakeWhole, make_optimizer, unsharded
 from refshard.strategies.stages import Stage, parameters_of_all, stages_of
 from refshard.strategies.world import World
 
@@ -69,7 +69,7 @@ class PipelineLoop(Loop):
 
     def __init__(
         self, stages: Sequence[Stage], wrapped: Sequence[nn.Module], world: World, *, residual: torch.dtype,
-        muon: MakeMuon = torch.optim.Muon, stepping: StepContext = nullcontext,
+        whole: MakeWhole = unsharded, stepping: StepContext = nullcontext,
     ) -> None:  # fmt: skip
         assert world.pipeline is not None
         self._group, self._stepping = world.pipeline.get_group(), stepping
@@ -77,7 +77,7 @@ class PipelineLoop(Loop):
         self._source = world.case.job.pp_ranks - 1
         self._optimizer = None
         if world.case.job.workload == "training":
-            self._optimizer = make_optimizer(nn.ModuleList(wrapped), world.case, muon)
+            self._optimizer = make_optimizer(nn.ModuleList(wrapped), world.case, whole)
         made = [_staged(*each, world, residual) for each in zip(stages, wrapped)]
         self.schedule = _schedule(made, world)
 

@@ -21,6 +21,7 @@ from refshard.errors import UnsupportedError
 from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
 from refshard.specs.case import Case
+from refshard.specs.job import WHOLE_MATRICES
 from refshard.strategies.base import Loop, Strategy, count_collectives
 from refshard.strategies.deferred import values
 from refshard.strategies.loop import PlainLoop
@@ -36,15 +37,17 @@ class Refshard(Strategy):
 
     def __init__(self, mode: str, *, keep_buffers: bool = False) -> None:
         self._mode, self._keep_buffers = find_mode(mode), keep_buffers
-        self._muon: WholeTensors | None = None
+        self._whole: WholeTensors | None = None
 
     def wrap(self, model: nn.Module, world: World) -> Loop:
         """Modes that shard gradients reduce every microbatch all the same."""
         self._model, self._world = model, world
         self._gloo = library_of(world.group, world.device) == "gloo"
         if world.tensor is not None:
-            if world.case.job.optimizer == "muon":
-                raise UnsupportedError("the engine does not support Muon on matrices split by tensor parallelism")
+            if (name := world.case.job.optimizer) in WHOLE_MATRICES:
+                raise UnsupportedError(
+                    f"the engine does not support {name.capitalize()} on matrices split by tensor parallelism"
+                )
             split(cast(Llama, model), world.tensor)
         precision = Precision(parameters=world.computed) if world.mixed else None
         shard(
@@ -52,13 +55,15 @@ class Refshard(Strategy):
             offload=world.case.job.offload, initialise=values(model, world), comm_memory=world.case.job.comm_memory,
             keep_buffers=self._keep_buffers,
         )  # fmt: skip
-        return PlainLoop(model, world, unsynced=partial(no_sync, model), muon=self._make_muon)
+        return PlainLoop(model, world, unsynced=partial(no_sync, model), whole=self._make_whole)
 
-    def _make_muon(self, matrices: list[nn.Parameter], **options: Any) -> WholeTensors:
-        self._muon = whole_tensors(torch.optim.Muon, self._model, matrices, **options)
+    def _make_whole(
+        self, kind: type[torch.optim.Optimizer], tensors: list[nn.Parameter], **options: Any
+    ) -> WholeTensors:
+        self._whole = whole_tensors(kind, self._model, tensors, **options)
         if self._world.case.processes < self._world.case.job.gpus:
-            _warn_of_absent_owners(self._muon, engine_of(self._model).units)
-        return self._muon
+            _warn_of_absent_owners(self._whole, engine_of(self._model).units)
+        return self._whole
 
     def wrapped_units(self) -> tuple[str, ...]:
         return tuple(unit.name for unit in engine_of(self._model).units)
@@ -67,7 +72,12 @@ class Refshard(Strategy):
         """From the op stream of a chain of these units, not from what was executed."""
         units = engine_of(self._model).units
         facts = [unit.facts for unit in units]
-        markers = chain_markers(len(units), enclosing=_encloses(self._model, units))
+        enclosing = _encloses(self._model, units)
+        markers = chain_markers(len(units), enclosing=enclosing)
+        # Backward does not reach what comes before the first unit that is trained.
+        first = next((place for place, fact in enumerate(facts) if fact.trained and place >= enclosing), len(units))
+        reached = {*range(first, len(units)), *range(enclosing)}
+        markers = tuple(marker for marker in markers if marker.phase == "forward" or marker.unit in reached)
         rings = assign_rings(markers, facts)
         kept, microbatches = self._mode.parameters == "replicate", self._world.case.job.microbatches
         if self._world.case.job.workload == "training":
@@ -91,8 +101,8 @@ class Refshard(Strategy):
         issued += [("all_reduce", told)] * len(axes) * sum(any(f.reduces(kind) for f in facts) for kind in kinds)
         if self._world.tensor is not None:
             issued += announce_split(cast(Llama, self._model), self._world, self._world.computed)
-        if self._muon is not None:
-            issued += _announce_owners(self._muon, units, self._world.case)
+        if self._whole is not None:
+            issued += _announce_owners(self._whole, units, self._world.case)
         return count_collectives(issued)
 
     def _issued(self, kind: OpKind, unit: Unit) -> Iterator[tuple[str, int]]:
@@ -131,23 +141,23 @@ def _encloses(model: nn.Module, units: Sequence[Unit]) -> bool:
     return any(second in set(one.modules()) or place[one] > place[second] for one in units[0].modules)
 
 
-def _announce_owners(muon: WholeTensors, units: Sequence[Unit], case: Case) -> Iterator[tuple[str, int]]:
-    """``(op, bytes)`` of a step of Muon. First the ranks agree on what is stepped, with two int64. Then, for each flat
-    parameter that has matrices, this rank sends its parts of their gradients and of the matrices to the owners, and
-    the matrices that it owns to all.
+def _announce_owners(whole: WholeTensors, units: Sequence[Unit], case: Case) -> Iterator[tuple[str, int]]:
+    """``(op, bytes)`` of a step of whole tensors. First the ranks agree on what is stepped, with two int64. Then, for
+    each flat parameter that has such tensors, this rank sends its parts of their gradients and of them to the owners,
+    and the tensors that it owns to all.
     """
-    matrices_by_flat = _owned_matrices(muon, units)
-    if matrices_by_flat:
+    by_flat = _owned_tensors(whole, units)
+    if by_flat:
         yield from [("all_reduce", 16)] * (2 if case.job.dp_replicate > 1 else 1)
-    for owner_of in matrices_by_flat:
+    for owner_of in by_flat:
         yield from [("all_to_all", sum(local_of(m).nbytes for m in owner_of))] * 2
-        yield "all_to_all", sum(m.nbytes for m, owner in owner_of.items() if owner == muon.collectives.rank)
+        yield "all_to_all", sum(m.nbytes for m, owner in owner_of.items() if owner == whole.collectives.rank)
 
 
-def _warn_of_absent_owners(muon: WholeTensors, units: Sequence[Unit]) -> None:
+def _warn_of_absent_owners(whole: WholeTensors, units: Sequence[Unit]) -> None:
     """Warn of the work of ranks that do not run here: a bucket is done when its busiest rank is."""
-    rank, ranks = muon.collectives.rank, muon.collectives.world_size
-    costs = [[step_cost(matrix.shape) for matrix in owner_of] for owner_of in _owned_matrices(muon, units)]
+    rank, ranks = whole.collectives.rank, whole.collectives.world_size
+    costs = [[step_cost(tensor.shape) for tensor in owner_of] for owner_of in _owned_tensors(whole, units)]
     own = busiest = 0
     for indices, owners in share_out(costs, ranks):
         loads = [0] * ranks
@@ -156,14 +166,14 @@ def _warn_of_absent_owners(muon: WholeTensors, units: Sequence[Unit]) -> None:
         own, busiest = own + loads[rank], busiest + max(loads)
     if own < busiest:
         warnings.warn(
-            f"refshard: Muon's work on rank {rank} is {100 * own / busiest:.0f} % of what the ranks wait for, summed "
-            "over buckets; the other ranks do not run here, so the step time is too low by the rest",
+            f"refshard: {whole.made.__name__}'s work on rank {rank} is {100 * own / busiest:.0f} % of what the ranks "
+            "wait for, summed over buckets; the other ranks do not run here, so the step time is too low by the rest",
             stacklevel=1,
         )
 
 
-def _owned_matrices(muon: WholeTensors, units: Sequence[Unit]) -> list[dict[nn.Parameter, int]]:
-    """The matrices of each flat parameter that has some, with their owners."""
-    owner_of = {member.parameter: member.owner for member in muon.members if member.whole is not None}
+def _owned_tensors(whole: WholeTensors, units: Sequence[Unit]) -> list[dict[nn.Parameter, int]]:
+    """The tensors to step of each flat parameter that has some, with their owners."""
+    owner_of = {member.parameter: member.owner for member in whole.members if member.whole is not None}
     flats = [[p.sharded for p in flat.parameters if p.sharded in owner_of] for unit in units for flat in unit.flats]
-    return [{matrix: owner_of[matrix] for matrix in matrices} for matrices in flats if matrices]
+    return [{tensor: owner_of[tensor] for tensor in tensors} for tensors in flats if tensors]

@@ -62,16 +62,18 @@ class SimpleFSDP(Strategy):
         options = self._knobs.options(self._plan, world.device.type, world.group.rank())
         torch.compiler.reset()  # a process may train more models than dynamo compiles one function for
         compiled = cast(nn.Module, torch.compile(model, fullgraph=True, dynamic=False, options=options))
-        return PlainLoop(compiled, world, muon=self._make_muon)
+        return PlainLoop(compiled, world, whole=self._make_muon)
 
-    def _make_muon(self, matrices: list[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+    def _make_muon(
+        self, kind: type[torch.optim.Optimizer], matrices: list[nn.Parameter], **options: Any
+    ) -> torch.optim.Optimizer:
         spec, shards = self._model.spec, self._world.shards
         for rows in (spec.dim, spec.ffn_dim, spec.head_dim * spec.n_heads, spec.head_dim * spec.n_kv_heads):
             if rows % shards:
                 raise UnsupportedError(
                     f"refshard's SimpleFSDP needs rows divisible by {shards} ranks for Muon, got a matrix of {rows}"
                 )
-        return muon_over_dtensors(matrices, **options)
+        return muon_over_dtensors(kind, matrices, **options)
 
     def wrapped_units(self) -> tuple[str, ...]:
         cut = [n for n, p in self._model.named_parameters() if isinstance(p, DTensor) and p.placements == (Shard(0),)]

@@ -12,17 +12,19 @@ import msgspec
 
 from refshard.resources import install_extra
 from refshard.specs.case import Case
-from refshard.specs.job import OPTIONS
+from refshard.specs.job import OPTIONS, WHOLE_MATRICES
 from refshard.specs.model import is_factory
 
 OWN_MODEL = "own model"
 """The axis of cases with a factory's model."""
-PLAIN: frozenset[str] = frozenset({"inference", "microbatches", "checkpointing", "bf16", "adamw-8bit", "muon"})
+PLAIN: frozenset[str] = frozenset({
+    "inference", "microbatches", "checkpointing", "bf16", "adamw-8bit", "muon", "adafactor", "sgd",
+})  # fmt: skip
 ANY: frozenset[str] = PLAIN | {"lora", "qlora"}
 SHARDED: frozenset[str] = ANY | {"offload", "dp_replicate"}
 TUNABLE: frozenset[str] = frozenset({"comm_memory"})
 OWN: frozenset[str] = frozenset({OWN_MODEL})
-EVERY: frozenset[str] = SHARDED | TUNABLE | OWN | {"tp"}
+EVERY: frozenset[str] = SHARDED | TUNABLE | OWN | {"tp", "frozen"}
 STAGED: frozenset[str] = frozenset({"pp", "schedule"})
 COMPOSING: frozenset[str] = EVERY | STAGED | {"sequence_parallel", "cp"}
 
@@ -120,6 +122,7 @@ def not_with_own(case: Case) -> str:
         return ""
     of_llama = {
         "tuning": job.tuning != "full",
+        "frozen": bool(job.frozen),
         "optimizer": job.optimizer == "muon",
         "tp": job.tp > 1,
         "cp": job.cp > 1,
@@ -153,10 +156,16 @@ def axes_of(case: Case) -> frozenset[str]:
     return frozenset(name for name, option in OPTIONS.items() if option.text(case.job)) | own
 
 
-FLAT: dict[str, str] = {"muon": "each rank steps a 1-D part of a flattened matrix, and Muon needs matrices"}
+DTENSORS: dict[str, str] = {
+    "adafactor": "torch's Adafactor squares norms in place, which DTensor refuses of divided rows"
+}
+FLAT: dict[str, str] = {
+    "muon": "each rank steps a 1-D part of a flattened matrix, and Muon needs matrices",
+    "adafactor": "each rank steps a 1-D part of a flattened matrix, and Adafactor would keep whole averages of it",
+}
 UNEVEN: dict[str, str] = {"muon": "ranks have uneven parts of a matrix, and torch's DTensor operators need even ones"}
 ONE: dict[str, str] = {"muon": "it takes one optimizer, and torch's Muon takes matrices alone"}
-COMPILED: frozenset[str] = frozenset({"inference", "microbatches", "checkpointing", "bf16", "muon"})
+COMPILED: frozenset[str] = frozenset({"inference", "microbatches", "checkpointing", "bf16", "muon", "sgd"})
 
 
 def _variants(code: str, rows: Mapping[str, tuple[str, Mapping[str, Any]]], **same: Any) -> dict[str, Row]:
@@ -166,18 +175,19 @@ def _variants(code: str, rows: Mapping[str, tuple[str, Mapping[str, Any]]], **sa
 
 ROWS: dict[str, Row] = {
     "single": Row(
-        code="single.Single", about="one unsharded rank, the reference for all others", axes=ANY | OWN, by_block=False,
+        code="single.Single", about="one unsharded rank, the reference for all others", by_block=False,
+        axes=ANY | OWN | {"frozen"},
     ),
     "ddp": Row(
         code="ddp.DDP", about="torch's DistributedDataParallel", by_block=False, deferred=True,
-        axes=ANY | OWN | STAGED | {"cp"},
+        axes=ANY | OWN | STAGED | {"cp", "frozen"},
     ),
     **_variants("fsdp1.FSDP1", {
         "fsdp1": ("torch's FullyShardedDataParallel, FULL_SHARD", {}),
         "fsdp1-post": ("... that prefetches after a unit's backward, not before it", {"prefetch": "BACKWARD_POST"}),
         "fsdp1-no-prefetch": ("... that does not prefetch in backward", {"prefetch": None}),
         "fsdp1-grad-op": ("... SHARD_GRAD_OP: parameters stay gathered until backward", {"sharding": "SHARD_GRAD_OP"}),
-    }, axes=SHARDED - {"muon"} | OWN, why_not=FLAT, deferred=True),
+    }, axes=SHARDED - WHOLE_MATRICES | OWN, why_not=FLAT, deferred=True),
     "fsdp1-no-shard": Row(
         code="fsdp1.FSDP1", about="... NO_SHARD: everything replicated", axes=PLAIN | OWN, deferred=True,
         arguments={"sharding": "NO_SHARD"},
@@ -187,14 +197,14 @@ ROWS: dict[str, Row] = {
         "fsdp2-prefetch2": ("... gathers issued two units ahead", {"prefetch": 2}),
         "fsdp2-reduce-group": ("... reduce-scatters in a process group of their own", {"reduce_group": True}),
         "fsdp2-reduce-buffers2": ("... two inputs of reduce-scatters in flight, not one", {"reduce_buffers": 2}),
-    }, axes=COMPOSING, labels=True, deferred=True),
+    }, axes=COMPOSING - {"adafactor"}, why_not=DTENSORS, labels=True, deferred=True),
     **_variants("fsdp2_tuned.FSDP2Tuned", {
         "fsdp2-tuned": ("... with every public knob that helps", {}),
         "fsdp2-tuned-deep": (
             "... and gathers two units ahead, two inputs of reduce-scatters in flight",
             {"prefetch": 2, "reduce_buffers": 2},
         ),
-    }, axes=SHARDED | TUNABLE, labels=True, deferred=True),
+    }, axes=SHARDED - {"adafactor"} | TUNABLE, why_not=DTENSORS, labels=True, deferred=True),
     **_variants("simplefsdp.SimpleFSDP", {
         "simplefsdp": ("SimpleFSDP: DTensors gathered where used, under torch.compile", {}),
         "simplefsdp-bucket": ("... collectives bucketed", {"bucketing": "automatic"}),
@@ -202,7 +212,7 @@ ROWS: dict[str, Row] = {
             "... and reordered (no effect below two buckets of 2000 MiB)", {"bucketing": "automatic", "reorder": True},
         ),
         "simplefsdp-by-block": ("... bucketed by block, each one block early", {"bucketing": "by-block"}),
-    }, axes=COMPILED, compiles=True),
+    }, axes=COMPILED, why_not=DTENSORS, compiles=True),
     **_variants("compiled.Compiled", {
         "fsdp2-compiled": ("torch's FSDP2, each block compiled", {"of": "fsdp2"}),
         "fsdp2-compiled-model": ("... the whole model compiled", {"of": "fsdp2", "whole": True}),
@@ -238,11 +248,11 @@ ROWS: dict[str, Row] = {
     ),
     "tensor-parallel": Row(
         code="tensor_parallel.TensorParallel", about="torch's parallelize_module over all ranks", deferred=True,
-        axes=PLAIN | {"sequence_parallel"},
+        axes=PLAIN - {"adafactor"} | {"sequence_parallel"}, why_not=DTENSORS,
     ),
     "pipeline": Row(
         code="pipeline.Pipeline", about="torch's pipeline schedules, all ranks in one pipeline", by_block=False,
-        axes=frozenset({"inference", "microbatches", "checkpointing", "adamw-8bit", "muon", "schedule"}), deferred=True,
+        axes=PLAIN - {"bf16"} | {"schedule"}, deferred=True,
     ),
     "refshard-replicate": Row(
         code="refshard.Refshard", about="this project's engine, nothing sharded", arguments={"mode": "replicate"},

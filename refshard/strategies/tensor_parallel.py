@@ -33,7 +33,7 @@ class TensorParallel(Strategy):
         split(model, world.data, by_sequence=world.case.job.sequence_parallel)
         fill(model, world)
         return PlainLoop(
-            model, world, computing=autocast(world), stepping=splitting(model, world), muon=muon_over_dtensors
+            model, world, computing=autocast(world), stepping=splitting(model, world), whole=muon_over_dtensors
         )
 
     def wrapped_units(self) -> tuple[str, ...]:

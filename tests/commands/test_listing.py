@@ -36,7 +36,7 @@ def test_every_strategy_has_a_row_with_whether_it_can_run_and_what_it_supports()
     assert {name: crosses.count("x") for name, crosses in marked.items()} == {
         name: len(row.axes) for name, row in ROWS.items()
     }
-    assert marked["ddp"] == ["x"] * 8 + ["-"] * 4 + ["x"] * 3 + ["-", "x"]
+    assert marked["ddp"] == ["x"] * 11 + ["-"] * 4 + ["x"] * 3 + ["-", "x"]
     assert f"  {heads}\n" in text(found, verbose=True), "marks stand under their heads"
     assert "infer" not in text(found)
 

@@ -23,7 +23,7 @@ from refshard.plan.space import Candidates
 from refshard.records import CollectiveCount
 from refshard.specs.case import Case, Protocol
 from refshard.specs.cluster import load_cluster
-from refshard.specs.job import Job, Precision, Schedule, Tuning
+from refshard.specs.job import Job, Optimizer, Precision, Schedule, Tuning
 from refshard.specs.model import ModelSpec, load_model, parameter_count
 from refshard.specs.writing import to_toml
 from tests.fakecuda.needs import needs_device
@@ -59,11 +59,14 @@ class Cell:
     zero_bubble: bool = False
     fp32: bool = False
     tuning: Tuning = "full"
+    optimizer: Optimizer = "adamw"
+    frozen: str = ""
 
     def __str__(self) -> str:
         layers = f"x{self.layers}" if self.layers else ""
         axes = f"r{self.replicas}t{self.tp}c{self.cp}p{self.pp}i{self.interleave}"
         flags = "zero-bubble" * self.zero_bubble + "fp32" * self.fp32 + self.tuning * (self.tuning != "full")
+        flags += self.optimizer * (self.optimizer != "adamw") + self.frozen
         name = f"{self.strategy}-{self.model}{layers}-{self.policy}-w{self.ranks}m{self.microbatches}-{axes}-{flags}"
         return name.removesuffix("-")
 
@@ -150,7 +153,37 @@ def tuned_grid() -> list[Cell]:
     ]
 
 
-CELLS = [*grid(), *split_grid(), *FP32, *tuned_grid()]
+def optimizer_grid() -> list[Cell]:
+    """Other optimizers than AdamW, each where it steps tensors of another kind."""
+    tunings: tuple[tuple[Optimizer, str, Tuning], ...] = (
+        *(("sgd", strategy, "full") for strategy in ("single", "ddp", "fsdp2", "refshard-zero1", "refshard-yafsdp")),
+        *(("adafactor", strategy, "full") for strategy in ("single", "ddp", "refshard-replicate")),
+        ("sgd", "fsdp2", "lora"), ("adafactor", "single", "lora"),
+    )  # fmt: skip
+    return [
+        Cell(
+            strategy, MODELS[0], POLICIES[place % 3], 1 if strategy == "single" else 8, 1 + place % 2, layers=3,
+            tuning=tuning, optimizer=optimizer,
+        )
+        for place, (optimizer, strategy, tuning) in enumerate(tunings)
+    ]  # fmt: skip
+
+
+def frozen_grid() -> list[Cell]:
+    """Frozen parts over the strategies; enough layers are trained to take turns in YaFSDP's ring."""
+    parts = ("first-2", "embedding,head", "first-3,head")
+    strategies = ("single", "ddp", "fsdp2", *ENGINE)
+    return [
+        Cell(
+            strategy, MODELS[0], POLICIES[(place + shift) % 3], 1 if strategy == "single" else 8,
+            1 + (place + shift // 2) % 2, layers=8 if strategy == "refshard-yafsdp" else 4,
+            frozen=parts[(place + 2 * shift) % 3],
+        )
+        for shift in (0, 1) for place, strategy in enumerate(strategies)
+    ]  # fmt: skip
+
+
+CELLS = [*grid(), *split_grid(), *FP32, *tuned_grid(), *optimizer_grid(), *frozen_grid()]
 FEW = [cell for cell in CELLS if str(cell) in {
     "refshard-fsdp-llama3-8bx3-none-w64m2-r8t1c1p1i1", "fsdp2-llama3-8bx3-none-w8m2-r1t1c2p1i1",
     "fsdp2-llama3-8bx4-none-w8m4-r1t1c1p2i1",
@@ -165,6 +198,7 @@ def job_of(cell: Cell, model: str = "") -> Job:
         global_batch=cell.data_ranks * cell.microbatches, microbatches=cell.microbatches, checkpointing=cell.policy,
         precision=cell.precision, dp_replicate=cell.replicas, tp=cell.tp, sequence_parallel=cell.tp > 1, cp=cell.cp,
         pp=cell.pp, interleave=cell.interleave, schedule=_schedule(cell), tuning=cell.tuning,
+        optimizer=cell.optimizer, frozen=cell.frozen,
     )  # fmt: skip
 
 

@@ -62,6 +62,7 @@ MEGATRON: dict[str, Setting] = {
     "tied": job(strategy="refshard-zero1", model="llama3.2-1b", dp_shard=8, checkpointing="first-4", precision="fp32"),
     "ddp": job(strategy="ddp", dp_shard=8),
     "fsdp": job(strategy="megatron-fsdp", dp_shard=8),
+    "nvfp4": job(strategy="megatron", dp_shard=8, precision="nvfp4", cluster="gb200-nvl72"),
     "qwen3": job(strategy="megatron", model="qwen3-8b", dp_shard=4, tp=2),
     "qwen2.5": job(strategy="megatron", model="qwen2.5-7b", dp_shard=4, tp=2),
     "mixtral": job(strategy="megatron", model="mixtral-8x7b", dp_shard=4, tp=2, pp=4, microbatches=4),

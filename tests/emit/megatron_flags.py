@@ -18,6 +18,7 @@ FLAGS: dict[str, Takes] = {
     "expert-model-parallel-size": int,
     "expert-tensor-parallel-size": int,
     "ffn-hidden-size": int,
+    "fp4-format": ("e2m1",),
     "fp8-format": ("e4m3", "hybrid"),
     "fp8-recipe": ("tensorwise", "delayed", "mxfp8", "blockwise", "custom"),
     "global-batch-size": int,

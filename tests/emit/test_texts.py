@@ -137,6 +137,7 @@ def test_notes_are_sentences(tool: str, name: str) -> None:
         ),
         ("torchtitan", {"model": "llama3.2-1b", "dp_shard": 4, "pp": 2}, "ties its embedding to its head, got 2"),
         ("megatron", {"strategy": "megatron", "dp_shard": 8, "tuning": "lora"}, "tuning must be 'full', got 'lora'"),
+        ("torchtitan", {"dp_shard": 8, "precision": "mxfp8"}, "'fp8' or 'fp32', got 'mxfp8'; emit for megatron"),
         ("torchtitan", {"dp_shard": 8, "optimizer": "muon"}, "optimizer must be 'adamw', got 'muon'; emit for acc"),
         ("refshard", {"strategy": "megatron", "dp_shard": 8}, "strategy must be one that it runs, got 'megatron'"),
         (

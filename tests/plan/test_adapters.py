@@ -62,7 +62,9 @@ def test_adapters_beyond_data_parallelism_and_of_experts_are_refused() -> None:
         estimated(job(tuning="lora"), model="mixtral-8x7b")
 
 
-@pytest.mark.parametrize(("optimizer", "state", "moved"), [("adamw", 8, 28), ("adamw-8bit", 2 + 1 / 32, 16)])
+@pytest.mark.parametrize(
+    ("optimizer", "state", "moved"), [("adamw", 8, 28), ("adamw-8bit", 2 + 1 / 32, 16), ("sgd", 4, 32)]
+)
 def test_an_optimizers_state_and_what_it_moves(optimizer: str, state: float, moved: int) -> None:
     found = estimated(job(**ONE, optimizer=optimizer), cluster=cluster())
     assert found.memory.optimizer[0] == pytest.approx(state * MODEL.params)
@@ -75,6 +77,13 @@ def test_muon_has_one_average_of_the_blocks_matrices_and_adamw_two_of_all_else()
     ends = 2 * MODEL.vocab * MODEL.dim
     assert found.memory.optimizer[0] == pytest.approx(4 * MODEL.params + 4 * ends, rel=1e-3)
     assert found.optimizer_s[0] > estimated(job(**ONE), cluster=cluster()).optimizer_s[0]
+
+
+def test_adafactor_has_an_average_of_each_row_and_column() -> None:
+    found = estimated(job(**ONE, optimizer="adafactor"), cluster=cluster())
+    assert 4 * 2 * MODEL.vocab < found.memory.optimizer[0] < 0.01 * 4 * MODEL.params
+    tuned = estimated(job(**ONE, tuning="lora", optimizer="adafactor"), cluster=cluster())
+    assert 0 < tuned.memory.optimizer[0] < estimated(job(**ONE, tuning="lora"), cluster=cluster()).memory.optimizer[0]
 
 
 def test_one_gpu_gathers_and_reduces_nothing() -> None:

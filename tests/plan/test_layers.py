@@ -37,6 +37,7 @@ def made(**changes: Any) -> ClusterSpec:
     """A cluster on which only products and attention take time: 1 PFLOP/s, endless memory and links."""
     rate = Rate(peak=FLOPS_PER_S, efficiency=1.0)
     rates = {"bf16": rate, "fp32": rate, "fp8": Rate(peak=2 * FLOPS_PER_S, efficiency=1.0)}
+    rates["nvfp4"] = Rate(peak=4 * FLOPS_PER_S, efficiency=1.0)
     given = {"memory_bytes_per_s": ENDLESS, "matmul": rates, **changes}
     return cluster(hardware=hardware(**given), nodes=8)
 
@@ -128,6 +129,8 @@ def test_fp8_products_are_as_fast_as_their_rate_and_attention_stays_in_bf16() ->
     bf16, fp8 = (costs(model, made(), precision=p).layer(dense=True) for p in ("bf16", "fp8"))
     assert fp8.weight_s == pytest.approx(bf16.weight_s / 2)
     assert bf16.forward_s - fp8.forward_s == pytest.approx(bf16.weight_s / 2)
+    nvfp4 = costs(model, made(), precision="nvfp4").layer(dense=True)
+    assert nvfp4.weight_s == pytest.approx(bf16.weight_s / 4)
 
 
 def test_windows_cut_what_attention_sees_to_whole_tiles() -> None:

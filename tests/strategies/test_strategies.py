@@ -84,7 +84,7 @@ class CountingMode(TorchDispatchMode):
     def _sent(self, op: str, size: int, args: Any) -> float:
         ranks = dist.get_world_size()
         if op == "all_to_all" and len(args) > 4 and (split := args[4]):
-            return size * (1 - float(split[dist.ProcessGroup.unbox(args[2]).rank()] / sum(split)))
+            return size * (1 - float(split[dist.ProcessGroup.unbox(args[2]).rank()] / max(1, sum(split))))
         return size * (ranks - 1) / ranks * (2 if op == "all_reduce" else 1)
 
     def found(self) -> tuple[CollectiveCount, ...]:
@@ -106,8 +106,11 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "lora": {"tuning": "lora"},
     "qlora": {"tuning": "qlora", "checkpointing": "full"},
     "bf16 qlora": {"tuning": "qlora", "precision": "bf16"},
+    "frozen": {"frozen": "first-2,head", "microbatches": 2},
     "8-bit": {"optimizer": "adamw-8bit"},
     "muon": {"optimizer": "muon"},
+    "adafactor": {"optimizer": "adafactor"},
+    "sgd": {"optimizer": "sgd"},
     "muon both": {"optimizer": "muon", "precision": "bf16", "microbatches": 2, "checkpointing": "full"},
     "muon offload": {"optimizer": "muon", "offload": True},
     "muon replicas": {"optimizer": "muon", "gpus": 4, "dp_replicate": 2},
@@ -116,7 +119,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "tensor parallel": {"gpus": 4, "tp": 2, "microbatches": 2},
     "tensor parallel alone": {"gpus": 2, "tp": 2, "checkpointing": "full", "precision": "bf16"},
 }
-TIED = ("plain", "full", "accumulated", "inference", "tensor parallel")
+TIED = ("plain", "frozen", "full", "accumulated", "inference", "tensor parallel")
 """Scenarios that are run with a tied model too."""
 STEPS = 4
 KEPT = ("ddp", "fsdp1-grad-op", "fsdp1-no-shard", "refshard-replicate", "refshard-zero1")
@@ -254,7 +257,8 @@ def test_every_block_is_a_unit_and_others_hold_the_rest(cell: Key) -> None:
 @those()
 def test_losses_equal_those_of_one_unsharded_rank(cell: Key) -> None:
     case = case_of(cell[2], cell[1])
-    plain = {"adamw": "plain", "adamw-8bit": "8-bit", "muon": "muon"}[case.job.optimizer]
+    plain = {"adamw": "plain", "adamw-8bit": "8-bit"}.get(case.job.optimizer, case.job.optimizer)
+    plain = "frozen" if case.job.frozen else plain
     like = "inference" if case.job.workload == "inference" else {"full": plain}.get(case.job.tuning, case.job.tuning)
     reference = of(cell[0], like, "single")["losses"]
     assert of(*cell)["losses"] == pytest.approx(reference, rel=parity_tolerance(case))

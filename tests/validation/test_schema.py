@@ -90,7 +90,7 @@ def test_nemo_counts_by_convention_a() -> None:
 def test_megatron_bridge_counts_by_convention_c() -> None:
     table = TABLES["megatron-bridge"]
     found = [run for run in table.runs if run.tokens_per_s_gpu is not None]
-    assert len(found) == 85
+    assert len(found) == 89
     for run in found:
         assert run.seq_len is not None
         assert run.tokens_per_s_gpu is not None
@@ -136,7 +136,7 @@ def test_llm_foundry_counts_by_convention_b() -> None:
 
 def test_each_run_stands_once() -> None:
     listed = list(runs())
-    assert len({run for _, run in listed}) == len(listed) == 904
+    assert len({run for _, run in listed}) == len(listed) == 908
 
 
 def test_figures_are_as_printed() -> None:

@@ -77,8 +77,10 @@ def proxies_of(job: Job, setting: Setting, folder: Path) -> Proxies | str:
     """The job's proxies, with their models written to ``folder``; or why it has none."""
     if job.strategy not in ROWS:
         return f"refshard does not run {job.strategy}"
+    if job.frozen:
+        return "frozen parts are not dry-run at fewer layers"
     if job.precision not in ("bf16", "fp32") or job.offload:
-        return "fp8 and offload are not dry-run"
+        return "fp8, mxfp8, nvfp4 and offload are not dry-run"
     if job.implementation.compiled:
         return "proxies are of eager blocks"
     if job.ep > 1 or setting.model.experts:

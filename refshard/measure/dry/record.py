@@ -8,7 +8,7 @@ import msgspec
 
 from refshard.errors import SpecError
 from refshard.fakecuda.build import extension
-from refshard.flops import flops_per_token
+from refshard.flops import flops_of
 from refshard.measure.assemble import (
     complete,
     counts,
@@ -175,7 +175,7 @@ def _named(blank: LaunchRecord, results: Sequence[DryResult]) -> LaunchRecord:
     n_layers = spec.n_layers if spec is not None else len(built.blocks) if built is not None else 0
     flops = built.flops_per_token if built is not None else None
     if spec is not None:
-        flops = float(flops_per_token(spec, case.job.seq_len, workload=case.job.workload, lora=case.job.lora))
+        flops = float(flops_of(case.job, spec))
     hardware = load_cluster(case.job.cluster).accelerator
     return msgspec.structs.replace(
         blank,

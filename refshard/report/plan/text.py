@@ -190,10 +190,10 @@ def warnings(plan: Plan, spread: Spread) -> list[str]:
             f"Error bars: {error.count} published runs of this kind ({kind}) were held out of the fit: median error "
             f"{format_percent(error.median)}; 8 of 10 lie within the range."
         )
-    if more := max((row.fixed_segments for row in rows), default=0.0):
+    if fixed := max((row.fixed_segments for row in rows), default=0.0):
         found.append(
             f"Memory assumes {EXPANDABLE_SEGMENTS}: without it, dry runs of this kind need up to "
-            f"{format_percent(more, 0)} more."
+            f"{format_percent(fixed, 0)} more."
         )
     if any(row.job.offload for row in rows):
         found.append("With --offload the host runs AdamW, at the rate of its memory: with few threads it takes longer.")
