@@ -251,7 +251,8 @@ def trace(
     paths: Annotated[
         list[Path],
         typer.Argument(
-            help="Kineto traces (.json, .json.gz), exports of nsys (.sqlite), folders of them, or memory snapshots."
+            help="Kineto traces (.json, .json.gz), exports of nsys (.sqlite), folders or URLs of them, or memory "
+            "snapshots."
         ),
     ],
     context: typer.Context,
@@ -300,15 +301,19 @@ def trace(
     With --hang, exit status 1 if the dumps show why the job hangs, else 0.
     """
     from refshard.commands import trace as command
+    from refshard.commands.remote import local
 
     if hang:
         if extra := _given(context) - {"paths", "--hang", *OUTPUT_OPTIONS}:
             raise SpecError(f"hang: dumps take no option of traces; leave out {', '.join(sorted(extra))}")
-        return command.hang(paths)
-    return command.trace(
-        paths, page=html, one_job=job, calibration=calibration, against=against, cross_check=cross_check,
-        window=window, device=device, communication=communication or (),
-    )  # fmt: skip
+        with local(paths) as files:
+            return command.hang(files)
+    with local([*paths, *([] if against is None else [against])]) as files:
+        other = None if against is None else files.pop()
+        return command.trace(
+            files, page=html, one_job=job, calibration=calibration, against=other, cross_check=cross_check,
+            window=window, device=device, communication=communication or (),
+        )  # fmt: skip
 
 
 @app.command()

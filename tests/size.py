@@ -14,7 +14,7 @@ SLACK = 100
 """Most lines that a budget may exceed its package by."""
 BUDGETS = {
     "refshard/analysis": 11_680,
-    "refshard/commands": 3_600,
+    "refshard/commands": 3_670,
     "refshard/dryrun": 8_115,
     "refshard/emit": 940,
     "refshard/emulate": 1_400,
@@ -28,7 +28,7 @@ BUDGETS = {
     "refshard/specs": 2_970,
     "refshard/strategies": 3_190,
     "refshard/*.py": 2_410,
-    "tests": 79_960,
+    "tests": 80_040,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

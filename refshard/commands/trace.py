@@ -1,8 +1,10 @@
 """``refshard trace``: analyse Kineto traces and CUDA memory snapshots, whoever recorded them."""
 
+import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from refshard.analysis.kineto import timeline_of
 from refshard.analysis.names import patterns
 from refshard.analysis.snapshot import is_memory_timeline, memory_timeline, read_snapshot, snapshot_figures
 from refshard.analysis.windows import parse_window
-from refshard.commands.printing import write_page
+from refshard.commands.printing import tell, write_page
 from refshard.errors import SpecError, TraceError
 from refshard.events.flight import read_flights
 from refshard.events.nsys import is_nsys
@@ -28,9 +30,12 @@ from refshard.report.trace.answer import check_block, trace_answer
 from refshard.report.trace.difference import Compared, difference_answer
 from refshard.report.trace.hang import hang_answer
 from refshard.report.trace.snapshot import memory_timeline_answer, snapshot_answer
+from refshard.resources import available_cores
 
 _NAMED = 3
 """Skipped files of folders that are named; folders may hold many that are no traces."""
+_LARGE = 2**24
+"""Bytes of files from which on several processes analyse them."""
 _MOST_GRAPHS = 8
 """Number of graphs kept in memory, one a rank, to replay a step in which every rank is on time."""
 
@@ -154,11 +159,11 @@ def _analyse_all(paths: Sequence[Path], analyse_file: Callable[..., Analysis]) -
     """
     files, named = _files(paths)
     found, inside = list[Analysis](), list[str]()
-    for file in files:
-        try:
-            found.append(analyse_file(file, keep_graph=len(found) < _MOST_GRAPHS))
-        except TraceError as error:
-            (named if file in paths else inside).append(str(error))
+    for file, one in zip(files, _each(files, analyse_file)):
+        if isinstance(one, TraceError):
+            (named if file in paths else inside).append(str(one))
+        else:
+            found.append(one)
     reasons = [*named, *inside]
     if not found and len(reasons) == 1:
         raise TraceError(reasons[0])
@@ -169,6 +174,29 @@ def _analyse_all(paths: Sequence[Path], analyse_file: Callable[..., Analysis]) -
     if not found:
         raise TraceError(f"none of {len(reasons)} files and folders could be analysed, for the reasons above")
     return found
+
+
+def _each(files: Sequence[Path], analyse_file: Callable[..., Analysis]) -> Iterator[Analysis | TraceError]:
+    """The analysis of each file in order, or why there is none: of many large files as many at a time as cores."""
+    works = [partial(_attempt, analyse_file, file, keep_graph=place < _MOST_GRAPHS) for place, file in enumerate(files)]
+    workers = min(available_cores(), len(files))
+    if workers < 2 or sum(file.stat().st_size for file in files if file.is_file()) < _LARGE:
+        yield from (work() for work in works)
+        return
+    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    try:
+        for place, future in enumerate([pool.submit(work) for work in works], start=1):
+            yield future.result()
+            tell(f"{place} of {len(files)} files analysed")
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _attempt(analyse_file: Callable[..., Analysis], file: Path, *, keep_graph: bool) -> Analysis | TraceError:
+    try:
+        return analyse_file(file, keep_graph=keep_graph)
+    except TraceError as error:
+        return error
 
 
 def _files(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:

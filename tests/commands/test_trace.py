@@ -46,6 +46,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_large_files_are_analysed_side_by_side_with_the_same_answer(refshard: Command, folder: Path) -> None:
+    small = refshard("trace", str(folder), "--json")
+    for path in folder.glob("rank*.json"):
+        path.write_text(path.read_text() + " " * 2**23)
+    large = refshard("trace", str(folder), "--json")
+    assert large.stdout == small.stdout
+    assert "1 of 3 files analysed" in large.stderr
+    assert "skipped" in large.stderr
+
+
 def test_json_has_one_object_per_trace(refshard: Command, folder: Path) -> None:
     done = refshard("trace", str(folder), "--json")
     first, second = json.loads(done.stdout)["traces"]
