@@ -27,7 +27,7 @@ BUDGETS = {
     "refshard/report": 9_975,
     "refshard/specs": 2_970,
     "refshard/strategies": 3_190,
-    "refshard/*.py": 2_410,
+    "refshard/*.py": 2_420,
     "tests": 80_040,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
