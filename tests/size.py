@@ -24,11 +24,11 @@ BUDGETS = {
     "refshard/measure": 8_410,
     "refshard/models": 1_300,
     "refshard/plan": 3_470,
-    "refshard/report": 9_975,
+    "refshard/report": 9_980,
     "refshard/specs": 2_970,
     "refshard/strategies": 3_190,
     "refshard/*.py": 2_420,
-    "tests": 80_040,
+    "tests": 80_050,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

@@ -168,9 +168,12 @@ def _nothing_fits(plan: Plan) -> list[str]:
     found = [f"Nothing fits: {usable} are usable, {free}."]
     if size.unfit:
         least = size.unfit[0]
+        remedy = "more nodes, a smaller microbatch, or --search"
+        if least.job.gpus == 1:
+            remedy = f"more GPUs, {'--tuning qlora, ' if least.job.tuning != 'qlora' else ''}or a smaller --seq-len"
         found.append(
             f"Closest: {short_text(least.job, plan.varied)}, {checkpointing_text(least)}, needs "
-            f"{format_bytes(least.peak_bytes)}. Use more nodes, a smaller microbatch, or --search."
+            f"{format_bytes(least.peak_bytes)}. Use {remedy}."
         )
     return found
 

@@ -151,6 +151,9 @@ def test_where_nothing_fits_the_closest_is_named_and_what_would_help() -> None:
     assert found.status == 1
     (shown,) = tables(found, detail=False)
     assert [one["needs"] for one in rows(shown)] == ["90.0 GiB", "99.0 GiB"]
+    for tuning, remedy in (("full", "more GPUs, --tuning qlora, or a smaller"), ("qlora", "more GPUs, or a smaller")):
+        alone = row(1.0, ranks=1, peak_gib=90, strategy="single", tuning=tuning)
+        assert f"Use {remedy} --seq-len." in verdict(answer(size(unfit=(alone,), ranks=1)))[1]
 
 
 def test_where_nothing_can_run_the_rule_and_the_remedy_are_said() -> None:
