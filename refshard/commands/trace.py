@@ -187,7 +187,8 @@ def _each(files: Sequence[Path], analyse_file: Callable[..., Analysis]) -> Itera
     try:
         for place, future in enumerate([pool.submit(work) for work in works], start=1):
             yield future.result()
-            tell(f"{place} of {len(files)} files analysed")
+            if 10 * place // len(files) > 10 * (place - 1) // len(files):  # at each tenth
+                tell(f"{place} of {len(files)} files analysed")
     finally:
         pool.shutdown(cancel_futures=True)
 
