@@ -9,7 +9,7 @@ import msgspec
 
 from refshard.analysis.kineto import rank_of
 from refshard.errors import TraceError
-from refshard.events.table import TraceFile, whole
+from refshard.events.table import DRY_RUN, WRITER, TraceFile, whole
 
 _RANK_IN_NAME = re.compile(r"rank[-_]?(\d+)", re.IGNORECASE)
 
@@ -19,7 +19,7 @@ class Identity:
     """What a trace says of the job that it belongs to.
 
     ``start`` and ``end`` are nanoseconds since 1970, if the trace was recorded by a clock that counts them. ``facts``
-    must be equal between the ranks of a job.
+    must be equal between the ranks of a job. ``is_dry_run``: ``refshard dryrun --trace`` wrote it.
     """
 
     path: Path
@@ -29,6 +29,7 @@ class Identity:
     start: int
     end: int
     facts: str
+    is_dry_run: bool
 
 
 def identity_of(trace: TraceFile) -> Identity:
@@ -48,6 +49,7 @@ def identity_of(trace: TraceFile) -> Identity:
         start=base + min((int(events.starts.min()) for events in tables), default=0),
         end=base + max((int(events.ends.max()) for events in tables), default=0),
         facts=msgspec.json.encode([default.get("ranks"), info.get("nccl_version"), names]).decode(),
+        is_dry_run=trace.metadata.get(WRITER) == DRY_RUN,
     )  # fmt: skip
 
 

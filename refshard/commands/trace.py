@@ -12,11 +12,12 @@ import msgspec
 
 from refshard.analysis import hta
 from refshard.analysis.analyse import Analysis, analyse, join
-from refshard.analysis.difference import difference, mean_steps, pair
+from refshard.analysis.difference import Difference, difference, mean_steps, pair
 from refshard.analysis.frames import SUFFIXES, trace_files
 from refshard.analysis.hang import find_hang
 from refshard.analysis.kineto import timeline_of
 from refshard.analysis.names import patterns
+from refshard.analysis.prediction import beside
 from refshard.analysis.snapshot import is_memory_timeline, memory_timeline, read_snapshot, snapshot_figures
 from refshard.analysis.windows import parse_window
 from refshard.commands.printing import tell, write_page
@@ -29,6 +30,7 @@ from refshard.report.blocks import Answer
 from refshard.report.trace.answer import check_block, trace_answer
 from refshard.report.trace.difference import Compared, difference_answer
 from refshard.report.trace.hang import hang_answer
+from refshard.report.trace.prediction import prediction_answer
 from refshard.report.trace.snapshot import memory_timeline_answer, snapshot_answer
 from refshard.resources import available_cores
 
@@ -57,7 +59,8 @@ def trace(
     ``window`` takes the annotations that match it, or a range of time, in place of the traces' steps, and ``device``
     one of several devices in a trace.
 
-    With ``against``, say instead what accounts for the change in step time from ``paths`` to it. ``cross_check`` names
+    With ``against``, say instead what accounts for the change in step time from ``paths`` to it; if one of the two is a
+    dry run's, what that got wrong. ``cross_check`` names
     another analyser to compare these figures with: ``hta``. Kernels whose names hold one of ``communication``,
     regular expressions, communicate, besides the known ones. A file that cannot be analysed is named on standard
     error, and the others are analysed.
@@ -89,7 +92,13 @@ def trace(
     more = f"page: {page}" if page is not None else ""
     if against is not None:
         other = join(_analyse_all([against], analyse_file), one_job=one_job)
-        answer, read = difference_answer(_compare(analyses, other), more), [*analyses, *other]
+        dry = [all(one.identity.is_dry_run for one in side) for side in (analyses, other)]
+        if dry[0] != dry[1]:
+            sides = (other, analyses) if dry[0] else (analyses, other)
+            answer = prediction_answer(_compare(*sides, beside), more)
+        else:
+            answer = difference_answer(_compare(analyses, other, difference), more)
+        read = [*analyses, *other]
     else:
         if cross_check is not None and (exports := [one.path for one in analyses if is_nsys(one.path)]):
             raise SpecError(f"cross-check: HTA reads Kineto traces only; leave out {exports[0]}, an export of nsys")
@@ -215,7 +224,9 @@ def _files(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
     return list(found.values()), empty
 
 
-def _compare(before: Sequence[Analysis], after: Sequence[Analysis]) -> Compared:
+def _compare(
+    before: Sequence[Analysis], after: Sequence[Analysis], differ: Callable[..., Difference]
+) -> Compared:  # fmt: skip
     # scipy takes half a second to import, and no other output needs it.
     import numpy as np
 
@@ -227,7 +238,7 @@ def _compare(before: Sequence[Analysis], after: Sequence[Analysis]) -> Compared:
     return Compared(
         names=(_common_name(pairing.a), _common_name(pairing.b)),
         steps=(len(scatter[0]), len(scatter[1])),
-        difference=difference(of_a, of_b, pairing.ranks),
+        difference=differ(of_a, of_b, pairing.ranks),
         interval=change_of_means(*scatter),
         warnings=pairing.warnings,
         unlike=pairing.unlike,

@@ -110,6 +110,9 @@ SYNC_KINDS = {
 
 GLOO, EMULATED = "gloo:", "emulated:"
 """What the names of the spans begin with in which a collective runs on a CPU: gloo's, and emulated ones."""
+WRITER, DRY_RUN = "refshard", "dry run"
+"""The key of a trace's metadata that says what wrote it, and what it says of a dry run's."""
+
 UNUSED = -1
 UNREAD = -2
 """Undocumented events of a device: they are counted, not read."""

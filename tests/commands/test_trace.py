@@ -7,6 +7,7 @@ import pytest
 
 from refshard.commands.trace import trace
 from refshard.errors import SpecError, TraceError
+from refshard.events.table import DRY_RUN, WRITER
 from tests.analysis import snapshots
 from tests.analysis.handmade import event, shaped, step, write
 from tests.analysis.inference import inference
@@ -290,3 +291,23 @@ def test_a_memory_snapshot_is_known_by_its_content_and_has_an_answer_of_its_own(
         trace([folder / "rank0.json", path])
     with pytest.raises(SpecError, match="takes no option of traces"):
         trace([path], page=folder / "page.html")
+
+
+def test_a_dry_runs_trace_is_held_against_the_real_one_whichever_comes_first(folder: Path) -> None:
+    real, dry = folder / "rank0.json", rank_of_a_job(folder / "dry.json", 0, late=0, compute=45)
+    dry.write_text(json.dumps(json.loads(dry.read_text()) | {WRITER: DRY_RUN}))
+    answer, other = trace([real], against=dry), trace([dry], against=real)
+    found = as_json(answer)
+    assert (found["a_ns"], found["prediction"]) == (as_json(other)["a_ns"], as_json(other)["prediction"])
+    errors = {one["name"]: one["predicted_ns"] - one["real_ns"] for one in found["prediction"]}
+    assert errors == {"matrix products, bf16": 15_000, "communication, exposed": -15_000, "idle, launch-bound": 0}
+    assert text(answer).startswith(f"real (A): {real}, 1 step of 100 us\npredicted (B): {dry}")
+    assert verdict(answer) == [
+        "The dry run predicts a step of 100 us; the real one takes 100 us: exactly right.",
+        "It is most wrong about communication, exposed -15.0 us (within, between), matrix products, bf16 +15.0 us "
+        "(matmul.bf16.efficiency).",
+        "Without the GPU's waits for the host, 80.0 us are predicted of 80.0 us (0.0 %). A profiler slows the host down: "
+        "judge host_s by a step without one.",
+        "Errors cancel: those of all parts are 30.0 % of the step.",
+    ]
+    assert verdict(trace([dry], against=dry)) == ["No difference."]

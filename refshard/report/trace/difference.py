@@ -71,11 +71,11 @@ def difference_answer(found: Compared, more: str = "") -> Answer:
             *by_rank(whole), Notes(sentences=remarks(found)),
         ]  # fmt: skip
     blocks += [Verdict(sentences=lead), *([Text(text=more, where="terminal")] if more else [])]
-    rows = [_flat(change) for change in whole.changes]
+    rows = [flat(change) for change in whole.changes]
     return Answer(data=data, rows=rows, blocks=blocks, cover=Cover(title="Difference of two jobs"))
 
 
-def _flat(change: Change) -> dict[str, Any]:
+def flat(change: Change) -> dict[str, Any]:
     """A change without nested values."""
     built: dict[str, Any] = msgspec.to_builtins(change)
     work = built.pop("work")
