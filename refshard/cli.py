@@ -683,14 +683,21 @@ def calibrate(
     earlier: Annotated[
         Path | None, typer.Option("--from", help="Launch nothing: make the profile from samples in this folder.")
     ] = None,
+    from_trace: Annotated[
+        Path | None,
+        typer.Option(help="Launch nothing: the device's profile with the rates in this trace of real training."),
+    ] = None,
 ) -> Answer:
     """Measure compute and collectives, here or on several nodes, and write a cluster's profile."""
-    if earlier and (extra := _given(context) - {"--out", "--from", *OUTPUT_OPTIONS}):
-        raise SpecError(f"from: nothing is measured; leave out {', '.join(sorted(extra))}")
+    for option, path in (("--from", earlier), ("--from-trace", from_trace)):
+        if path and (extra := _given(context) - {"--out", option, *OUTPUT_OPTIONS}):
+            raise SpecError(f"{option[2:]}: nothing is measured; leave out {', '.join(sorted(extra))}")
     with mortal():
         from refshard.commands import calibrate as command
         from refshard.commands.launching import serve_rank
 
+    if from_trace:
+        return command.from_trace(from_trace, out)
     if (status := serve_rank(launcher)) is not None:
         raise typer.Exit(status)
     options = command.Options(

@@ -15,7 +15,7 @@ from refshard.folders import STDOUT, replace_file
 from refshard.measure.calibration.profile import is_begun, measure, plan_calibration, read_profile
 from refshard.measure.launchers.torchrun import TorchrunLauncher, place_of
 from refshard.report.blocks import Answer
-from refshard.report.calibration import profile_answer
+from refshard.report.calibration import changed_profile_answer, profile_answer
 from refshard.specs.case import Device
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.reading import convert, parse_toml
@@ -86,6 +86,19 @@ def from_samples(folder: Path, output: Path | None) -> Answer:
     return _write(read_profile(folder), output or folder.with_suffix(""), None)
 
 
+def from_trace(path: Path, output: Path | None) -> Answer:
+    """Write the profile of the trace's device with the rates that the trace shows; measure nothing.
+
+    Raises:
+        RefshardError: the trace shows none, or its device has no profile.
+    """
+    from refshard.measure.calibration.from_trace import profile_from_trace
+
+    shipped, profile = profile_from_trace(path)
+    _save(profile, target := output or _new_profile())
+    return changed_profile_answer(shipped, profile, f"profile: {target}")
+
+
 def _new_profile() -> Path:
     return Path("runs") / f"{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}-cluster.toml"
 
@@ -110,13 +123,17 @@ def _samples_folder(target: Path) -> Path:
 
 def _write(profile: ClusterSpec, target: Path, ended: str | None) -> Answer:
     """Write the profile, and answer with it; the status is 1 if the ranks ``ended`` early, which it says."""
-    text = to_toml(profile)
-    assert convert(parse_toml(text, str(target)), ClusterSpec, where=str(target)) == profile  # what others will read
-    replace_file(target, [text])
+    _save(profile, target)
     more = f"profile: {target}"
     if ended is not None:
         more = f"Not everything was measured: {ended}\n{more}"
     return profile_answer(profile, more, status=0 if ended is None else 1)
+
+
+def _save(profile: ClusterSpec, target: Path) -> None:
+    text = to_toml(profile)
+    assert convert(parse_toml(text, str(target)), ClusterSpec, where=str(target)) == profile  # what others will read
+    replace_file(target, [text])
 
 
 def device(given: str) -> Device:

@@ -26,6 +26,35 @@ def profile_answer(cluster: ClusterSpec, more: str, status: int = 0) -> Answer:
     )  # fmt: skip
 
 
+def changed_profile_answer(shipped: ClusterSpec, cluster: ClusterSpec, more: str) -> Answer:
+    """The numbers that a trace changed, beside the shipped ones, and what was kept; ``more`` is a last line."""
+    old, new = _numbers(shipped), _numbers(cluster)
+    rows: list[Row] = [
+        {"number": name, "shipped": old.get(name, "-"), "from the trace": value}
+        for name, value in new.items()
+        if old.get(name) != value
+    ]
+    return Answer(
+        data={"profile": msgspec.to_builtins(cluster)}, rows=[dict(row) for row in rows],
+        blocks=[Text(text=cluster.about), table(rows), _missing(cluster, "Kept as shipped:"), Text(text=more)],
+    )  # fmt: skip
+
+
+def _numbers(cluster: ClusterSpec) -> dict[str, str]:
+    """The numbers that a trace can tell, by their place in a profile."""
+    hardware = cluster.accelerator
+    found = {f"matmul.{dtype}.efficiency": f"{rate.efficiency:.4g}" for dtype, rate in hardware.matmul.items()}
+    for dtype, rate in hardware.matmul_burst.items():
+        found[f"matmul_burst.{dtype}.efficiency (not used)"] = f"{rate.efficiency:.4g}"
+    for point in hardware.attention_points:
+        where = f"{point.kernel or 'any kernel'}, {point.dtype}, {point.head_dim} x {point.seq_len}"
+        found[f"attention, {where}: forward, ps per score"] = f"{point.forward_s * 1e12:.4g}"
+        found[f"attention, {where}: backward, ps per score"] = f"{point.backward_s * 1e12:.4g}"
+    found["memory_bytes_per_s"] = f"{hardware.memory_bytes_per_s:.4g}"
+    found["within.bytes_per_s"] = f"{cluster.within.bytes_per_s:.4g}"
+    return found
+
+
 def _rates(cluster: ClusterSpec) -> Table:
     hardware = cluster.accelerator
     kinds: tuple[tuple[str, Mapping[Any, Rate], Mapping[Any, Rate]], ...] = (
@@ -92,9 +121,9 @@ def _collectives(cluster: ClusterSpec) -> Table:
     return table(rows)
 
 
-def _missing(cluster: ClusterSpec) -> Notes:
+def _missing(cluster: ClusterSpec, title: str = "Not measured:") -> Notes:
     """Pieces with the same reason on one line."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in cluster.not_measured.items():
         by_reason.setdefault(reason, []).append(name)
-    return Notes(title="Not measured:", sentences=[f"{', '.join(names)}: {why}" for why, names in by_reason.items()])
+    return Notes(title=title, sentences=[f"{', '.join(names)}: {why}" for why, names in by_reason.items()])

@@ -306,8 +306,8 @@ def test_a_dry_runs_trace_is_held_against_the_real_one_whichever_comes_first(fol
         "The dry run predicts a step of 100 us; the real one takes 100 us: exactly right.",
         "It is most wrong about communication, exposed -15.0 us (within, between), matrix products, bf16 +15.0 us "
         "(matmul.bf16.efficiency).",
-        "Without the GPU's waits for the host, 80.0 us are predicted of 80.0 us (0.0 %). A profiler slows the host down: "
-        "judge host_s by a step without one.",
+        "Without the GPU's waits for the host, 80.0 us are predicted of 80.0 us (0.0 %). A profiler slows the host "
+        "down: judge host_s by a step without one.",
         "Errors cancel: those of all parts are 30.0 % of the step.",
     ]
     assert verdict(trace([dry], against=dry)) == ["No difference."]
