@@ -29,7 +29,7 @@ class Identity:
     start: int
     end: int
     facts: str
-    is_dry_run: bool
+    is_dry_run: bool = False
 
 
 def identity_of(trace: TraceFile) -> Identity:

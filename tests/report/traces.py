@@ -261,14 +261,7 @@ def trace(
 def analysis(figures: TraceFigures, timeline: Timeline | None = None, path: Path = Path("trace.json")) -> Analysis:
     """An analysis with these figures."""
     identity = Identity(
-        path=path,
-        rank=figures.rank,
-        world_size=figures.world_size,
-        backend=figures.backend,
-        start=0,
-        end=0,
-        facts="",
-        is_dry_run=False,
+        path=path, rank=figures.rank, world_size=figures.world_size, backend=figures.backend, start=0, end=0, facts=""
     )
     return Analysis(figures=figures, identity=identity, kept=timeline)
 

@@ -1,13 +1,14 @@
 """A cluster's profile with the rates that a real trace shows, in place of those that ship with refshard.
 
-Only what a trace shows without bias is taken: products and attention in steps that keep the GPU busy (else they are
-bursts, since an idle GPU clocks higher), the memory's rate from large elementwise kernels, and links from NCCL's large
-messages within a node. The host's time is not: a profiler slows the host down.
+Only what a trace shows without bias is taken, from kernels that ran alone: products and attention in steps that keep
+the GPU busy (else they are bursts, since an idle GPU clocks higher), the memory's rate from large elementwise kernels,
+and links from NCCL's large messages within a node. The host's time is not: a profiler slows the host down.
 """
 
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,8 +18,11 @@ import numpy as np
 from refshard import resources
 from refshard.analysis.analyse import analyse
 from refshard.analysis.figures import OperatorFigures, TraceFigures
+from refshard.analysis.operators import operator_report
 from refshard.dryrun.price import TIMES
 from refshard.errors import TraceError
+from refshard.events.reader import read_events
+from refshard.events.timeline import UNKNOWN, Timeline
 from refshard.specs.cluster import ClusterSpec, load_cluster
 from refshard.specs.hardware import (
     AttentionKernel,
@@ -45,7 +49,8 @@ def profile_from_trace(path: Path) -> tuple[ClusterSpec, ClusterSpec]:
     Raises:
         TraceError: the trace is damaged, its device has no profile, or it shows no rate.
     """
-    found = analyse(path, keep_timeline=False, keep_graph=False)
+    trace = read_events(path)
+    found = analyse(trace, keep_graph=False)
     if found.identity.is_dry_run:
         raise TraceError(f"{path}: is a prediction, which shows no rates; name a trace of real training")
     figures = found.figures
@@ -55,9 +60,8 @@ def profile_from_trace(path: Path) -> tuple[ClusterSpec, ClusterSpec]:
         raise TraceError(
             f"{path}: the trace must be of a device with a profile, got {figures.device}; see refshard list hardware"
         )
-    report = figures.operators
-    operators, old = () if report is None else report.operators, load_hardware(name)
-    hardware, missing = fitted(old, operators, path.name, _busy(figures))
+    report, old = operator_report(trace, _undisturbed(found.timeline), figures.device), load_hardware(name)
+    hardware, missing = fitted(old, () if report is None else report.operators, path.name, _busy(figures))
     within, sources = _link(figures, base), dict(base.sources)
     changes: dict[str, Any] = {}
     if within is None:
@@ -71,6 +75,17 @@ def profile_from_trace(path: Path) -> tuple[ClusterSpec, ClusterSpec]:
     return base, msgspec.structs.replace(
         base, hardware=hardware, sources=sources, not_measured=missing, about=about, **changes
     )  # fmt: skip
+
+
+def _undisturbed(timeline: Timeline) -> Timeline:
+    """With kernels out of all steps whose call has one that ran beside something else: profiles are of kernels alone,
+    and predictions add what concurrent work costs.
+    """
+    spans = timeline.spans
+    reach = np.maximum.accumulate(spans.ends)
+    alone = np.append(True, spans.starts[1:] >= reach[:-1]) & np.append(spans.ends[:-1] <= spans.starts[1:], True)
+    disturbed = ~alone | np.isin(spans.calls, np.setdiff1d(spans.calls[~alone], UNKNOWN))
+    return replace(timeline, spans=replace(spans, steps=np.where(disturbed, UNKNOWN, spans.steps)))
 
 
 def fitted(
