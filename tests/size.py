@@ -13,22 +13,22 @@ ROOT = Path(__file__).parent.parent
 SLACK = 100
 """Most lines that a budget may exceed its package by."""
 BUDGETS = {
-    "refshard/analysis": 11_680,
-    "refshard/commands": 3_670,
-    "refshard/dryrun": 8_115,
+    "refshard/analysis": 11_775,
+    "refshard/commands": 3_700,
+    "refshard/dryrun": 8_120,
     "refshard/emit": 940,
     "refshard/emulate": 1_400,
     "refshard/engine": 9_400,
     "refshard/events": 2_360,
     "refshard/fakecuda": 1_985,
-    "refshard/measure": 8_410,
+    "refshard/measure": 8_615,
     "refshard/models": 1_300,
     "refshard/plan": 3_470,
-    "refshard/report": 9_980,
+    "refshard/report": 10_125,
     "refshard/specs": 2_970,
     "refshard/strategies": 3_190,
     "refshard/*.py": 2_420,
-    "tests": 80_050,
+    "tests": 80_225,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

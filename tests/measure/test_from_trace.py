@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from refshard.analysis.figures import OperatorFigures
+from refshard.analysis.figures import OperatorClass, OperatorFigures
 from refshard.cli import app
 from refshard.costs import attention_seconds, move_seconds, product_seconds
 from refshard.dryrun.price import TIMES
@@ -23,18 +23,17 @@ SHIPPED = load_hardware("h200-sxm")
 def other(efficiency: float, memory: float, point: AttentionPoint) -> HardwareSpec:
     """Hardware with other rates than those shipped."""
     matmul = {**SHIPPED.matmul, "bf16": msgspec.structs.replace(SHIPPED.matmul["bf16"], efficiency=efficiency)}
-    return msgspec.structs.replace(
-        SHIPPED, matmul=matmul, memory_bytes_per_s=memory, attention_points=(point,)
-    )  # fmt: skip
+    return msgspec.structs.replace(SHIPPED, matmul=matmul, memory_bytes_per_s=memory, attention_points=(point,))
 
 
 def operator(
-    name: str, kind: str, shapes: str, seconds: float, *, flops: int | None = None, size: int = 0, calls: int = 3
-):
+    name: str, kind: OperatorClass, shapes: str, seconds: float, *, flops: int | None = None, size: int = 0
+) -> OperatorFigures:
+    """Three calls of ``seconds`` each."""
     return OperatorFigures(
-        name=name, kind=kind, shapes=shapes, dtype="bf16", calls=calls, ns=round(calls * seconds * 1e9), share=0.1,
+        name=name, kind=kind, shapes=shapes, dtype="bf16", calls=3, ns=round(3 * seconds * 1e9), share=0.1,
         flops=flops, bytes=size,
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
 
 
 def step_on(hardware: HardwareSpec) -> list[OperatorFigures]:
