@@ -18,6 +18,7 @@ from refshard.analysis.host_stalls import find_host_stalls
 from refshard.analysis.host_time import host_time
 from refshard.analysis.jobs import Identity, group, identity_of, rank_in_name
 from refshard.analysis.kineto import Group, timeline_of
+from refshard.analysis.lateness import OwnTime, lateness, own_time
 from refshard.analysis.memory_peaks import allocated_over_time, memory_peaks
 from refshard.analysis.operators import operator_report
 from refshard.analysis.overlap import breakdowns, idle_figures, lone_copies
@@ -37,7 +38,7 @@ class Analysis:
     """One trace analysed: its figures, what it says of its job, and what they were computed from, if that was kept.
 
     ``attribution`` says who owns the time of its steps, if requested; ``graph`` is of a GPU's trace, if it was
-    kept.
+    kept. ``own`` is what the rank does around its collectives.
     """
 
     figures: TraceFigures
@@ -46,6 +47,7 @@ class Analysis:
     traffic: Traffic | None = None
     attribution: Attribution | None = None
     graph: Graph | None = None
+    own: OwnTime | None = None
 
     @property
     def timeline(self) -> Timeline:
@@ -109,6 +111,7 @@ def analyse(
     return Analysis(
         figures=figures, identity=identity, kept=timeline if keep_timeline else None, traffic=traffic,
         attribution=attribute(timeline) if compare else None, graph=graph if keep_graph else None,
+        own=None if missing is not None else own_time(trace, timeline),
     )  # fmt: skip
 
 
@@ -157,6 +160,9 @@ def join(analyses: Sequence[Analysis], *, one_job: bool = False) -> tuple[Analys
                 one, waits_for=waits_for, warnings=(*one.warnings, *waits.warnings), communication=text,
                 what_if=one.what_if if graph is None or not waited else what_ifs(graph, waited, one.operators),
             )  # fmt: skip
+        late = lateness([figures[place] for place in places], [analyses[place].own for place in places], waits)
+        for place, found in zip(places, late):
+            figures[place] = msgspec.structs.replace(figures[place], lateness=found)
     return tuple(replace(one, figures=found) for found, one in zip(figures, analyses))
 
 

@@ -153,12 +153,14 @@ class Entered(msgspec.Struct, frozen=True, kw_only=True):
 class Waits(msgspec.Struct, frozen=True, kw_only=True):
     """For each of the traces given, in their order, whom its rank waited for, the longest first; and the doubts.
 
-    ``entered`` tells the same of each trace's matched collectives, by their number in it.
+    ``entered`` tells the same of each trace's matched collectives, by their number in it. ``matches`` are those
+    in which every rank needs every other.
     """
 
     waits_for: tuple[tuple[RankWait, ...], ...]
     warnings: tuple[TraceWarning, ...]
     entered: tuple[dict[int, Entered], ...] = ()
+    matches: tuple[Match, ...] = ()
 
 
 def rank_waits(figures: Sequence[TraceFigures]) -> Waits:
@@ -171,7 +173,7 @@ def rank_waits(figures: Sequence[TraceFigures]) -> Waits:
     """
     steps = {place: frozenset(step.step for step in one.steps) for place, one in enumerate(figures)}
     entered: list[dict[int, Entered]] = [{} for _ in figures]
-    warnings, lonely, every = [], 0, 0
+    warnings, lonely, every, kept = [], 0, 0, list[Match]()
     for key, of_trace in _by_group(figures).items():
         if len(of_trace) < 2:
             continue
@@ -190,6 +192,7 @@ def rank_waits(figures: Sequence[TraceFigures]) -> Waits:
             first = next(iter(ran.values()))
             if first.op in _ONE_SIDED:
                 continue
+            kept.append(one)
             last = min(ran, key=lambda place: (ran[place].duration_ns, figures[place].rank))
             size = first.group_size or figures[last].world_size
             for place, number in one.items():
@@ -220,7 +223,7 @@ def rank_waits(figures: Sequence[TraceFigures]) -> Waits:
             for rank, pairs in waits.items()
         ]
         waits_for.append(tuple(sorted(found, key=lambda one: (-one.waited_ns, one.rank))))
-    return Waits(waits_for=tuple(waits_for), warnings=tuple(warnings), entered=tuple(entered))
+    return Waits(waits_for=tuple(waits_for), warnings=tuple(warnings), entered=tuple(entered), matches=tuple(kept))
 
 
 def _by_group(figures: Sequence[TraceFigures]) -> dict[Key, dict[int, list[tuple[int, CollectiveFigures]]]]:

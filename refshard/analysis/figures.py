@@ -337,8 +337,8 @@ class OperatorReport(msgspec.Struct, frozen=True, kw_only=True):
 
     ``work_ns`` is all work but communication. ``totals`` (by operator), ``operators`` (by operator and shapes) and
     ``kernels`` are the longest, out of ``total_count``, ``operator_count`` and ``kernel_count``; on a CPU
-    there are no kernels. ``hardware`` is the profile that peaks come from. ``contention`` is None where no kernel
-    overlapped communication.
+    there are no kernels. ``flops`` are of all operators, where known. ``hardware`` is the profile that peaks
+    come from. ``contention`` is None where no kernel overlapped communication.
     """
 
     steps: int
@@ -353,6 +353,7 @@ class OperatorReport(msgspec.Struct, frozen=True, kw_only=True):
     contention: Contention | None
     hardware: str | None
     has_shapes: bool
+    flops: int = 0
 
 
 COMPUTE, COMMUNICATION, COPY, HOST, BETWEEN, UNEXPLAINED = (
@@ -685,6 +686,48 @@ class RankWait(msgspec.Struct, frozen=True, kw_only=True):
     collectives: int
 
 
+LateCause = Literal["slower", "work", "compute", "copies", "input", "allocator", "host", "communication", "idle"]
+"""What a late rank does longer than the others. ``slower``: the same kernels. ``work``: more or larger kernels.
+``compute``: either, the traces cannot tell. ``copies``: to or from the host, alone. The GPU idles while the host loads
+``input``, stands in a call of the ``allocator``, or does something else (``host``). ``communication``: it is itself
+held up in collectives. ``idle``: it idles for another or an unknown reason."""
+
+
+class LatePart(msgspec.Struct, frozen=True, kw_only=True):
+    """Nanoseconds of what a late rank costs the others, by ``cause``, over all steps."""
+
+    cause: LateCause
+    ns: int
+
+
+class Lateness(msgspec.Struct, frozen=True, kw_only=True):
+    """How late a rank enters the collectives that could be matched with those of the other ranks here.
+
+    In the steps it is the last to enter ``last`` of ``collectives``. The others wait ``cost_ns`` for it while nothing
+    computes, a mean over them; ``steps`` has the same by step. In ``leads`` steps no rank costs the others more. If
+    ``grows``, it costs more from step to step. ``parts`` divide the cost by what the rank did longer than the others did
+    on average, from the end of a collective that all ranks left together to its entry into one that it was the last to
+    enter. So clocks do not matter, nor that steps take equally long on all ranks because they wait for each other.
+
+    Over all steps, kernels that do the same work on the others take ``same_work`` times as long; matrix products,
+    attention and convolutions among them ``products`` times, the rest ``rest`` times. Its operators have ``flops``
+    times the FLOPs of the others'. Where the ranks' shapes differ, ``same_work`` is for as many FLOPs. Each is None where the
+    traces cannot tell.
+    """
+
+    last: int
+    collectives: int
+    cost_ns: int
+    steps: tuple[int, ...]
+    leads: int
+    grows: bool
+    parts: tuple[LatePart, ...] = ()
+    same_work: float | None = None
+    products: float | None = None
+    rest: float | None = None
+    flops: float | None = None
+
+
 class LoneCopy(msgspec.Struct, frozen=True, kw_only=True):
     """Copies of one name, such as ``Memcpy HtoD (Pageable -> Device)``, over all steps.
 
@@ -701,10 +744,10 @@ class TraceFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     ``job`` is the number of the job that its file belongs to, among the files analysed together. ``whole`` is over the
     whole trace, from the first device event's start to the last one's end (of a CPU trace: over its steps, or from the
-    first to the last span without steps). ``waits_for`` is empty for a rank whose peers are not here. ``unavailable``
-    says why there is no verdict on losses, if so. If ``host_only``, a device was used but the trace has no events of
-    it: the breakdowns are of the host's operators, and are not shown. ``operators`` is None without a trace file to
-    read them from, or without work in its steps. ``what_if`` is None for a CPU's trace.
+    first to the last span without steps). ``waits_for`` is empty and ``lateness`` None for a rank whose peers are not
+    here. ``unavailable`` says why there is no verdict on losses, if so. If ``host_only``, a device was used but the trace
+    has no events of it: the breakdowns are of the host's operators, and are not shown. ``operators`` is None without a
+    trace file to read them from, or without work in its steps. ``what_if`` is None for a CPU's trace.
     """
 
     file: str
@@ -723,6 +766,7 @@ class TraceFigures(msgspec.Struct, frozen=True, kw_only=True):
     collectives: tuple[CollectiveFigures, ...]
     idle: tuple[IdleFigures, ...] = ()
     waits_for: tuple[RankWait, ...] = ()
+    lateness: Lateness | None = None
     memory: tuple[MemoryPoint, ...] = ()
     memory_peaks: tuple[MemoryPeak, ...] = ()
     warnings: tuple[TraceWarning, ...] = ()

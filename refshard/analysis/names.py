@@ -167,6 +167,10 @@ COPIES_AND_WAITS = re.compile(r"^(?:cuda|cu|hip)Memcpy(?!\w*Async)")
 LAUNCHES = re.compile(r"^(?:cuda|cu|hip)(?!\w*Graph)(?:\w*Launch\w*|Mem(?:cpy|set)\w*Async)$")
 GRAPH_LAUNCHES = re.compile(r"^(?:cuda|cu|hip)GraphLaunch")
 """Calls that take as long as their graph is large."""
+READS_INPUT = re.compile(
+    r"^enumerate\(DataLoader|(?i:data_?(?:loader|iter|fetch))|(?i:\b(?:load|next|get|fetch)_?batch)"
+)
+"""The host's annotations of data loading: torch's, Lightning's, and what users call it."""
 STREAM_WAITS = re.compile(r"^(?:cuda|cu|hip)StreamWaitEvent")
 LONG_NS = 100_000
 """Any other call blocks its thread if it takes as long: a launch takes some microseconds, unless it loads a module or

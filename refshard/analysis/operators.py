@@ -619,7 +619,7 @@ def operator_report(trace: TraceFile, timeline: Timeline, device: str) -> Operat
     work = rows_of(work, work.steps != UNKNOWN) if steps else work
     if not len(work.ns):
         return None
-    classes = _classes(trace, timeline, work)
+    classes = classes_of(trace, timeline, work)
     computes = classes != _COMMUNICATION
     mine, its = rows_of(work, computes), classes[computes]
     work_ns, shorts, contention, kernels = int(mine.ns.sum()), dict[int, str](), None, list[KernelFigures]()
@@ -673,7 +673,7 @@ def operator_report(trace: TraceFile, timeline: Timeline, device: str) -> Operat
         totals=tuple(sorted(every, key=lambda one: -one.ns)[:MOST]), total_count=len(every),
         operators=tuple(operators[:MOST]), operator_count=len(operators), kernels=tuple(kernels[:MOST]),
         kernel_count=len(kernels), contention=contention, hardware=peaks.profile if peaks else None,
-        has_shapes=len(trace.operands) > 0,
+        has_shapes=len(trace.operands) > 0, flops=sum(one.flops * one.calls for one in operators if one.flops),
     )  # fmt: skip
 
 
@@ -683,7 +683,7 @@ def _mean(over: Sequence[OperatorFigures], key: str) -> float | None:
     return sum(one.ns * (getattr(one, key) or 0.0) for one in over) / total if total else None
 
 
-def _classes(trace: TraceFile, timeline: Timeline, work: Launched) -> npt.NDArray[np.int8]:
+def classes_of(trace: TraceFile, timeline: Timeline, work: Launched) -> npt.NDArray[np.int8]:
     """The class of each piece of work: by its operator, or else by its kernel.
 
     Work launched in an optimizer's step is the optimizer's, except products, attention and convolutions.

@@ -38,6 +38,7 @@ from refshard.report.blocks import (
 from refshard.report.draw.embed import embedded
 from refshard.report.trace import sections
 from refshard.report.trace.findings import SMALL, Finding, findings, warnings_text
+from refshard.report.trace.ranks import lateness_table
 from refshard.report.trace.text import each, has_steps, job_names, jobs, ns, parts, per, share, who
 
 _OPTIONAL = (
@@ -89,9 +90,10 @@ def trace_answer(analyses: Sequence[Analysis], checks: Sequence[Block] = (), mor
         if waits := sections.waits(members):
             name = "" if len(found) == 1 else f": {names[members[0].job]}"
             caption = f"Time waited in collectives for the last rank, {sections.per_step(members[0])}; longest first"
+            late = [lateness] if (lateness := lateness_table(members)) is not None else []
             blocks.append(
                 Section(title=f"Who waits for whom{name}", id=f"waits-{members[0].job}", nav="Who waits",
-                        blocks=[table(waits, left=2, caption=caption)], where="detail")
+                        blocks=[*late, table(waits, left=2, caption=caption)], where="detail")
             )  # fmt: skip
     title = f"{len(traces)} traces of {f'{len(names)} jobs' if len(names) > 1 else 'one job'}"
     definitions: list[Row] = [{"term": term, "meaning": text} for term, text in _DEFINITIONS.items()]

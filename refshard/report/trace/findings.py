@@ -28,7 +28,9 @@ from refshard.analysis.figures import (
 )
 from refshard.analysis.names import name_in_words
 from refshard.quantities import format_bytes, format_ns, format_percent, format_rate
+from refshard.report.trace.ranks import is_held_up, late
 from refshard.report.trace.text import (
+    HOST_WORK,
     counted,
     has_steps,
     in_each,
@@ -53,20 +55,12 @@ WORK: dict[str, str] = {
     "elementwise": "elementwise kernels", "optimizer": "optimizer", "copies": "copies", "others": "other kernels",
 }  # fmt: skip
 """Classes of work, in sentences."""
-HOST_WORK: dict[str, str] = {
-    "python": "Python outside of operators", "annotations": "annotated code", "autograd": "autograd and its hooks",
-    "modes": "dispatch modes in Python (such as selective checkpointing's)", "operators": "operators",
-    "subclasses": "tensor subclasses in Python (such as DTensor)", "launches": "launch calls",
-    "waits": "waiting for the GPU", "calls": "other driver calls",
-}  # fmt: skip
 _HOST_GAINS = {
     LAUNCHES: "CUDA graphs at most",
     FAST_HOST: "half the host's time (torch.compile, or half as many launches)",
     NO_MODES: "no dispatch modes in Python (checkpoint whole layers instead, or compile)",
     NO_SYNC: "no waits for the GPU",
 }
-_LONGER = 1.02
-"""A rank computes longer than another if its compute time is this many times as long."""
 _LONG_STEP, _STEPS_FOR_A_MEDIAN = 1.5, 3
 """A step is long at this many times the median, if there are at least this many steps."""
 _LONG_GAP_NS = 1_000_000
@@ -166,8 +160,10 @@ def _finding(title: str, members: Sequence[TraceFigures]) -> Finding:
         more = (worst.explain or _idle)(members, worst)
     if named := [f"{loss.name} {format_percent(value)}" for value, loss in others if value >= SMALL / 10]:
         more.append(f"Also lost: {', '.join(named)}.")
-    if worst is not EXPOSED and (known := late(members)):
-        more.append(known)
+    known = late(members)
+    if is_held_up(members):
+        lead, known = f"{lead} {known}", ""
+    more += [known] if known else []
     # A warning that changes what every figure means comes first.
     devices = {warning.message for one in members for warning in one.warnings if warning.code == "several_devices"}
     together = [f"{message[:1].upper()}{message[1:]}." for message in sorted(devices)]
@@ -359,11 +355,11 @@ def _exposed(members: Sequence[TraceFigures], loss: Loss) -> list[str]:
     remedy = _SHARDED if op == "all_to_all" and unit is not None else _OPERATIONS.get(op, loss.remedy)
     waits = exposed_waits(worst)
     if sum(waits.values()) > exposed / 2:
-        return [*where, _balance(members, worst, waits)]
+        return [*where, bound_of(worst)]
     unknown = unknown_waiting(worst, mostly=True)
     attempt = f"If the ranks hardly wait, try: {remedy}." if unknown else f"Try: {remedy}."
     named = attempt if where or unknown else f"To reduce exposed communication, try: {remedy}."
-    return [*where, *filter(None, (bound_of(worst), unknown, named, late(members)))]
+    return [*where, *filter(None, (bound_of(worst), unknown, named))]
 
 
 def _most_exposed(one: TraceFigures, exposed_ns: int) -> tuple[str, str | None, list[str]]:
@@ -397,60 +393,6 @@ def exposed_waits(one: TraceFigures) -> dict[int, int]:
         for peer in part.waits_for:
             sums[peer.rank] += peer.waited_ns
     return dict(sums.most_common())
-
-
-def _balance(members: Sequence[TraceFigures], worst: TraceFigures, waits: dict[int, int]) -> str:
-    """Why the ``worst`` rank waits this long (ns) for other ranks, and what to look at."""
-    a, steps, last = in_each(worst), len(parts(worst)), next(iter(waits))
-    exposed, waited = mean([worst], lambda part: part.exposed_ns), sum(waits.values()) / steps
-    whom = f"the last rank (longest for rank {last}: {format_ns(waits[last] / steps)})"
-    whom = f"rank {last}" if len(waits) == 1 else whom
-    text = (
-        f"Rank {worst.rank} exposes {format_ns(exposed)} {a}, {format_ns(waited)} of it waiting in collectives for "
-        f"{whom} to enter. "
-    )
-    late_one = next((one for one in members if one.rank == last), None)
-    if late_one is None:
-        return f"{text}Balance the work, or look at the host of rank {last}."
-    its, own = (mean([one], lambda part: part.compute_ns) for one in (late_one, worst))
-    times = f"{format_ns(its)} {a} against {format_ns(own)}"
-    # Compute explains a wait only if there is enough of it: 1 ms more does not hold another rank up for a second.
-    if its > _LONGER * own and its - own >= waited / 2:
-        return f"{text}Rank {last} computes {times}: balance the work, or look at that host."
-    how = "less" if own > _LONGER * its else "more" if its > _LONGER * own else "about as long"
-    text += f"Rank {last} computes {how} ({times})"
-    idle = mean([late_one], lambda part: part.idle_ns)
-    if idle < waited / 2 or not late_one.idle:
-        return f"{text}: look at what else delays that host."
-    most = max(late_one.idle, key=lambda idle: idle.ns)
-    where = f"{'in' if most.cause == Cause.CALL else 'before'} {name_in_words(most.what) or 'the next kernel'}"
-    return (
-        f"{text} but idles for {format_ns(idle)}, {format_ns(most.ns / len(parts(late_one)))} of it {where}: look at "
-        "what that host does there, not at the network."
-    )
-
-
-def late(members: Sequence[TraceFigures]) -> str:
-    """The rank that the others wait for longest; empty if none waits.
-
-    The time is a mean over the other ranks and their steps, so that it never exceeds a step.
-    """
-    total: Counter[int] = Counter()
-    of_rank: dict[int, float] = defaultdict(float)
-    for one in members:
-        for wait in one.waits_for:
-            total[wait.rank] += wait.waited_ns
-            of_rank[wait.rank] += wait.waited_ns / len(parts(one))
-    if not total.total():
-        return ""
-    last, waited = total.most_common(1)[0]
-    others = [one for one in members if one.rank != last]
-    waiting = f"{who(others[0])} waits" if len(others) == 1 else f"the {len(others)} others wait"
-    return (
-        f"The {len(members)} ranks here wait longest for rank {last}: {waiting} "
-        f"{format_ns(of_rank[last] / len(others))} {in_each(members[0])} for it"
-        f"{'' if len(others) == 1 else ' on average'} ({format_percent(waited / total.total(), 0)} of all waiting)."
-    )
 
 
 def bound_of(figures: TraceFigures) -> str:

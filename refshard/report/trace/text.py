@@ -18,6 +18,12 @@ IDLE = {
 """The parts of a step in which nothing runs, in charts and tables."""
 ON_CPU = "idle, between operators"
 """What launch-bound is called on a CPU: nothing is launched there, the thread does something else."""
+HOST_WORK: dict[str, str] = {
+    "python": "Python outside of operators", "annotations": "annotated code", "autograd": "autograd and its hooks",
+    "modes": "dispatch modes in Python (such as selective checkpointing's)", "operators": "operators",
+    "subclasses": "tensor subclasses in Python (such as DTensor)", "launches": "launch calls",
+    "waits": "waiting for the GPU", "calls": "other driver calls",
+}  # fmt: skip
 
 
 def cut(name: str, most: int, *, middle: bool = False) -> str:
