@@ -704,15 +704,15 @@ class Lateness(msgspec.Struct, frozen=True, kw_only=True):
     """How late a rank enters the collectives that could be matched with those of the other ranks here.
 
     In the steps it is the last to enter ``last`` of ``collectives``. The others wait ``cost_ns`` for it while nothing
-    computes, a mean over them; ``steps`` has the same by step. In ``leads`` steps no rank costs the others more. If
-    ``grows``, it costs more from step to step. ``parts`` divide the cost by what the rank did longer than the others did
-    on average, from the end of a collective that all ranks left together to its entry into one that it was the last to
+    computes, a mean over them; ``steps`` has the same by step. In ``leads`` steps no rank costs the others more. If it
+    ``grows``, it costs more from step to step. ``parts`` divide the cost by what the rank did longer than the others on
+    average, from the end of a collective that all ranks left together to its entry into one that it was the last to
     enter. So clocks do not matter, nor that steps take equally long on all ranks because they wait for each other.
 
     Over all steps, kernels that do the same work on the others take ``same_work`` times as long; matrix products,
     attention and convolutions among them ``products`` times, the rest ``rest`` times. Its operators have ``flops``
-    times the FLOPs of the others'. Where the ranks' shapes differ, ``same_work`` is for as many FLOPs. Each is None where the
-    traces cannot tell.
+    times the FLOPs of the others'. Where the ranks' shapes differ, ``same_work`` is for as many FLOPs. Each is
+    None where the traces cannot tell.
     """
 
     last: int
@@ -745,9 +745,9 @@ class TraceFigures(msgspec.Struct, frozen=True, kw_only=True):
     ``job`` is the number of the job that its file belongs to, among the files analysed together. ``whole`` is over the
     whole trace, from the first device event's start to the last one's end (of a CPU trace: over its steps, or from the
     first to the last span without steps). ``waits_for`` is empty and ``lateness`` None for a rank whose peers are not
-    here. ``unavailable`` says why there is no verdict on losses, if so. If ``host_only``, a device was used but the trace
-    has no events of it: the breakdowns are of the host's operators, and are not shown. ``operators`` is None without a
-    trace file to read them from, or without work in its steps. ``what_if`` is None for a CPU's trace.
+    here. ``unavailable`` says why there is no verdict on losses, if so. If ``host_only``, a device was used but the
+    trace has no events of it: the breakdowns are of the host's operators, and are not shown. ``operators`` is None
+    without a trace file to read them from, or without work in its steps. ``what_if`` is None for a CPU's trace.
     """
 
     file: str

@@ -9,6 +9,7 @@ import pytest
 
 from refshard.analysis.analyse import analyse, join
 from refshard.analysis.figures import Lateness, TraceFigures
+from refshard.quantities import format_ns
 from refshard.report.trace.findings import findings
 from tests.analysis.handmade import event, note, shaped, step, write
 
@@ -107,18 +108,88 @@ def only(rank: int, **changes: Any) -> Callable[[int, int], Does]:
     return lambda one, _: Does(**changes) if one == rank else Does()
 
 
-def parts(one: TraceFigures) -> dict[str, int]:
-    assert one.lateness is not None
-    return {part.cause: part.ns for part in one.lateness.parts}
-
-
 def late(one: TraceFigures) -> Lateness:
     assert one.lateness is not None
     return one.lateness
 
 
-def test_slow_hardware(tmp_path: Path) -> None:
-    ranks = job(tmp_path, only(2, products=1.4, rest=1.4))
-    print(findings(ranks)[0].lead)
-    print(late(ranks[2]))
-    assert 0
+SLOW, TOKENS, READS, LAUNCHES = (
+    only(2, products=1.4, rest=1.4),
+    only(1, tokens=1500),
+    only(0, loading=200),
+    only(3, host=120),
+)
+
+
+@pytest.mark.parametrize(
+    ("does", "rank", "cause", "us", "says"),
+    [
+        (SLOW, 2, "slower", 120, "Its kernels take 1.38 times as long as the others' for the same work"),
+        (
+            only(2, products=1.4),
+            2,
+            "slower",
+            80,
+            "matrix products 1.40 times, the rest 1.00 times, as with a lower clock",
+        ),
+        (TOKENS, 1, "work", 150, "1.50 times the FLOPs of the others', and the same work takes 1.00 times as long"),
+        (LAUNCHES, 3, "host", 100, "Python outside of operators 121 us a step against 21.0 us"),
+        (READS, 0, "input", 140, "It waits for data loading"),  # 50 of 190 us are beside compute
+        (only(0, allocating=150), 0, "allocator", 100, "Its host stands in the allocator's calls"),
+    ],
+)
+def test_a_late_rank_is_named_with_its_cost_and_cause(
+    tmp_path: Path, does: Callable[[int, int], Does], rank: int, cause: str, us: int, says: str
+) -> None:
+    """Steps and backward are equally long on all ranks: the reductions make the others wait."""
+    ranks = job(tmp_path, does)
+    assert len({part.breakdown.span_ns for one in ranks for part in one.steps[1:]}) == 1
+    found = late(ranks[rank])
+    assert (found.last, found.collectives, found.leads) == (12, 12, STEPS)
+    assert (found.cost_ns, found.grows) == (STEPS * us * US, False)
+    assert [(part.cause, part.ns) for part in found.parts] == [(cause, found.cost_ns)]
+    assert all((late(one).last, late(one).cost_ns, late(one).parts) == (0, 0, ()) for one in ranks if one.rank != rank)
+    lead = findings(ranks)[0].lead
+    assert (
+        f"Rank {rank} comes last to 100 % of 12 collectives, and the 3 others wait {format_ns(us * US)} a step" in lead
+    )
+    assert says in lead
+
+
+def test_ratios_tell_more_work_from_slower_hardware(tmp_path: Path) -> None:
+    """Sequences of another length on every rank and in every step, and one rank that is slower besides."""
+    ranks = job(tmp_path, lambda rank, number: Does(
+        tokens=1000 + 100 * rank + number, products=1.5 if rank == 0 else 1, rest=1.5 if rank == 0 else 1
+    ))  # fmt: skip
+    found = late(ranks[0])
+    assert found.same_work == pytest.approx(1.5, abs=0.01)
+    assert found.flops == pytest.approx(1000 / 1200, abs=0.01)
+    assert found.parts[0].cause == "slower"
+
+
+def test_another_rank_in_each_step_is_no_straggler(tmp_path: Path) -> None:
+    ranks = job(tmp_path, lambda rank, number: Does(host=120) if rank == 3 * number % RANKS else Does())
+    assert [late(one).leads for one in ranks] == [2, 1, 1, 2]
+    lead = findings(ranks)[0].lead
+    assert "The 4 ranks here hold each other up by turns, 100 us a step" in lead
+    assert "Most is for rank 0, 33.3 us, in 2 of 6 steps" in lead
+
+
+def test_a_growing_lag_is_told(tmp_path: Path) -> None:
+    ranks = job(tmp_path, lambda rank, number: Does(products=1.1 + 0.2 * number) if rank == 2 else Does())
+    assert late(ranks[2]).grows
+    assert list(late(ranks[2]).steps) == sorted(late(ranks[2]).steps)
+    assert "more from step to step (20.0 us in the first, 210 us in the last)" in findings(ranks)[0].lead
+
+
+@pytest.mark.parametrize("does", [only(9), only(1, host=21)])
+def test_ranks_that_hardly_wait_are_not_blamed(tmp_path: Path, does: Callable[[int, int], Does]) -> None:
+    (found,) = findings(job(tmp_path, does))
+    assert "comes last" not in found.lead
+    assert found.more[-1].startswith("No rank here holds the others up")
+
+
+def test_a_rank_alone_is_not_late(tmp_path: Path) -> None:
+    job(tmp_path, SLOW)
+    (alone,) = join([analyse(tmp_path / "rank2.json")])
+    assert alone.figures.lateness is None

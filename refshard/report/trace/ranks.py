@@ -46,7 +46,7 @@ def late(members: Sequence[TraceFigures]) -> str:
     What the others wait is a mean over them and their steps, so that it never exceeds a step.
     """
     known = lateness_of(members)
-    if not known:
+    if len(known) < 2:
         return ""
     (one, worst), span, a = known[0], _span_ns(members), in_each(members[0])
     steps, each = max(1, len(worst.steps)), [late.cost_ns for _, late in known]

@@ -27,10 +27,6 @@ def idle(cause: f.Cause, what: str, ms: int, count: int = 1) -> tuple[f.IdleFigu
     return (f.IdleFigures(cause=cause, what=what, ns=ms * MS, count=count, longest_ns=9 * MS),)
 
 
-def wait(rank: int, ms: int) -> f.RankWait:
-    return f.RankWait(rank=rank, waited_ns=ms * MS, collectives=1)
-
-
 def split(step: int | None = None, **given: Any) -> f.ExposedSplit:
     known = {
         "exposed_ns": 10 * MS, "transfer_ns": None, "waiting_ns": None, "undivided_ns": 10 * MS, "launch_ns": 2 * MS,
@@ -77,10 +73,23 @@ def copied(name: str, ms: int = 100) -> list[f.TraceFigures]:
     return [made(exposed=3, lone=60, lone_copies=(f.LoneCopy(name=name, ns=ms * MS, count=4),))]
 
 
-def late(compute: int, **rest: Any) -> list[f.TraceFigures]:
-    """Two steps of 30 ms exposed; 16 of them wait for rank 0, which computes for so long."""
-    waiting = made(exposed=30, rank=1, collectives=(), communication=exposing(30, {0: 32}))
-    return [made(compute=compute, rank=0, **rest), waiting]
+def late(*parts: tuple[f.LateCause, int], ranks: int = 2, device: str = "H100", **ratios: Any) -> list[f.TraceFigures]:
+    """Ranks of which the others wait 16 of 30 exposed ms for rank 0, for these causes in ms over both steps."""
+    found = {
+        rank: f.Lateness(
+            last=0 if rank else 9, collectives=10, cost_ns=0 if rank else 32 * MS,
+            steps=(0, 0) if rank else (16 * MS, 16 * MS), leads=0 if rank else 2, grows=False,
+            parts=() if rank else tuple(f.LatePart(cause=cause, ns=ms * MS) for cause, ms in parts),
+            **({} if rank else ratios),
+        )
+        for rank in range(ranks)
+    }  # fmt: skip
+    first = made(rank=0, lateness=found[0], device=device)
+    waiting = {"exposed": 30, "collectives": (), "device": device}
+    communication = exposing(30, {0: 32})
+    return [first, *(
+        made(rank=rank, lateness=found[rank], communication=communication, **waiting) for rank in range(1, ranks)
+    )]  # fmt: skip
 
 
 def mm(**others: Any) -> f.OperatorFigures:
@@ -173,15 +182,18 @@ FINDINGS: Mapping[str, Sequence[f.TraceFigures]] = {
     "copies within the device": copied("Memcpy DtoD (Device -> Device)"),
     "compute-bound over two ranks": [made(compute=85), made(compute=95)],
     "small losses": [made(span=10_000, exposed=3, lost=1)],
-    "three ranks, one late": [
-        *(made(exposed=20 + 10 * n, rank=n, waits_for=(wait(2, 2),), collectives=()) for n in (0, 1)),
-        made(exposed=25, rank=2, waits_for=(wait(0, 1),), collectives=()),
-    ],
-    "two ranks, one late": [made(**SMALL, rank=0, waits_for=(wait(2, 2),)), made(**SMALL, rank=2)],
-    "the late rank computes": late(80),
-    "the late rank computes as long": late(61),
-    "the late rank computes less": late(40),
-    "the late rank stands in a call": late(40, idle=idle(f.Cause.CALL, "cudaFree", 20)),
+    "a late rank without a reason": late(),
+    "a late rank has slower kernels": late(("slower", 32), ranks=3, same_work=1.3, products=1.3, rest=1.3, flops=1.0),
+    "a late rank has a lower clock": late(("slower", 20), ("host", 12), same_work=1.2, products=1.3, rest=1.02),
+    "a late rank on a slower CPU": late(("slower", 32), same_work=1.2, device="cpu"),
+    "a late rank has more work": late(("work", 30), ("slower", 2), same_work=1.01, flops=1.8),
+    "a late rank has more work, of unknown FLOPs": late(("work", 32)),
+    "a late rank computes longer": late(("compute", 32)),
+    "a late rank's host": late(("host", 32)),
+    **{
+        f"a late rank: {cause}": late((cause, 32))
+        for cause in ("input", "allocator", "copies", "communication", "idle")
+    },
     "two late ranks, not here": [made(rank=1, exposed=30, communication=exposing(30, {5: 30, 3: 10}))],
     "less than half is waiting": [made(rank=1, exposed=30, communication=exposing(30, {0: 28}))],
     "concurrent collectives": [made(exposed=30, collectives=TWO)],

@@ -4,14 +4,16 @@ import subprocess
 import sys
 
 import pytest
+from msgspec.structs import replace
 
-from refshard.analysis.figures import Cause, TraceWarning, WindowFigures
+from refshard.analysis.figures import Cause, Lateness, TraceWarning, WindowFigures
 from refshard.analysis.names import LONGEST
-from refshard.report.trace.findings import findings, late, unknown_waiting, warning, warnings_text
+from refshard.report.trace.findings import findings, unknown_waiting, warning, warnings_text
+from refshard.report.trace.ranks import late
 from refshard.report.trace.sections import idle_time
 from refshard.report.trace.text import in_each, job_names, of_each, per
 from tests.report.printed import opened
-from tests.report.trace.scenarios import communicating, idle, split, wait
+from tests.report.trace.scenarios import communicating, idle, split
 from tests.report.traces import MS, made
 
 
@@ -32,8 +34,10 @@ def test_the_time_base_is_a_step_a_window_or_the_whole(steps: int, *, windows: b
 
 def test_no_rank_is_waited_for_longer_than_a_step() -> None:
     """Seven ranks that each wait for 90 of 100 ms wait 90 ms, not 630."""
-    seven = [made(rank=n, waits_for=(wait(7, 180),)) for n in range(7)] + [made(rank=7)]
-    assert "the 7 others wait 90.0 ms a step for it on average" in late(seven)
+    none = Lateness(last=0, collectives=9, cost_ns=0, steps=(0, 0), leads=0, grows=False)
+    its = replace(none, last=9, cost_ns=180 * MS, steps=(90 * MS, 90 * MS), leads=2)
+    eight = [made(rank=n, lateness=its if n == 7 else none) for n in range(8)]
+    assert "the 7 others wait 90.0 ms a step for it (90.0 %)" in late(eight)
 
 
 @pytest.mark.parametrize(
