@@ -355,7 +355,7 @@ def _exposed(members: Sequence[TraceFigures], loss: Loss) -> list[str]:
     remedy = _SHARDED if op == "all_to_all" and unit is not None else _OPERATIONS.get(op, loss.remedy)
     waits = exposed_waits(worst)
     if sum(waits.values()) > exposed / 2:
-        return [*where, bound_of(worst)]
+        return [*where, *filter(None, [bound_of(worst)])]
     unknown = unknown_waiting(worst, mostly=True)
     attempt = f"If the ranks hardly wait, try: {remedy}." if unknown else f"Try: {remedy}."
     named = attempt if where or unknown else f"To reduce exposed communication, try: {remedy}."

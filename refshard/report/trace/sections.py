@@ -26,7 +26,6 @@ from refshard.quantities import format_bytes, format_ns, format_part, format_per
 from refshard.report.blocks import Cell, Fact, Facts, Part, Quantity, Row, Section
 from refshard.report.trace.findings import (
     COMPUTE_BOUND,
-    HOST_WORK,
     SMALL,
     WORK,
     exposed_waits,

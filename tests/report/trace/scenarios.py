@@ -85,7 +85,7 @@ def late(*parts: tuple[f.LateCause, int], ranks: int = 2, device: str = "H100", 
         for rank in range(ranks)
     }  # fmt: skip
     first = made(rank=0, lateness=found[0], device=device)
-    waiting = {"exposed": 30, "collectives": (), "device": device}
+    waiting: dict[str, Any] = {"exposed": 30, "collectives": (), "device": device}
     communication = exposing(30, {0: 32})
     return [first, *(
         made(rank=rank, lateness=found[rank], communication=communication, **waiting) for rank in range(1, ranks)
