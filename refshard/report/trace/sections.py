@@ -37,6 +37,7 @@ from refshard.report.trace.findings import (
 )
 from refshard.report.trace.lanes import idle_by_cause
 from refshard.report.trace.text import (
+    HOST_WORK,
     count_per,
     counted,
     cut,
