@@ -24,7 +24,7 @@ from refshard.analysis.overlap import idle_gaps, lone
 from refshard.events.table import ANNOTATION, HOST, LAUNCH, TraceFile
 from refshard.events.timeline import KINDS, UNKNOWN, Intervals, Kind, Mask, Nanoseconds, Rows, Timeline, grouped, sums
 
-_GROWTH, _RISING, _STEPS_FOR_A_TREND = 1.5, 0.75, 4
+_GROWTH, _RISING, _STEPS_FOR_A_TREND = 1.5, 0.9, 4
 """A rank's cost grows if it is this many times as high in the second half, and so many of all pairs of steps rise."""
 _ENOUGH_ALIKE = 0.5
 """So much of a rank's compute must be work that the others do too, before its rate is compared by them."""

@@ -21,7 +21,9 @@ REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096u
 
 @dataclass(frozen=True, kw_only=True)
 class Does:
-    """What one rank does in one step, in microseconds; ``products`` and ``rest`` are factors of kernels' times."""
+    """What one rank does in one step, in microseconds; ``products`` and ``rest`` are factors of kernels' times.
+    ``experts`` are tokens of another product.
+    """
 
     loading: int = 10
     allocating: int = 0
@@ -29,6 +31,7 @@ class Does:
     tokens: int = 1000
     products: float = 1.0
     rest: float = 1.0
+    experts: int = 0
 
 
 class Rank:
@@ -70,6 +73,10 @@ class Rank:
             for operator, us in (("aten::mm", 100 * does.products), ("aten::add", 50 * does.rest)):
                 self.kernel(operator, f"{operator[6:]}_kernel", self.launch, t, us * more, does.tokens)
                 self.launch, t = self.launch + 2, t + us * more
+            if does.experts:
+                us = does.experts / 10
+                self.kernel("aten::mm", "mm_kernel", self.launch, t, us, does.experts)
+                self.launch, t = self.launch + 2, t + us
             self.enters.append(t)
 
     def end(self, ends: list[float], number: int) -> None:
@@ -154,6 +161,15 @@ def test_a_late_rank_is_named_with_its_cost_and_cause(
         f"Rank {rank} comes last to 100 % of 12 collectives, and the 3 others wait {format_ns(us * US)} a step" in lead
     )
     assert says in lead
+
+
+def test_uneven_experts_are_no_slow_hardware(tmp_path: Path) -> None:
+    """All ranks have the same tokens, but rank 1's experts are given four times as many."""
+    ranks = job(tmp_path, lambda rank, _: Does(experts=1000 if rank == 1 else 250))
+    found = late(ranks[1])
+    assert [part.cause for part in found.parts] == ["work"]
+    assert (found.same_work, found.flops) == (1.0, 2000 / 1250)
+    assert "so its hardware is not slower" in findings(ranks)[0].lead
 
 
 def test_ratios_tell_more_work_from_slower_hardware(tmp_path: Path) -> None:

@@ -77,6 +77,8 @@ def late(members: Sequence[TraceFigures]) -> str:
         f"{worst.collectives:,} collectives, and {waits} {format_ns(cost)} {a} for it "
         f"({format_percent(cost / span)}){growth}."
     )
+    if steps >= _STEPS_FOR_TURNS:
+        text += f" It costs them most in {worst.leads} of {steps} steps."
     other, second = known[1]
     if second.cost_ns >= worst.cost_ns / 2:
         text += f" For {who(other)} they wait {format_ns(second.cost_ns / steps)}."
