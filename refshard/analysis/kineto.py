@@ -806,6 +806,11 @@ def timeline_of(
     else:
         spans = cpu_spans(trace, labels, host_windows, main_thread(trace, step_rows))
     if not len(spans) and not host_windows:
+        if count := trace.skipped.get("without_category"):
+            raise TraceError(
+                f"{trace.path}: {count:,} events have no category (cat), as in Ascend's trace_view.json, so that what "
+                "they are is unknown; refshard reads the traces that torch.profiler writes with Kineto"
+            )
         raise TraceError(
             f"{trace.path}: holds no kernels and copies, no gloo:* or emulated:* spans, no steps and no operators; "
             "record it with ProfilerActivity.CPU, and CUDA where there is a GPU"

@@ -186,8 +186,10 @@ def device_windows(spans: Spans, host_windows: tuple[Window, ...]) -> tuple[Wind
     """The steps as the device lives them: one follows the other, with the wait for its first kernel in it.
 
     A kernel belongs to the step that launched it. The lane that computes most runs them in order, so a step ends there
-    with the last that it launched; the first step begins with its first device event, and the last ends with its last
-    one on any lane. A step that launched nothing has no window.
+    with the last that it launched; the first step begins with its first device event, or when that lane is done with
+    what was launched before, and the last ends with its last one on any lane. A step that launched nothing has no
+    window. One that is alone, with nothing before it, begins when the host says: no other has a wait for its first
+    kernel in it.
     """
     (first, last), (first_on_main, last_on_main) = extents(spans, host_windows)
     # One that has nothing on the main lane ends before the next begins there.
@@ -195,12 +197,21 @@ def device_windows(spans: Spans, host_windows: tuple[Window, ...]) -> tuple[Wind
     ends = np.where(last_on_main == NEVER[0], np.minimum(last, latest), last_on_main)
     windows: list[Window] = []
     for number in np.flatnonzero(last != NEVER[0]).tolist():
-        start = windows[-1].end if windows else int(first[number])
+        start = windows[-1].end if windows else max(int(first[number]), _earlier_work(spans, int(first_on_main[number])))
         windows.append(Window(step=host_windows[number].step, start=start, end=max(start, int(ends[number]))))
     if windows:
         final = windows[-1]
         windows[-1] = Window(step=final.step, start=final.start, end=max(final.end, int(last.max())))
+    if len(windows) == 1 and int(spans.starts.min()) == windows[0].start:
+        begun = next(one.start for one in host_windows if one.step == windows[0].step)
+        windows = [replace(windows[0], start=min(windows[0].start, begun))]
     return tuple(windows)
+
+
+def _earlier_work(spans: Spans, until: int) -> int:
+    """The end of what began on the lane that computes most before ``until`` and no step launched."""
+    earlier = (spans.steps == UNKNOWN) & (spans.lanes == spans.main_lane()) & (spans.starts < until)
+    return int(spans.ends[earlier].max(initial=NEVER[0]))
 
 
 Extremes = tuple[Rows, Rows]
