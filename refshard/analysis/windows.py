@@ -124,7 +124,8 @@ def repeats_after(names: Ints) -> int:
     """After how many kernels their sequence repeats, up to its end and at least once; 0 if it does not.
 
     Layers repeat too, but not where forward turns into backward: over the whole sequence, names that differ from those
-    one period later must be fewer than a quarter of a period.
+    one period later must be fewer than a quarter of a period. Nor is a number of layers a step: a forward pass that
+    repeats as well after one of them has none.
     """
     most = len(names) // 2
     if most < _LEAST_PERIOD:
@@ -138,7 +139,11 @@ def repeats_after(names: Ints) -> int:
     fits = [lag for lag, count in different.items() if 4 * count < lag]
     least = min((different[lag] / (len(names) - lag) for lag in fits), default=0.0)
     found = min((lag for lag in fits if different[lag] / (len(names) - lag) <= least + 0.002), default=0)
-    return found if found >= _LEAST_PERIOD else 0
+    if found < _LEAST_PERIOD:
+        return 0
+    layer = int(np.argmax(alike[1:_LEAST_PERIOD])) + 1
+    is_layers = float((names[layer:] != names[:-layer]).mean()) <= different[found] / (len(names) - found)
+    return 0 if is_layers else found
 
 
 def outermost(trace: TraceFile, rows: Rows) -> Rows:
