@@ -202,7 +202,9 @@ def device_windows(spans: Spans, host_windows: tuple[Window, ...]) -> tuple[Wind
     ends = np.where(last_on_main == NEVER[0], np.minimum(last, latest), last_on_main)
     windows: list[Window] = []
     for number in np.flatnonzero(last != NEVER[0]).tolist():
-        start = windows[-1].end if windows else max(int(first[number]), _earlier_work(spans, int(first_on_main[number])))
+        start = (
+            windows[-1].end if windows else max(int(first[number]), _earlier_work(spans, int(first_on_main[number])))
+        )
         windows.append(Window(step=host_windows[number].step, start=start, end=max(start, int(ends[number]))))
     if windows:
         final = windows[-1]
