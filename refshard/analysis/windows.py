@@ -193,8 +193,7 @@ def device_windows(spans: Spans, host_windows: tuple[Window, ...]) -> tuple[Wind
     A kernel belongs to the step that launched it. The lane that computes most runs them in order, so a step ends there
     with the last that it launched; the first step begins with its first device event, or when that lane is done with
     what was launched before, and the last ends with its last one on any lane. A step that launched nothing has no
-    window. One that is alone, with nothing before it, begins when the host says: no other has a wait for its first
-    kernel in it.
+    window.
     """
     (first, last), (first_on_main, last_on_main) = extents(spans, host_windows)
     # One that has nothing on the main lane ends before the next begins there.
@@ -209,10 +208,18 @@ def device_windows(spans: Spans, host_windows: tuple[Window, ...]) -> tuple[Wind
     if windows:
         final = windows[-1]
         windows[-1] = Window(step=final.step, start=final.start, end=max(final.end, int(last.max())))
-    if len(windows) == 1 and int(spans.starts.min()) == windows[0].start:
-        begun = next(one.start for one in host_windows if one.step == windows[0].step)
-        windows = [replace(windows[0], start=min(windows[0].start, begun))]
     return tuple(windows)
+
+
+def recorded_windows(spans: Spans, host_windows: tuple[Window, ...]) -> tuple[Window, ...]:
+    """:func:`device_windows` of a trace. A step that is alone, with nothing before it, begins when the host says: no
+    other has a wait for its first kernel in it.
+    """
+    windows = device_windows(spans, host_windows)
+    if len(windows) != 1 or int(spans.starts.min()) < windows[0].start:
+        return windows
+    begun = next(one.start for one in host_windows if one.step == windows[0].step)
+    return (replace(windows[0], start=min(windows[0].start, begun)),)
 
 
 def _earlier_work(spans: Spans, until: int) -> int:
