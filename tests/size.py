@@ -13,13 +13,13 @@ ROOT = Path(__file__).parent.parent
 SLACK = 100
 """Most lines that a budget may exceed its package by."""
 BUDGETS = {
-    "refshard/analysis": 12_115,
+    "refshard/analysis": 12_160,
     "refshard/commands": 3_700,
     "refshard/dryrun": 8_120,
     "refshard/emit": 940,
     "refshard/emulate": 1_400,
     "refshard/engine": 9_400,
-    "refshard/events": 2_360,
+    "refshard/events": 2_365,
     "refshard/fakecuda": 1_985,
     "refshard/measure": 8_615,
     "refshard/models": 1_300,
@@ -28,7 +28,7 @@ BUDGETS = {
     "refshard/specs": 2_970,
     "refshard/strategies": 3_190,
     "refshard/*.py": 2_420,
-    "tests": 80_450,
+    "tests": 80_590,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

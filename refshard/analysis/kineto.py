@@ -36,18 +36,21 @@ from refshard.analysis.windows import (
     device_windows,
     device_windows_apart,
     host_steps,
+    recorded_windows,
     step_at,
 )
 from refshard.errors import TraceError
 from refshard.events.reader import read_events
 from refshard.events.table import (
     ANNOTATION,
+    DRY_RUN,
     EMULATED,
     GLOO,
     HOST,
     KERNEL,
     LAUNCH,
     STREAM_WAIT,
+    WRITER,
     Operands,
     TraceFile,
     is_peer_copy,
@@ -806,11 +809,17 @@ def timeline_of(
     else:
         spans = cpu_spans(trace, labels, host_windows, main_thread(trace, step_rows))
     if not len(spans) and not host_windows:
+        if count := trace.skipped.get("without_category"):
+            raise TraceError(
+                f"{trace.path}: {count:,} events have no category (cat), as in Ascend's trace_view.json, so that what "
+                "they are is unknown; refshard reads the traces that torch.profiler writes with Kineto"
+            )
         raise TraceError(
             f"{trace.path}: holds no kernels and copies, no gloo:* or emulated:* spans, no steps and no operators; "
             "record it with ProfilerActivity.CPU, and CUDA where there is a GPU"
         )
-    lived = device_windows if options is None else device_windows_apart
+    recorded = device_windows if trace.metadata.get(WRITER) == DRY_RUN else recorded_windows
+    lived = recorded if options is None else device_windows_apart
     windows = lived(spans, host_windows) if on_device else host_windows
     collectives = find_collectives(trace, spans, labels, host_windows, launches)
     if not on_device:  # only the operator that announced a collective knows when that was, and for which unit

@@ -37,7 +37,8 @@ PEER_COPY = "peer_copy"
 _GENERAL: tuple[tuple[str, str | None], ...] = (
     # NCCL 2.4 to 2.28, RCCL, MSCCL, MSCCL++, NVSHMEM and torch's c10d::nvshmem_extension, rocSHMEM, and what refshard
     # itself does not measure. What each does is read from the rest of its name.
-    (r"nccl|rccl|mscclpp|msccl|nvshmem|rocshmem|refshard_(?:emulated|simulated)", None),
+    # oneCCL's are as in intel/torch-xpu-ops issue 5384.
+    (r"nccl|rccl|oneccl|mscclpp|msccl|nvshmem|rocshmem|refshard_(?:emulated|simulated)", None),
     # The other kernels of DeepEP: barriers, buffers cleaned for all ranks. The layout of a dispatch and the epilogues
     # work on this rank's memory alone.
     (r"deep_ep(?![^\s<(]*(?:get_dispatch_layout|_epilogue))", None),
@@ -151,7 +152,8 @@ def custom_operation(name: str) -> str | None:
     return next((op for pattern, op in _KNOWN if pattern.search(name)), None)
 
 
-SYNCHRONISES = re.compile(r"^(?:cuda|cu|hip)\w*Synchronize")
+SYNCHRONISES = re.compile(r"^(?:cuda|cu|hip|ze)\w*Synchronize|^ur(?:QueueFinish|EventWait)")
+"""With those of Level Zero and of the Unified Runtime, by which torch uses XPUs; so are the launches below."""
 ALLOCATES = re.compile(
     r"^(?:cuda|hip)(?:Ext)?(?:Malloc|Free|Host|MemGetInfo)(?!\w*Async)"
     r"|^(?:cu|hip)Mem(?:Alloc|Free|Create|Release|Map|Unmap|SetAccess|Address|GetInfo|Host)(?!\w*Async)"
@@ -164,7 +166,10 @@ MAY_LOAD = re.compile(r"^(?:cuda|cu|hip)(?:Func|Occupancy)")
 """Calls that ask about a kernel, and load it first where modules are loaded lazily."""
 COPIES = re.compile(r"^(?:cuda|cu|hip)Memcpy")
 COPIES_AND_WAITS = re.compile(r"^(?:cuda|cu|hip)Memcpy(?!\w*Async)")
-LAUNCHES = re.compile(r"^(?:cuda|cu|hip)(?!\w*Graph)(?:\w*Launch\w*|Mem(?:cpy|set)\w*Async)$")
+LAUNCHES = re.compile(
+    r"^(?:cuda|cu|hip)(?!\w*Graph)(?:\w*Launch\w*|Mem(?:cpy|set)\w*Async)$"
+    r"|^urEnqueue(?:KernelLaunch|USM)|^zeCommandListAppend(?:Launch|Memory)"
+)
 GRAPH_LAUNCHES = re.compile(r"^(?:cuda|cu|hip)GraphLaunch")
 """Calls that take as long as their graph is large."""
 READS_INPUT = re.compile(

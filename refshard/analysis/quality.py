@@ -140,6 +140,7 @@ def _captures(trace: TraceFile) -> _Captures:
 _USES_DEVICE = re.compile(
     rf"{LAUNCHES_KERNEL.pattern}|Mem(?:cpy|set)\w*Async|runFunction|enqueueCommand"  # the last two are MTIA's
 )
+_XPU = re.compile(r"urEnqueue|zeCommand")
 _NCCL = "nccl:"
 _MOSTLY = 0.5
 """A capture that is longer than this part of the trace leaves little else to judge."""
@@ -149,11 +150,13 @@ def missing_device(trace: TraceFile) -> str | None:
     """Why a trace of a program that used a device tells nothing of it, and how to record that; None for others."""
     if len(trace.device.starts):
         return None
-    if unread := trace.skipped.get("unread_device_events"):
-        return (
-            f"The device's share is unknown: {unread:,} events of an MTIA device are not read, because their meaning "
-            "is not documented. Record with a torch whose Kineto writes MTIA's kernels in the category kernel."
-        )
+    for kind, unread in (("an MTIA", "unread_device_events"), ("a Gaudi", "unread_hpu_events")):
+        if count := trace.skipped.get(unread):
+            return (
+                f"The device's share is unknown: {count:,} events of {kind} device are not read, because "
+                f"their meaning is not documented. Record with a torch whose Kineto writes its kernels in the "
+                "category kernel."
+            )
     used = len(calls(trace, _USES_DEVICE))
     if used and used == len(captured(trace)):
         return (
@@ -161,10 +164,11 @@ def missing_device(trace: TraceFile) -> str | None:
             "Record a replay of the graph."
         )
     if used:
+        activity = "XPU" if any(_XPU.match(name) for name in trace.names) else "CUDA"
         return (
             f"The device's events are missing: the host made {used:,} launches and copies, but the trace has no "
-            "kernel. Record with ProfilerActivity.CUDA, and with no other profiler at work (Nsight, CUPTI's range "
-            "profiler)."
+            f"kernel. Record with ProfilerActivity.{activity}, and with no other profiler at work (Nsight, CUPTI's "
+            "range profiler)."
         )
     annotations = sum(trace.names[trace.host.names[row]].startswith(_NCCL) for row in trace.host_args)
     if annotations:
@@ -215,6 +219,8 @@ _SKIPPED = {
     "unclosed_array": "the array of events is never closed: the file may be cut off, and its last events missing",
     "far_events": "left out as errors of the recorder's clock: {} events an hour or more away from all others",
     "unread_device_events": "{} events of an MTIA device are not read: what they mean is not documented",
+    "unread_hpu_events": "{} events of a Gaudi device are not read: what they mean is not documented",
+    "without_category": "{} events have no category and are left out",
     "unusable_metadata": "the file's metadata is malformed; read as absent",
     "unusable_arguments": "{} event arguments are malformed; read as absent",
     "ranges_without_end": "{} NVTX ranges were open when the report ended and are left out",

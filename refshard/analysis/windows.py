@@ -124,7 +124,8 @@ def repeats_after(names: Ints) -> int:
     """After how many kernels their sequence repeats, up to its end and at least once; 0 if it does not.
 
     Layers repeat too, but not where forward turns into backward: over the whole sequence, names that differ from those
-    one period later must be fewer than a quarter of a period.
+    one period later must be fewer than a quarter of a period. Nor is a number of layers a step: a forward pass that
+    repeats as well after one of them has none.
     """
     most = len(names) // 2
     if most < _LEAST_PERIOD:
@@ -138,7 +139,11 @@ def repeats_after(names: Ints) -> int:
     fits = [lag for lag, count in different.items() if 4 * count < lag]
     least = min((different[lag] / (len(names) - lag) for lag in fits), default=0.0)
     found = min((lag for lag in fits if different[lag] / (len(names) - lag) <= least + 0.002), default=0)
-    return found if found >= _LEAST_PERIOD else 0
+    if found < _LEAST_PERIOD:
+        return 0
+    layer = int(np.argmax(alike[1:_LEAST_PERIOD])) + 1
+    is_layers = float((names[layer:] != names[:-layer]).mean()) <= different[found] / (len(names) - found)
+    return 0 if is_layers else found
 
 
 def outermost(trace: TraceFile, rows: Rows) -> Rows:
@@ -186,8 +191,9 @@ def device_windows(spans: Spans, host_windows: tuple[Window, ...]) -> tuple[Wind
     """The steps as the device lives them: one follows the other, with the wait for its first kernel in it.
 
     A kernel belongs to the step that launched it. The lane that computes most runs them in order, so a step ends there
-    with the last that it launched; the first step begins with its first device event, and the last ends with its last
-    one on any lane. A step that launched nothing has no window.
+    with the last that it launched; the first step begins with its first device event, or when that lane is done with
+    what was launched before, and the last ends with its last one on any lane. A step that launched nothing has no
+    window.
     """
     (first, last), (first_on_main, last_on_main) = extents(spans, host_windows)
     # One that has nothing on the main lane ends before the next begins there.
@@ -195,12 +201,31 @@ def device_windows(spans: Spans, host_windows: tuple[Window, ...]) -> tuple[Wind
     ends = np.where(last_on_main == NEVER[0], np.minimum(last, latest), last_on_main)
     windows: list[Window] = []
     for number in np.flatnonzero(last != NEVER[0]).tolist():
-        start = windows[-1].end if windows else int(first[number])
+        start = (
+            windows[-1].end if windows else max(int(first[number]), _earlier_work(spans, int(first_on_main[number])))
+        )
         windows.append(Window(step=host_windows[number].step, start=start, end=max(start, int(ends[number]))))
     if windows:
         final = windows[-1]
         windows[-1] = Window(step=final.step, start=final.start, end=max(final.end, int(last.max())))
     return tuple(windows)
+
+
+def recorded_windows(spans: Spans, host_windows: tuple[Window, ...]) -> tuple[Window, ...]:
+    """:func:`device_windows` of a trace. A step that is alone, with nothing before it, begins when the host says: no
+    other has a wait for its first kernel in it.
+    """
+    windows = device_windows(spans, host_windows)
+    if len(windows) != 1 or int(spans.starts.min()) < windows[0].start:
+        return windows
+    begun = next(one.start for one in host_windows if one.step == windows[0].step)
+    return (replace(windows[0], start=min(windows[0].start, begun)),)
+
+
+def _earlier_work(spans: Spans, until: int) -> int:
+    """The end of what began on the lane that computes most before ``until`` and no step launched."""
+    earlier = (spans.steps == UNKNOWN) & (spans.lanes == spans.main_lane()) & (spans.starts < until)
+    return int(spans.ends[earlier].max(initial=NEVER[0]))
 
 
 Extremes = tuple[Rows, Rows]

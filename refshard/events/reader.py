@@ -252,8 +252,12 @@ class _Reader:
         pairs = sum(type(e) is _Begin and categories[e.cat] != UNUSED for e in block)
         self.count("begin_and_end_pairs", pairs)
         used = [e for e in block if type(e) is _Complete and categories[e.cat] != UNUSED]
+        if "" in categories:
+            self.count("without_category", sum(type(e) is _Complete and not e.cat for e in block))
         if any(categories[name] == UNREAD for name in categories):
-            self.count("unread_device_events", sum(categories[e.cat] == UNREAD for e in used))
+            unread = [e.cat == "hpu_op" for e in used if categories[e.cat] == UNREAD]
+            self.count("unread_hpu_events", sum(unread))
+            self.count("unread_device_events", len(unread) - sum(unread))
             used = [e for e in used if categories[e.cat] != UNREAD]
         starts, known = nanoseconds([e.ts for e in used])
         lengths, known_too = nanoseconds([e.dur for e in used])

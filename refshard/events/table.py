@@ -127,7 +127,7 @@ CATEGORIES = {
     "gpu_memcpy": MEMCPY, "memcpy": MEMCPY,
     "gpu_memset": MEMSET, "memset": MEMSET,
     "overhead": OVERHEAD,
-    "mtia_ccp_events": UNREAD, "mtia_insight": UNREAD,
+    "mtia_ccp_events": UNREAD, "mtia_insight": UNREAD, "hpu_op": UNREAD,
     "cuda_sync": SYNC,
 }  # fmt: skip
 """What Kineto calls a category, in lower case (2021's traces capitalise), and what it is."""

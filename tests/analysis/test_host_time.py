@@ -80,5 +80,5 @@ def test_no_dispatch_modes_gain_their_own_time(tmp_path: Path) -> None:
     replay = analyse(write(tmp_path / "t.json", made)).figures.what_if
     assert replay is not None
     gains = {one.what: one.gain_ns // US for one in replay.what_ifs}
-    assert replay.step_ns == (50 + 9 * 12 + 8 - 3) * US
+    assert replay.step_ns == (50 + 9 * 12 + 8) * US
     assert gains[whatif.NO_MODES] == 9 * 8 + 4

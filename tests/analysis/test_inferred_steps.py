@@ -99,3 +99,11 @@ def test_a_recorded_trace_keeps_its_steps_without_its_announcements() -> None:
         hidden = replace(trace, names=tuple(name.replace("ProfilerStep", "step") for name in trace.names))
         assert inferred_steps(trace) is None
         assert inferred_steps(hidden) is None
+
+
+def test_the_layers_of_one_forward_pass_are_no_steps() -> None:
+    """36 layers of 14 kernels, as one prefill of SGLang has them in AMD-AGI/TraceLens, were taken as steps of 126."""
+    names = [*range(100, 110), *(36 * list(range(14))), *range(110, 120)]
+    assert repeats_after(np.array(names, np.int32)) == 0
+    step = [*range(100, 110), *(9 * list(range(14))), *range(110, 120)]
+    assert repeats_after(np.array(4 * step, np.int32)) == len(step)

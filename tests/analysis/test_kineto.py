@@ -130,9 +130,9 @@ def test_gpu_trace_by_hand(tmp_path: Path) -> None:
         (Kind.COMPUTE, "stream 7"), (Kind.COPY, "stream 7"), (Kind.COMM, "stream 20"), (Kind.COMM, "stream 21"),
     }  # fmt: skip
     (found,) = step_breakdowns(timeline)
-    # the step on the device lasts from its first event to its last
-    assert (found.span_ns, found.compute_ns, found.comm_ns) == (60_000, 30_000, 50_000)
-    assert (found.copy_ns, found.exposed_ns, found.exposed_any_ns, found.idle_ns) == (10_000, 30_000, 25_000, 0)
+    # the only step lasts from its begin on the host to its last event on the device
+    assert (found.span_ns, found.compute_ns, found.comm_ns) == (70_000, 30_000, 50_000)
+    assert (found.copy_ns, found.exposed_ns, found.exposed_any_ns, found.idle_ns) == (10_000, 30_000, 25_000, 10_000)
 
 
 def launched(name: str, at: float, start: float, duration: float, number: int, **args: Any) -> list[dict[str, Any]]:
@@ -280,4 +280,4 @@ def test_times_before_zero_are_times(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_text(json.dumps({"traceEvents": events}))
     (window,) = read_timeline(path).windows
-    assert (window.start, window.end) == (-30_000, -20_000)
+    assert (window.start, window.end) == (-50_000, -20_000)
