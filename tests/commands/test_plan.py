@@ -438,7 +438,7 @@ def test_a_module_without_dimensions_is_planned_by_its_operators() -> None:
         ({"tp": "2"}, "tp must be 1 for '.*', whose operators are counted, got 2"),
         ({"pp": "2", "microbatch": "1", "accumulate": 2}, "pp must be 1 for"),
         ({"tuning": "lora"}, "tuning must be full for '.*', whose operators are counted, got lora"),
-        ({"optimizer": "muon", "strategies": "ddp"}, "optimizer must be adamw or adamw-8bit for"),
+        ({"optimizer": "muon", "strategies": "ddp"}, "optimizer must be adamw or adamw-8bit or sgd for"),
         ({"precision": "fp8"}, "precision must be bf16 or fp32 for '.*', whose operators are counted, got fp8"),
         ({"compiled": "yes"}, "can neither be compiled nor checkpointed by operator"),
         ({"checkpointing": "selective"}, "can neither be compiled nor checkpointed by operator"),

@@ -72,9 +72,10 @@ def late(members: Sequence[TraceFigures]) -> str:
         if worst.grows
         else ""
     )
+    which = f"{format_percent(worst.last / worst.collectives, 0)} of {worst.collectives:,} collectives"
+    which = "the only collective" if worst.collectives == 1 else which
     text = (
-        f"{who(one).capitalize()} comes last to {format_percent(worst.last / worst.collectives, 0)} of "
-        f"{worst.collectives:,} collectives, and {waits} {format_ns(cost)} {a} for it "
+        f"{who(one).capitalize()} comes last to {which}, and {waits} {format_ns(cost)} {a} for it "
         f"({format_percent(cost / span)}){growth}."
     )
     if steps >= _STEPS_FOR_TURNS:
