@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from refshard.analysis.figures import HostTime, LateCause, Lateness, TraceFigures
+from refshard.outside_memory import EXPANDABLE_SEGMENTS
 from refshard.quantities import format_ns, format_percent
 from refshard.report.blocks import Row, Table, table, without_empty
 from refshard.report.trace.text import HOST_WORK, in_each, ns, parts, per, share, who
@@ -54,10 +55,7 @@ def late(members: Sequence[TraceFigures]) -> str:
     if not is_held_up(members):
         most = f": the most is {format_ns(cost)} {a}, for {who(one)}" if cost else ""
         return f"No rank here holds the others up{most}."
-    by_turns = (
-        steps >= _STEPS_FOR_TURNS and worst.leads <= steps / 2 and worst.cost_ns < sum(each) / 2 and len(known) > 1
-    )
-    if by_turns:
+    if steps >= _STEPS_FOR_TURNS and worst.leads <= steps / 2 and worst.cost_ns < sum(each) / 2:
         total = sum(each) / steps
         text = (
             f"The {len(known)} ranks here hold each other up by turns, {format_ns(total)} {a} "
@@ -72,8 +70,11 @@ def late(members: Sequence[TraceFigures]) -> str:
         if worst.grows
         else ""
     )
-    which = f"{format_percent(worst.last / worst.collectives, 0)} of {worst.collectives:,} collectives"
-    which = "the only collective" if worst.collectives == 1 else which
+    which = (
+        "the only collective"
+        if worst.collectives == 1
+        else f"{format_percent(worst.last / worst.collectives, 0)} of {worst.collectives:,} collectives"
+    )
     text = (
         f"{who(one).capitalize()} comes last to {which}, and {waits} {format_ns(cost)} {a} for it "
         f"({format_percent(cost / span)}){growth}."
@@ -194,7 +195,7 @@ _EXPLAIN: dict[LateCause, str | Callable[[_Delay], str]] = {
     "input": "It waits for data loading {delay.longer} ({delay.percent}). Try: more workers, prefetching; look at the "
     "storage of that node.",
     "allocator": "Its host stands in the allocator's calls {delay.longer} ({delay.percent}): its memory is nearly "
-    "full or fragmented. Try: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or a smaller batch there.",
+    f"full or fragmented. Try: {EXPANDABLE_SEGMENTS}, or a smaller batch there.",
     "copies": "It copies between host and device {delay.longer} ({delay.percent}): look at what it copies, and "
     "at its PCIe link.",
     "idle": "Its device idles {delay.longer} ({delay.percent}), waiting for another stream or for a reason that its "
