@@ -14,7 +14,7 @@ modelled: in a trace, they include waits for other ranks and the cost of profili
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from statistics import median
@@ -27,13 +27,12 @@ from refshard.analysis import analyse as tracing
 from refshard.analysis.kineto import device_order
 from refshard.analysis.labels import innermost_on, outermost_of
 from refshard.analysis.names import dtype_named
-from refshard.analysis.windows import host_steps, outermost
 from refshard.dryrun.recording import Flag, Kind, Recording
 from refshard.dryrun.steps import Step
 from refshard.dryrun.work import TRITON, parse
 from refshard.errors import SpecError, TraceError
 from refshard.events.reader import read_events
-from refshard.events.table import ANNOTATION, HOST, MEMCPY, Operands, TraceFile
+from refshard.events.table import HOST, MEMCPY, Operands, TraceFile
 from refshard.events.timeline import KINDS, UNKNOWN
 from refshard.events.timeline import Kind as SpanKind
 from refshard.specs.hardware import HardwareSpec
@@ -49,7 +48,7 @@ Seconds = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MeasuredTrace:
-    """A trace in steps, and its analysis."""
+    """A trace and its analysis."""
 
     trace: TraceFile
     analysis: tracing.Analysis
@@ -86,7 +85,7 @@ def read_measured(path: Path) -> MeasuredTrace:
     Raises:
         TraceError: the file is damaged, no trace, or shows no kernels of a GPU.
     """
-    trace = _in_steps(read_events(path))
+    trace = read_events(path)
     if not len(trace.device.starts):
         raise TraceError(
             f"prices: {path} must show kernels of a GPU, got none; record it with ProfilerActivity.CPU and CUDA"
@@ -119,26 +118,6 @@ def check_share(share: float, path: Path) -> None:
             f"prices: the trace must be of the same job, got one with {100 * share:.0f} % of its compute time: {path}; "
             "record the same model, batch and sequence length, with record_shapes=True"
         )
-
-
-def _in_steps(trace: TraceFile) -> TraceFile:
-    """The trace itself if it announces steps; else with steps that end with the optimizer's, as a recording's do.
-
-    Where the first one begins is unknown, so it is left out if there are others.
-    """
-    host = trace.host
-    codes = [code for code, name in enumerate(trace.names) if name.startswith("Optimizer.step#")]
-    rows = np.flatnonzero(np.isin(host.names, codes) & np.isin(host.categories, (ANNOTATION, HOST)))
-    if len(host_steps(trace)[1]) or not len(rows):
-        return trace
-    rows = outermost(trace, rows)
-    ends = host.ends[rows]
-    starts, rows = (ends[:-1], rows[1:]) if len(rows) > 1 else (host.starts.min()[None], rows)
-    count, added = len(rows), {field.name: getattr(host, field.name)[rows].copy() for field in fields(host)}
-    added |= {"starts": starts, "categories": np.full(count, ANNOTATION), "names": len(trace.names) + np.arange(count)}
-    columns = {name: np.append(old := getattr(host, name), new).astype(old.dtype) for name, new in added.items()}
-    names = (*trace.names, *(f"ProfilerStep#{number}" for number in range(count)))
-    return replace(trace, host=replace(host, **columns), names=names)
 
 
 def measured_seconds(recording: Recording, step: Step, calls: Sequence[Call], *, same_size: bool) -> Seconds:
