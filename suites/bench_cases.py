@@ -11,6 +11,8 @@ which ``refshard show`` reads. ``suites/gate.toml`` takes a minute or two; anoth
 With ``--benchmark-disable`` the cases of the suite's last strategy take one step each, and nothing is kept.
 """
 
+from typing import cast
+
 import msgspec
 import pytest
 
@@ -63,7 +65,11 @@ def of_launches(suite: SuiteSpec, launches: list[Launch]) -> SuiteSpec:
 @pytest.fixture(scope="module")
 def records(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Launch, LaunchRecord]:
     """The records of all launches whose tests were selected."""
-    launches = [item.callspec.params["launch"] for item in request.session.items if item.path == request.path]
+    launches: list[Launch] = [
+        cast(Launch, item.callspec.params["launch"])
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == request.path
+    ]
     suite = of_launches(suite_of(request.config), launches)
     kept = not request.config.getoption("--benchmark-disable")
     folder = new_run_folder(suite.name) if kept else tmp_path_factory.mktemp("runs") / suite.name

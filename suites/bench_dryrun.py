@@ -14,7 +14,6 @@ import sys
 from typing import Any
 
 import pytest
-from pytest_benchmark.fixture import BenchmarkFixture
 
 from refshard import resources
 from refshard.fakecuda.build import extension
@@ -45,7 +44,7 @@ def dry_run(cluster: str, script: str, layers: int) -> dict[str, Any]:
         pytest.param("dgx-h100", "train_moe.py", id="qwen3-30b-a3b-ep8"),
     ],
 )
-def test_dry_run(benchmark: BenchmarkFixture, request: pytest.FixtureRequest, cluster: str, script: str) -> None:
+def test_dry_run(benchmark: Any, request: pytest.FixtureRequest, cluster: str, script: str) -> None:
     """From the command to its answer; of two layers without measuring."""
     extension()
     layers = 2 if request.config.getoption("--benchmark-disable") else LAYERS[script.split()[0]]

@@ -89,7 +89,7 @@ def step(model: nn.Module, x: torch.Tensor) -> float:
 def _fake_process_group() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)  # type: ignore[no-untyped-call]
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
     yield
     dist.destroy_process_group()
     torch.set_num_threads(threads)

@@ -46,7 +46,8 @@ def test_read_back(benchmark: Any, tmp_path: Path) -> None:
     header, records = launches()
     many = 100 if benchmark.disabled else MANY
     with RunWriter(tmp_path / "run") as writer:
-        for record in [header, *itertools.islice(records, many)]:
+        writer.append(header)
+        for record in itertools.islice(records, many):
             writer.append(record)
     run = benchmark.pedantic(read_run, args=(tmp_path / "run",), rounds=5, warmup_rounds=1)
     benchmark.extra_info.update(records=many, bytes=(tmp_path / "run" / RECORDS).stat().st_size)

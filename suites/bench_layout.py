@@ -1,8 +1,8 @@
-"""What plans cost: where the parameters of a 405B model lie on 16,384 ranks, and the op stream of a step over it.
+"""Time to compute the parameter layout of a 405B model on 16,384 ranks, and the op stream of one of its steps.
 
-Both are pure arithmetic, done once by each rank before its first step; eight times as many layers show how they grow.
+Each rank computes both once, before its first step. A model with eight times the layers shows how they grow.
 
-    pytest suites/bench_plan.py --benchmark-json=plan.json
+    pytest suites/bench_layout.py --benchmark-json=layout.json
 """
 
 import math
@@ -65,13 +65,13 @@ def test_layout(benchmark: Any, layers: int) -> None:
 def test_schedule(benchmark: Any, mode: str, layers: int) -> None:
     """The op stream of one step; ``extra_info`` counts its ops by kind."""
     facts = [
-        UnitFacts(size_class=tuple(shape for _, shape in unit), read_in_backward=place > 0)
+        UnitFacts(mode=MODES[mode], size_class=tuple(shape for _, shape in unit), read_in_backward=place > 0)
         for place, unit in enumerate(units(layers))
     ]
 
     def scheduled() -> tuple[Op, ...]:
         markers = chain_markers(len(facts))
-        return build(markers, assign_rings(markers, facts, MODES[mode]), MODES[mode], facts)
+        return build(markers, assign_rings(markers, facts), facts)
 
     ops = benchmark(scheduled)
     counts = Counter(op.kind for op in ops)
