@@ -28,7 +28,7 @@ from refshard.analysis.figures import (
     TraceWarning,
 )
 from refshard.analysis.kineto import Group
-from refshard.analysis.overlap import knows_launches
+from refshard.analysis.overlap import ended_by_launch, knows_launches
 from refshard.costs import GroupShape, bus_bandwidth, collective_cost, group_shape
 from refshard.errors import SpecError
 from refshard.events.timeline import UNKNOWN, Intervals, Ints, Kind, Mask, Nanoseconds, Rows, Timeline, ranges
@@ -327,7 +327,7 @@ def _launch(timeline: Timeline, starts: Nanoseconds, ends: Nanoseconds) -> tuple
     began, until, queued = busy.ends[place - 1], busy.starts[place], spans.queued[rows[order][first]]
     found, doubts = (
         Intervals(began[which], until[which]).within(starts, ends).tolist()
-        for which in (queued > began, queued == UNKNOWN)
+        for which in (ended_by_launch(began, until, queued), queued == UNKNOWN)
     )
     known = [None if doubt else ns for ns, doubt in zip(found, doubts)]
     return known, SOME_LAUNCHES if None in known else None

@@ -33,6 +33,8 @@ LATENCIES = 1.5
 """A span that starts within this many launch latencies of its launch waited for nothing else."""
 SHORTEST_NS, LONGEST_NS, DISTANCES = 2_000, 10_000, 3
 """Largest gap between queued kernels: this many times the lower quartile of their gaps, within these bounds."""
+LONGEST_WAIT_NS = 100_000
+"""A stream that waits for another's work goes on within this time after that work has ended."""
 
 
 CAUSES = tuple(Cause)
@@ -126,6 +128,14 @@ def idle_gaps(timeline: Timeline, start: int, end: int) -> Gaps:
     return _explained(found, timeline, launches) if knows_launches(spans) else found
 
 
+def ended_by_launch(starts: Nanoseconds, ends: Nanoseconds, queued: Nanoseconds, soon: float = 0) -> Mask:
+    """Which gaps the launch ended that was ``queued`` in them: it took half of the gap or more, or its follower started
+    ``soon`` after it, or within :data:`LONGEST_NS`. Otherwise something else held the follower back.
+    """
+    late = np.maximum(queued - starts, 0)
+    return (late > 0) & (ends - queued <= np.maximum(late, max(LONGEST_NS, soon)))
+
+
 def _explained(gaps: Gaps, timeline: Timeline, launches: Nanoseconds) -> Gaps:
     """The gaps with their causes; ``launches`` are the latest that each span can have been launched at."""
     spans, calls = timeline.spans, timeline.calls
@@ -136,12 +146,14 @@ def _explained(gaps: Gaps, timeline: Timeline, launches: Nanoseconds) -> Gaps:
     measured = late & comes & (launched <= gaps.ends)
     measured[:1] = False  # before the first gap no queue is known
     latency = float(np.median((gaps.ends - launched)[measured])) if measured.any() else 0.0
-    empty = (queued > gaps.starts) | (gaps.ends - launched <= LATENCIES * latency)
+    soon = LATENCIES * latency
+    empty = ended_by_launch(gaps.starts, gaps.ends, queued, soon) | (gaps.ends - launched <= soon)
     ordered = comes & (gaps.before != UNKNOWN) & (spans.lanes[gaps.before] == spans.lanes[gaps.followers])
     queued_apart = lengths[ordered & ~empty]
     usual = DISTANCES * float(np.percentile(queued_apart, 25)) if len(queued_apart) else 0.0
     near = lengths <= min(max(usual, SHORTEST_NS), LONGEST_NS)
     depends, before = _dependencies(gaps, timeline, near & ~ordered & (gaps.before != UNKNOWN))
+    depends &= lengths <= LONGEST_WAIT_NS
     blocked, call = _blocked(gaps, np.minimum(queued, gaps.ends), calls)
     causes = np.select(
         (empty & blocked, empty, ordered & near, depends),

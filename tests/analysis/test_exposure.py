@@ -111,14 +111,19 @@ def timeline_of(*works: Work, end: int) -> Timeline:
     return Trace(works=list(works), windows=[Window(step=0, start=0, end=end)]).timeline()
 
 
-@pytest.mark.parametrize(("launch", "told"), [
-    (150, 100),  # launched in the gap of [100, 200): the host was late
-    (97, 0),  # its call of 2 ns had returned before
-    (99, 100),  # its call returned in the gap
+@pytest.mark.parametrize(("launch", "start", "told"), [
+    (150, 200, 100),  # launched in the gap of [100, 200): the host was late
+    (97, 200, 0),  # its call of 2 ns had returned before
+    (99, 200, 100),  # its call returned in the gap
+    (150, 10_152, 10_052),  # 10 us after the call returned
+    (150, 10_153, 0),  # longer after it than the host was late: something else held it back
 ])  # fmt: skip
-def test_idle_time_before_a_collective_that_was_launched_late_is_launch(launch: int, told: int) -> None:
+def test_idle_time_before_a_collective_that_was_launched_late_is_launch(launch: int, start: int, told: int) -> None:
     timeline = timeline_of(
-        work(0, 100), work(200, 50, op="all_gather", stream=GATHER_STREAM, launch=launch), work(300, 50), end=350
+        work(0, 100),
+        work(start, 50, op="all_gather", stream=GATHER_STREAM, launch=launch),
+        work(start + 100, 50),
+        end=start + 150,
     )
     windows = timeline.windows
     exposure = exposure_of(timeline, [0], np.array([windows[0].start]), np.array([windows[0].end]))

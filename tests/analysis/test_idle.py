@@ -45,6 +45,17 @@ def test_a_launch_takes_as_long_as_launches_into_an_empty_queue_do(launch: float
     assert caused(row(start, 5, launch)) == [(start - 316, cause)]
 
 
+@pytest.mark.parametrize(("launch", "start", "cause"), [
+    (317, 327, Cause.LAUNCH),  # the host took 1 us of the gap since 316; 10 us more may be the launch's own
+    (317, 327.1, Cause.UNKNOWN),  # longer
+    (366, 416, Cause.LAUNCH),  # the host took half of the gap
+    (365, 416, Cause.UNKNOWN),  # less
+    (359, 463_000, Cause.UNKNOWN),  # a decoding server without requests
+])  # fmt: skip
+def test_a_late_launch_does_not_explain_what_comes_long_after_it(launch: float, start: float, cause: Cause) -> None:
+    assert caused(row(start, 5, launch)) == [(pytest.approx(start - 316), cause)]
+
+
 @pytest.mark.parametrize(("gap", "cause"), [(1.5, Cause.BACK_TO_BACK), (2.0, Cause.BACK_TO_BACK), (40, Cause.UNKNOWN)])
 def test_queued_kernels_of_one_stream_follow_each_other(gap: float, cause: Cause) -> None:
     assert caused(row(316 + gap, 5, 290)) == [(gap, cause)]
@@ -69,6 +80,7 @@ def test_a_recorded_wait_explains_a_long_gap() -> None:
         ends=np.array([], np.int64), callers=np.array([], np.int32), names=np.array([], np.int32),
     )  # fmt: skip
     assert caused(row(400, 5, 290, lane=1), calls=calls) == [(84, Cause.DEPENDENCY)]
+    assert caused(row(417, 5, 290, lane=1), calls=calls) == [(101, Cause.UNKNOWN)], "but none over 100 us"
 
 
 @pytest.mark.parametrize(
