@@ -73,34 +73,37 @@ class Calls:
 def find_calls(trace: TraceFile, spans: Spans, launches: Launches, starved: Intervals) -> Calls:
     """The calls that may hold the GPU up. ``starved`` is when nothing runs and nothing is queued."""
     host = trace.host
-    lengths, is_call = host.ends - host.starts, host.categories == LAUNCH
-    # For each event the copy that it launched, if that touches pageable memory, and if the call returned only after it.
-    copies, pageable, awaited = np.full(len(lengths), UNKNOWN, np.int32), np.zeros(len(lengths), bool), is_call & False
+    every = np.flatnonzero(host.categories == LAUNCH)
+    lengths, of_calls = host.ends[every] - host.starts[every], host.names[every]
+    # For each call the copy that it launched, if that touches pageable memory, and if the call returned only after it.
+    copies, (pageable, awaited) = np.full(len(every), UNKNOWN, np.int32), np.zeros((2, len(every)), np.bool_)
     is_memcpy = np.array([name.startswith("Memcpy") for name in trace.names] or [False])
     of_copies = np.flatnonzero(is_memcpy[spans.names] & (launches.calls != UNKNOWN))
-    callers = launches.calls[of_copies]
+    of_copies = of_copies[host.categories[launches.calls[of_copies]] == LAUNCH]
+    callers = np.searchsorted(every, launches.calls[of_copies])
     copies[callers] = spans.names[of_copies]
     pageable[callers] = np.array(["Pageable" in name for name in trace.names] or [False])[spans.names[of_copies]]
-    awaited[callers] = host.ends[callers] >= spans.ends[of_copies]
-    is_launch, is_copy = is_call & named(trace, LAUNCHES), is_call & named(trace, COPIES)
-    is_long = is_call & (lengths > LONG_NS)
+    awaited[callers] = host.ends[every[callers]] >= spans.ends[of_copies]
+    is_launch, is_copy = named(trace, LAUNCHES, of_calls), named(trace, COPIES, of_calls)
+    is_long = lengths > LONG_NS
     if is_launch.any():
         is_long &= ~is_launch | (lengths > TIMES_THE_MEDIAN * np.median(lengths[is_launch]))
-    starving = is_call & False
-    starving[is_long] = starved.within(host.starts[is_long], host.ends[is_long]) > 0
+    starving = np.zeros(len(every), np.bool_)
+    starving[is_long] = starved.within(host.starts[every[is_long]], host.ends[every[is_long]]) > 0
     conditions = (
-        (is_call & named(trace, SYNCHRONISES), Stall.SYNC), (is_call & named(trace, ALLOCATES), Stall.ALLOCATOR),
-        ((is_call & named(trace, LOADS)) | (is_long & named(trace, MAY_LOAD)), Stall.LOADING),
+        (named(trace, SYNCHRONISES, of_calls), Stall.SYNC), (named(trace, ALLOCATES, of_calls), Stall.ALLOCATOR),
+        (named(trace, LOADS, of_calls) | (is_long & named(trace, MAY_LOAD, of_calls)), Stall.LOADING),
         (is_copy & (~is_launch | (pageable & (is_long | awaited))), Stall.COPY),
         (is_long & is_launch & starving, Stall.LOADING), (is_long & is_launch, Stall.QUEUE),
-        (is_long & ~named(trace, GRAPH_LAUNCHES), Stall.OTHER),
+        (is_long & ~named(trace, GRAPH_LAUNCHES, of_calls), Stall.OTHER),
     )  # fmt: skip
     codes = [STALLS.index(kind) for _, kind in conditions]
     kinds = np.select([condition for condition, _ in conditions], codes, UNKNOWN).astype(np.int8)
-    rows = np.flatnonzero(kinds != UNKNOWN)
+    rows = every[kinds != UNKNOWN]
     by_thread = [outermost_of(host, rows[host.threads[rows] == one]) for one in np.unique(host.threads[rows]).tolist()]
     rows = np.concatenate([rows[:0], *by_thread])
-    threads, starts, kinds = host.threads[rows], host.starts[rows], kinds[rows]
+    threads, starts, place = host.threads[rows], host.starts[rows], np.searchsorted(every, rows)
+    kinds, copies = kinds[place], copies[place]
     is_step = named(trace, _STEPS)
     around = {
         category: innermost_of(trace, np.flatnonzero((host.categories == category) & ~is_step), rows)
@@ -118,7 +121,7 @@ def find_calls(trace: TraceFile, spans: Spans, launches: Launches, starved: Inte
         rows=rows, starts=starts, ends=host.ends[rows], threads=threads, kinds=kinds, names=host.names[rows],
         operators=operators, annotations=column_at(host.names, around[ANNOTATION]),
         frames=column_at(frames.names, frame), units=labels.of_work(threads, starts)[0].astype(np.int32),
-        copies=copies[rows], occurrences=np.where(merged, around[HOST], rows), unit_names=labels.unit_names,
+        copies=copies, occurrences=np.where(merged, around[HOST], rows), unit_names=labels.unit_names,
     )  # fmt: skip
 
 

@@ -2,15 +2,16 @@
 
 import re
 from collections import Counter, defaultdict
+from dataclasses import dataclass
 
 import numpy as np
 
 from refshard.analysis.figures import HostPart, HostTime, HostWork
 from refshard.analysis.kineto import find_launches
-from refshard.analysis.labels import Nesting, innermost_on, nested_order
+from refshard.analysis.labels import Nesting, innermost_on, named, nested_order
 from refshard.analysis.names import GRAPH_LAUNCHES, LAUNCHES, SYNCHRONISES
 from refshard.events.table import ANNOTATION, HOST, LAUNCH, TraceFile
-from refshard.events.timeline import UNKNOWN, Intervals, Ints, Nanoseconds, Rows, Timeline
+from refshard.events.timeline import UNKNOWN, Intervals, Ints, Mask, Nanoseconds, Rows, Timeline
 
 _STEPS = re.compile(r"^ProfilerStep#")
 _MODES, _SUBCLASSES = re.compile(r"^PythonDispatchMode"), re.compile(r"^Python(?:Subclass|TLSSnapshot)")
@@ -26,18 +27,45 @@ _NUMBERED = re.compile(r" ?\(.*\)$| for .*$|\d+$")
 _MOST_NAMED = 5
 
 
-def host_pieces(trace: TraceFile, thread: int) -> tuple[Nanoseconds, Nanoseconds, Rows]:
-    """A thread's time in pieces: where each starts and ends, and the row of :attr:`TraceFile.host` of its innermost
-    event, :data:`UNKNOWN` where none holds.
-    """
+def _rows(trace: TraceFile, *threads: int) -> Rows:
+    """The events of these threads that last, without steps."""
     host, steps = trace.host, [code for code, name in enumerate(trace.names) if _STEPS.match(name)]
-    mine = (host.threads == thread) & (host.ends > host.starts) & np.isin(host.categories, (HOST, ANNOTATION, LAUNCH))
-    rows = np.flatnonzero(mine & ~np.isin(host.names, steps))
-    rows = rows[nested_order(host.starts[rows], host.ends[rows])]
-    cuts = np.sort(np.concatenate((host.starts[rows], host.ends[rows])))  # not np.unique, which hashes
-    cuts = cuts[np.append(True, cuts[1:] > cuts[:-1])] if len(cuts) else cuts
-    place = Nesting.of(host.starts[rows], host.ends[rows]).innermost(cuts[:-1])
-    return cuts[:-1], cuts[1:], np.where(place == UNKNOWN, UNKNOWN, np.append(rows, UNKNOWN)[place])
+    found = np.isin(host.threads, threads) & (host.ends > host.starts) & ~np.isin(host.names, steps)
+    return np.flatnonzero(found & np.isin(host.categories, (HOST, ANNOTATION, LAUNCH)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Thread:
+    """A thread's events, outer before inner; ``parents`` are places among them, :data:`UNKNOWN` for the outermost."""
+
+    rows: Rows
+    starts: Nanoseconds
+    ends: Nanoseconds
+    parents: Rows
+
+    @classmethod
+    def of(cls, trace: TraceFile, thread: int) -> "_Thread":
+        host, rows = trace.host, _rows(trace, thread)
+        rows = rows[nested_order(host.starts[rows], host.ends[rows])]
+        starts, ends = host.starts[rows], host.ends[rows]
+        return cls(rows=rows, starts=starts, ends=ends, parents=Nesting.of(starts, ends).parents())
+
+    def own(self, lengths: Nanoseconds) -> Nanoseconds:
+        """Each event's length without its children's."""
+        inner = self.parents != UNKNOWN
+        enclosed = np.bincount(self.parents[inner], weights=lengths[inner], minlength=len(lengths))
+        return np.maximum(0, lengths - enclosed.astype(np.int64))
+
+    def pieces(self, chosen: Mask) -> tuple[Nanoseconds, Nanoseconds, Rows]:
+        """When the innermost event is a chosen one: starts, ends, and the rows of :attr:`TraceFile.host`."""
+        enclosed = (self.parents != UNKNOWN) & chosen[self.parents]
+        some = np.flatnonzero(chosen | enclosed)
+        starts, ends = self.starts[some], self.ends[some]
+        cuts = np.sort(np.concatenate((starts, ends)))  # not np.unique, which hashes
+        cuts = cuts[np.append(True, cuts[1:] > cuts[:-1])] if len(cuts) else cuts
+        place = Nesting.of(starts, ends).innermost(cuts[:-1])
+        held = (place != UNKNOWN) & chosen[some[place]] if len(some) else place != UNKNOWN
+        return cuts[:-1][held], cuts[1:][held], self.rows[some[place[held]]]
 
 
 def dispatching(trace: TraceFile, threads: Ints) -> Intervals:
@@ -45,9 +73,9 @@ def dispatching(trace: TraceFile, threads: Ints) -> Intervals:
     found = Intervals.of([])
     codes = [code for code, name in enumerate(trace.names) if _MODES.match(name)]
     for thread in np.unique(threads[threads != UNKNOWN]).tolist() if codes else ():
-        starts, ends, rows = host_pieces(trace, thread)
-        mine = (rows != UNKNOWN) & np.isin(trace.host.names[rows], codes)
-        found |= Intervals.union(starts[mine], ends[mine])
+        events = _Thread.of(trace, thread)
+        starts, ends, _ = events.pieces(np.isin(trace.host.names[events.rows], codes))
+        found |= Intervals.union(starts, ends)
     return found
 
 
@@ -57,43 +85,46 @@ def host_time(trace: TraceFile, timeline: Timeline) -> HostTime | None:
         return None
     host, launches = trace.host, find_launches(trace)
     threads = np.unique(launches.threads[launches.threads != UNKNOWN]).tolist()
-    pieces = {thread: own for thread in threads if len((own := host_pieces(trace, thread))[0])}
-    if not pieces or not np.any(host.categories == HOST):
+    rows = _rows(trace, *threads)
+    if not len(rows) or not np.any(host.categories == HOST):
         return None
-    first = min(int(starts.min()) for starts, _, _ in pieces.values())
-    last = max(int(ends.max()) for _, ends, _ in pieces.values())
-    windows = Intervals.of([(one.start, one.end) for one in timeline.host_windows] or [(first, last)])
-    kind_of = np.full(len(host.names), len(_KINDS), np.int64)
+    extent = (int(host.starts[rows].min()), int(host.ends[rows].max()))
+    windows, rows = Intervals.of([(one.start, one.end) for one in timeline.host_windows] or [extent]), rows[:0]
+    kind_of = np.full(len(host.names), len(_KINDS), np.int8)
     for code, (_, category, pattern) in reversed(list(enumerate(_KINDS))):
-        named = np.array([bool(pattern.search(name)) for name in trace.names], np.bool_)
-        kind_of[(host.categories == category) & named[host.names]] = code
+        kind_of[(host.categories == category) & named(trace, pattern)] = code
     annotations = next(code for code, one in enumerate(_KINDS) if one[0] == "annotations")
-    # While one thread computes, another stands in an annotation, or in nothing, and waits for it.
-    busy = {thread: Intervals.union(*(of[rows != UNKNOWN][kind_of[rows[rows != UNKNOWN]] != annotations]
-                                      for of in (starts, ends)))
-            for thread, (starts, ends, rows) in pieces.items()}  # fmt: skip
-    found = defaultdict[HostWork, Counter[str]](Counter)
-    counts, covered = Counter[HostWork](), Intervals.of([])
-    for thread, (starts, ends, rows) in pieces.items():
-        known = rows != UNKNOWN
-        starts, ends, rows = starts[known], ends[known], rows[known]
-        covered |= Intervals.union(starts, ends)
-        free = windows
-        for other in pieces:
-            free = free if other == thread else free - busy[other]
-        is_note = kind_of[rows] == annotations
-        ns = np.where(is_note, free.within(starts, ends), windows.within(starts, ends))
-        names = np.bincount(host.names[rows], weights=ns, minlength=1)
-        kinds = dict(zip(host.names[rows].tolist(), kind_of[rows].tolist()))
-        for code in np.flatnonzero(names).tolist():
-            found[_KINDS[kinds[code]][0]][_NUMBERED.sub("", trace.names[code]) or trace.names[code]] += int(names[code])
-        seen = np.zeros(len(host.names), np.bool_)
-        seen[rows] = True
-        inside = np.flatnonzero(seen)
-        inside = inside[windows.within(host.starts[inside], host.starts[inside] + 1) > 0]
-        for code, count in enumerate(np.bincount(kind_of[inside], minlength=len(_KINDS)).tolist()[: len(_KINDS)]):
+    found, counts = defaultdict[HostWork, Counter[str]](Counter), Counter[HostWork]()
+
+    def add(rows: Rows, times: Nanoseconds) -> None:
+        spent = np.bincount(host.names[rows], weights=times, minlength=len(trace.names))
+        kinds = np.zeros(len(trace.names), np.int8)
+        kinds[host.names[rows]] = kind_of[rows]
+        for code in np.flatnonzero(spent).tolist():
+            name = _NUMBERED.sub("", trace.names[code]) or trace.names[code]
+            found[_KINDS[kinds[code]][0]][name] += int(spent[code])
+
+    def take(thread: int) -> tuple[tuple[Nanoseconds, Nanoseconds, Rows], Intervals]:
+        events = _Thread.of(trace, thread)
+        kinds = kind_of[events.rows]
+        plain = kinds != annotations
+        add(events.rows[plain], events.own(windows.within(events.starts, events.ends))[plain])
+        inside = (events.own(events.ends - events.starts) > 0) & (windows.within(events.starts, events.starts + 1) > 0)
+        for code, count in enumerate(np.bincount(kinds[inside], minlength=len(_KINDS)).tolist()[: len(_KINDS)]):
             counts[_KINDS[code][0]] += count
-    outside = windows - covered
+        return events.pieces(~plain), Intervals.union(events.starts, events.ends)
+
+    taken = {thread: take(thread) for thread in threads}
+    # While one thread computes, another stands in an annotation, or in nothing, and waits for it.
+    busy = {thread: covered - Intervals.union(starts, ends) for thread, ((starts, ends, _), covered) in taken.items()}
+    for thread, ((starts, ends, rows), _) in taken.items():
+        free = windows
+        for other in threads:
+            free = free if other == thread else free - busy[other]
+        add(rows, free.within(starts, ends))
+    outside = windows
+    for _, covered in taken.values():
+        outside -= covered
     found["python"] = _lines(trace, outside, threads) or Counter({"": outside.length})
     return HostTime(
         steps=max(1, len(timeline.host_windows)), span_ns=windows.length, launches=counts["launches"],

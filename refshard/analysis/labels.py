@@ -162,10 +162,10 @@ def column_at(column: Ints, rows: Rows) -> Ints:
     return found
 
 
-def named(trace: TraceFile, pattern: "re.Pattern[str]") -> Mask:
-    """Which of the host's events have the pattern in their names."""
+def named(trace: TraceFile, pattern: "re.Pattern[str]", names: Ints | None = None) -> Mask:
+    """Which of the host's events, or of these ``names``, match the pattern."""
     matching = np.array([bool(pattern.search(name)) for name in trace.names] or [False], np.bool_)
-    return np.asarray(matching[trace.host.names], np.bool_)
+    return np.asarray(matching[trace.host.names if names is None else names], np.bool_)
 
 
 ROOT = "(root)"

@@ -133,7 +133,7 @@ def ended_by_launch(starts: Nanoseconds, ends: Nanoseconds, queued: Nanoseconds,
     ``soon`` after it, or within :data:`LONGEST_NS`. Otherwise something else held the follower back.
     """
     late = np.maximum(queued - starts, 0)
-    return (late > 0) & (ends - queued <= np.maximum(late, max(LONGEST_NS, soon)))
+    return np.asarray((late > 0) & (ends - queued <= np.maximum(late, max(LONGEST_NS, soon))), np.bool_)
 
 
 def _explained(gaps: Gaps, timeline: Timeline, launches: Nanoseconds) -> Gaps:
