@@ -109,11 +109,15 @@ class HostPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostTime(msgspec.Struct, frozen=True, kw_only=True):
-    """What the threads that launch do in all ``steps``, which take ``span_ns`` on the host; the most first."""
+    """What the threads that launch do in all ``steps``, which take ``span_ns`` on the host; the most first.
+
+    ``input_ns`` is the time in the steps in which the device is idle and the host loads data, on whatever thread.
+    """
 
     steps: int
     span_ns: int
     launches: int
+    input_ns: int
     parts: tuple[HostPart, ...]
 
 

@@ -8,10 +8,10 @@ import numpy as np
 
 from refshard.analysis.figures import HostPart, HostTime, HostWork
 from refshard.analysis.kineto import find_launches
-from refshard.analysis.labels import Nesting, innermost_on, named, nested_order
-from refshard.analysis.names import GRAPH_LAUNCHES, LAUNCHES, SYNCHRONISES
+from refshard.analysis.labels import Nesting, innermost_on, named, nested_order, when_named
+from refshard.analysis.names import GRAPH_LAUNCHES, LAUNCHES, READS_INPUT, SYNCHRONISES
 from refshard.events.table import ANNOTATION, HOST, LAUNCH, TraceFile
-from refshard.events.timeline import UNKNOWN, Intervals, Ints, Mask, Nanoseconds, Rows, Timeline
+from refshard.events.timeline import UNKNOWN, Intervals, Ints, Kind, Mask, Nanoseconds, Rows, Timeline
 
 _STEPS = re.compile(r"^ProfilerStep#")
 _MODES, _SUBCLASSES = re.compile(r"^PythonDispatchMode"), re.compile(r"^Python(?:Subclass|TLSSnapshot)")
@@ -128,6 +128,7 @@ def host_time(trace: TraceFile, timeline: Timeline) -> HostTime | None:
     found["python"] = _lines(trace, outside, threads) or Counter({"": outside.length})
     return HostTime(
         steps=max(1, len(timeline.host_windows)), span_ns=windows.length, launches=counts["launches"],
+        input_ns=(when_named(trace, READS_INPUT, HOST, ANNOTATION) & windows - timeline.busy(*Kind)).length,
         parts=tuple(
             HostPart(kind=kind, ns=names.total(), count=counts[kind], most=tuple(names.most_common(_MOST_NAMED)))
             for kind, names in sorted(found.items(), key=lambda item: -item[1].total())

@@ -168,6 +168,12 @@ def named(trace: TraceFile, pattern: "re.Pattern[str]", names: Ints | None = Non
     return np.asarray(matching[trace.host.names if names is None else names], np.bool_)
 
 
+def when_named(trace: TraceFile, pattern: "re.Pattern[str]", *categories: int) -> Intervals:
+    """When the host stands in events of these categories that match the pattern, on any thread."""
+    rows = named(trace, pattern) & np.isin(trace.host.categories, categories)
+    return Intervals.union(trace.host.starts[rows], trace.host.ends[rows])
+
+
 ROOT = "(root)"
 """Name of the unit that FSDP2 leaves without one: the model itself, less its wrapped parts."""
 

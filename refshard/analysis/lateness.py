@@ -17,7 +17,7 @@ import numpy.typing as npt
 from refshard.analysis.collectives import ran
 from refshard.analysis.exposure import Match, Waits
 from refshard.analysis.figures import Cause, ExposedSplit, LateCause, Lateness, LatePart, TraceFigures
-from refshard.analysis.labels import named
+from refshard.analysis.labels import when_named
 from refshard.analysis.names import ALLOCATES, READS_INPUT, SURE
 from refshard.analysis.operators import classes_of, launched_work
 from refshard.analysis.overlap import idle_gaps, lone
@@ -73,8 +73,8 @@ def own_time(trace: TraceFile, timeline: Timeline) -> OwnTime | None:
     gaps = idle_gaps(timeline, first, last)
     idle = Intervals(gaps.starts, gaps.ends)
     is_late = gaps.caused_by(Cause.LAUNCH, Cause.CALL) if timeline.on_device else np.ones(len(gaps.starts), np.bool_)
-    reads = _host(trace, named(trace, READS_INPUT), HOST, ANNOTATION) & idle
-    allocates = (_host(trace, named(trace, ALLOCATES), LAUNCH) & idle) - reads
+    reads = when_named(trace, READS_INPUT, HOST, ANNOTATION) & idle
+    allocates = (when_named(trace, ALLOCATES, LAUNCH) & idle) - reads
     late = Intervals(gaps.starts[is_late], gaps.ends[is_late]) - reads - allocates
     sums_of = []
     for points in (starts, ends):
@@ -92,12 +92,6 @@ def own_time(trace: TraceFile, timeline: Timeline) -> OwnTime | None:
     return OwnTime(
         starts=starts, ends=ends, joins=joins, before=sums_of[0], after=sums_of[1], works=_works(trace, timeline)
     )
-
-
-def _host(trace: TraceFile, names: Mask, *categories: int) -> Intervals:
-    """When the host stands in events with such names."""
-    rows = names & np.isin(trace.host.categories, categories)
-    return Intervals.union(trace.host.starts[rows], trace.host.ends[rows])
 
 
 def _works(trace: TraceFile, timeline: Timeline) -> Works:

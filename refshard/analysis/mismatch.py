@@ -167,7 +167,7 @@ def absent_sides(last: Mapping[int, Call | None], verb: str, verbs: str) -> Iter
     for rank, call in last.items():
         by_last[call].append(rank)
     for call, ranks in by_last.items():
-        after = "; no other call before" if call is None else f", after {call}"
+        after = " and made no call before" if call is None else f" (last call: {call})"
         yield Side(ranks=tuple(ranks), says=f"{verb if len(ranks) == 1 else verbs}{after}", call=call, passed=True)
 
 

@@ -73,17 +73,17 @@ def only(found: Iterable[Mismatch]) -> Mismatch:
 @pytest.mark.parametrize(
     ("case", "says"),
     [
-        ("leaves_early", f"ranks 0 to 2 wait in {STEP}; rank 3 does not call it, after {STEP}; call 4, in the group of "
-         "ranks 0 to 3"),
-        ("data_loader", f"ranks 0 and 2 wait in {STEP}; rank 1 does not call it, after {STEP}; call 6, in the group of "
-         "ranks 0 to 2"),
+        ("leaves_early", f"ranks 0 to 2 wait in {STEP}; rank 3 does not call it (last call: {STEP}); call 4, "
+         "in the group of ranks 0 to 3"),
+        ("data_loader", f"ranks 0 and 2 wait in {STEP}; rank 1 does not call it (last call: {STEP}); call 6, "
+         "in the group of ranks 0 to 2"),
         ("other_order", "rank 0 calls broadcast of 4 B fp32 (flight_recorder/record.py:35 in validate) where ranks 1 "
          f"and 2 call {STEP}; call 2, in the group of ranks 0 to 2"),
         ("circle", "rank 0 waits for rank 1 in all_reduce of 4.00 KiB fp32 (flight_recorder/record.py:78 in circle), "
          "while rank 1 waits for rank 0 in all_reduce of 4.00 KiB fp32 (flight_recorder/record.py:78 in circle); in "
          "the group of ranks 0 and 1"),
-        ("older_dump", f"rank 1 waits in {STEP}; rank 0 does not call it, after {STEP}; call 10, in the group of ranks "
-         "0 to 2"),
+        ("older_dump", f"rank 1 waits in {STEP}; rank 0 does not call it (last call: {STEP}); call 10, "
+         "in the group of ranks 0 to 2"),
     ],
 )  # fmt: skip
 def test_recorded_hangs_have_their_cause(case: str, says: str) -> None:
@@ -229,8 +229,8 @@ def test_a_message_without_its_receiver_names_both_ends_by_global_rank() -> None
     made = [Made(1, groups).call("send 0->1", group="pp", message=True, ended=False), Made(3, groups).call()]
     found = only(hang_of(*made).mismatches)
     assert str(found) == (
-        "rank 1 waits in send to rank 3 of 4.00 KiB fp32 (job/train.py:7 in train); rank 3 does not call it, after "
-        "all_reduce of 4.00 KiB fp32 (job/train.py:7 in train); call 1, in the group of ranks 1 and 3 (pp)"
+        "rank 1 waits in send to rank 3 of 4.00 KiB fp32 (job/train.py:7 in train); rank 3 does not call it "
+        "(last call: all_reduce of 4.00 KiB fp32 (job/train.py:7 in train)); call 1, in the group of ranks 1 and 3 (pp)"
     )
 
 

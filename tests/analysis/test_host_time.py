@@ -82,3 +82,14 @@ def test_no_dispatch_modes_gain_their_own_time(tmp_path: Path) -> None:
     gains = {one.what: one.gain_ns // US for one in replay.what_ifs}
     assert replay.step_ns == (50 + 9 * 12 + 8) * US
     assert gains[whatif.NO_MODES] == 9 * 8 + 4
+
+
+def test_the_gpu_waits_for_data(tmp_path: Path) -> None:
+    """The loader runs from 0 to 40 on a thread of its own; from 2 to 10 the GPU works, and from 35 again."""
+    name = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
+    made = [
+        step(0, 0, 100), event(name, 0, 40, cat="user_annotation", tid=9),
+        event("aten::mm", 0, 5), *kernel(1, 0, 2, 10), event("aten::mm", 30, 5), *kernel(2, 31, 35, 60),
+    ]  # fmt: skip
+    assert found(tmp_path, made).input_ns == 27 * US
+    assert found(tmp_path, MADE).input_ns == 0

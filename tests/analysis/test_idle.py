@@ -53,7 +53,7 @@ def test_a_launch_takes_as_long_as_launches_into_an_empty_queue_do(launch: float
     (359, 463_000, Cause.UNKNOWN),  # a decoding server without requests
 ])  # fmt: skip
 def test_a_late_launch_does_not_explain_what_comes_long_after_it(launch: float, start: float, cause: Cause) -> None:
-    assert caused(row(start, 5, launch)) == [(pytest.approx(start - 316), cause)]
+    assert [found for _, found in caused(row(start, 5, launch))] == [cause]
 
 
 @pytest.mark.parametrize(("gap", "cause"), [(1.5, Cause.BACK_TO_BACK), (2.0, Cause.BACK_TO_BACK), (40, Cause.UNKNOWN)])

@@ -15,8 +15,8 @@ def leave(folder: Path, *made: Made) -> None:
 def test_a_collective_that_a_rank_never_called_is_what_the_others_wait_for(tmp_path: Path) -> None:
     leave(tmp_path, *(Made(rank).call().call("_reduce_scatter_base", ended=False) for rank in (0, 2)), Made(1).call())
     assert waited_for(tmp_path) == (
-        "ranks 0 and 2 wait in reduce_scatter of 4.00 KiB fp32 (job/train.py:7 in train); rank 1 does not call it, "
-        "after all_reduce of 4.00 KiB fp32 (job/train.py:7 in train); call 2, in the group of ranks 0 to 2"
+        "ranks 0 and 2 wait in reduce_scatter of 4.00 KiB fp32 (job/train.py:7 in train); rank 1 does not call it "
+        "(last call: all_reduce of 4.00 KiB fp32 (job/train.py:7 in train)); call 2, in the group of ranks 0 to 2"
     )
 
 

@@ -50,6 +50,10 @@ COMPUTE_BOUND = 0.9
 """If compute takes this share of the step, losses are a detail."""
 _HOST_BOUND = 0.1
 """If a host that takes no time would save this share of the step, the host bounds it."""
+_MOSTLY = 0.75
+"""If compute takes this share of a host-bound step, the host bounds only the rest."""
+_INPUT_BOUND = 0.5
+"""If the GPU waits for data for this share of what a host that takes no time would save, data bounds the step."""
 WORK: dict[str, str] = {
     "GEMM": "matrix products", "attention": "attention", "convolution": "convolutions", "normalisation": "norms",
     "elementwise": "elementwise kernels", "optimizer": "optimizer", "copies": "copies", "others": "other kernels",
@@ -229,15 +233,24 @@ def _compute_bound(members: Sequence[TraceFigures]) -> tuple[str, list[str]]:
 
 
 def _host_bound(members: Sequence[TraceFigures], loss: "Loss") -> str:
-    """Whether launches that come too late bound a step, and what it would take without the host's time."""
-    replay = max(members, key=lambda one: loss.share([one])).what_if if loss.cause is Cause.LAUNCH else None
+    """Whether launches that come too late, or data, bound a step, and what it would take without the host's time."""
+    worst = max(members, key=lambda one: loss.share([one]))
+    replay = worst.what_if if loss.cause is Cause.LAUNCH else None
     if replay is None or replay.replay_error > TOLERATED_ERROR:
         return ""
     gain = next((one.gain_ns for one in replay.what_ifs if one.what == LAUNCHES), 0)
     if gain < _HOST_BOUND * replay.step_ns:
         return ""
     without = format_ns(replay.step_ns - gain)
-    return f"Host-bound: {of_each(members[0])} would take {without} if the host and its launches took no time. "
+    would = f"{of_each(members[0])} would take {without} if the host and its launches took no time. "
+    found = worst.host_time
+    if found is not None and found.input_ns >= _INPUT_BOUND * gain * found.steps:
+        waits = f"{format_ns(found.input_ns / found.steps)} {in_each(worst)}"
+        return f"Input-bound: the GPU waits {waits} while the host loads data. "
+    share = mean([worst], lambda part: part.compute_ns) / mean([worst], lambda part: part.span_ns)
+    if share >= _MOSTLY:
+        return f"Mostly compute-bound ({format_percent(share, 0)}), in part host-bound: {would}"
+    return f"Host-bound: {would}"
 
 
 def _launch_bound(members: Sequence[TraceFigures], loss: "Loss") -> list[str]:
@@ -539,7 +552,8 @@ LOSSES = (
     Loss(
         "idle time of unknown cause", lambda step: step.breakdown.idle_unknown_ns,
         "look in the timeline (--html) at what comes next: it was queued, and the trace does not say what it waited "
-        "for", cause=Cause.UNKNOWN, place="before",
+        "for (work before the recording, or work that the profiler does not record)",
+        cause=Cause.UNKNOWN, place="before",
     ),
     Loss(
         "exposed copies into and out of collective buffers", lambda step: step.copies.exposed_ns,

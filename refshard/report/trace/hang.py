@@ -56,7 +56,7 @@ def mismatch_sentences(mismatches: Sequence[Mismatch]) -> list[str]:
 
 def mismatch_section(mismatches: Sequence[Mismatch]) -> Section:
     """Mismatches, each with the lines of the script that lead to its calls."""
-    title = "MISMATCHES: calls of collectives that do not meet their like on other ranks"
+    title = "MISMATCHES: calls of collectives that differ between ranks"
     lines = "\n\n".join(map(_with_stacks, mismatches[:_SHOWN]))
     return Section(title=title, id="mismatches", nav="Mismatches", blocks=[Text(text=plain(lines), style="code")])
 

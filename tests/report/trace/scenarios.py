@@ -117,7 +117,7 @@ def worked(device: str = "H100", **others: Any) -> f.TraceFigures:
     return made(operators=f.OperatorReport(**{**known, **others}), device=device)
 
 
-def hosted(**replay: Any) -> f.TraceFigures:
+def hosted(input_ms: int = 0, **replay: Any) -> f.TraceFigures:
     """Two steps of 100 ms with 30 ms of launch-bound idle time; a host that takes no time gains 25 of them."""
     gains = ((f.LAUNCHES, 25), (f.FAST_HOST, 20), (f.NO_MODES, 6), (f.NO_SYNC, 0))
     what_ifs = tuple(f.WhatIf(what=what, step_ns=(100 - ms) * MS, gain_ns=ms * MS) for what, ms in gains)
@@ -134,7 +134,7 @@ def hosted(**replay: Any) -> f.TraceFigures:
     return made(
         exposed=3, host=30, dependency=5, idle=idle(f.Cause.LAUNCH, "aten::mm", 20, 40),
         what_if=replace(found, **replay),
-        host_time=f.HostTime(steps=2, span_ns=200 * MS, launches=400, parts=parts),
+        host_time=f.HostTime(steps=2, span_ns=200 * MS, launches=400, input_ns=input_ms * MS, parts=parts),
     )  # fmt: skip
 
 
@@ -167,6 +167,7 @@ FINDINGS: Mapping[str, Sequence[f.TraceFigures]] = {
         idle=idle(f.Cause.LAUNCH, "aten::mm", 20, 40),
     )],
     "host-bound": [hosted()],
+    "input-bound": [hosted(input_ms=25)],
     "launch-bound, and the replay is uncertain": [hosted(replay_error=0.05)],
     "compute-bound, with rooflines": [rated()],
     "between operators of a CPU": [made(**SMALL, host=10, dependency=5, device="cpu")],
