@@ -128,7 +128,7 @@ SUITE_SECTIONS: tuple[tuple[str, str, Spec], ...] = (
     ("`[case]` and `[matrix]`: how a case is run", "Every key may stand there, too.", Protocol),
     ("`[network]`", "", NetworkSpec),
     ("`[gate]`", "", GateSpec),
-    ("`[gate.times]`", "Effects are relative: 0.01 is 1 %. See [Gate changes in CI](../how-to/ci.md#times).", TimeLimits),
+    ("`[gate.times]`", "Effects are relative: 0.01 is 1 %. See [Times](../how-to/ci.md#times).", TimeLimits),
     ('`[gate.metrics."<metric>"]`', "", MetricRule),
 )
 

@@ -1,4 +1,4 @@
-""""Add a strategy" in CONTRIBUTING.md as a reader follows it: its file and its row, added to a copy of the package."""
+"""CONTRIBUTING.md, "Add a strategy", as a reader follows it: its file and its row, in a copy of the package."""
 
 import os
 import re
