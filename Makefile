@@ -72,7 +72,7 @@ dashboard: $(VENV)/.test
 clients: $(VENV)/.test
 	$(BIN)/python -m tests.clients.run $(CLIENTS)
 
-# The first hour on a machine with GPUs (docs/how-to/gpu.md): pieces of at most GPU_PIECE_S seconds each, whose results lie in
+# The first hour on a machine with GPUs (docs/how-to/machines.md): pieces of at most GPU_PIECE_S seconds each, whose results lie in
 # GPU_OUT. A piece that has ended well leaves NAME.done; `make gpu` again does what is missing, and goes on with the suite.
 GPU_OUT ?= runs/gpu
 GPU_PIECE_S ?= 540
@@ -85,7 +85,7 @@ GPU_MISSING = $(basename $(notdir $(filter-out $(wildcard $(GPU_PIECES)),$(GPU_P
 PIECE := timeout --foreground --signal=INT --kill-after=60 $(GPU_PIECE_S)
 
 define GPU_README
-Written by `make gpu` with the suite $(GPU_SUITE); docs/how-to/gpu.md says how to read it. NAME.done: that piece ended well.
+Written by `make gpu` with the suite $(GPU_SUITE); docs/how-to/machines.md says how to read it. NAME.done: that piece ended well.
 
 doctor.txt, doctor.json        what this machine is, what can run here, and what is wrong
 tests.log, tests.xml           pytest -m gpu

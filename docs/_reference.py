@@ -28,7 +28,7 @@ MEANINGS: dict[Spec, dict[str, str]] = {
         "rounds": "Number of rounds. Each round launches every case once, in a shuffled order. At least 3 are needed "
         "for intervals and ranking.",
         "launcher": "`local` starts all ranks on this host; `netlab` joins them by an emulated network "
-        "([Measure over a network](../how-to/networks.md)). `--launcher` selects torchrun or Slurm.",
+        "([An emulated network](../how-to/measure.md#an-emulated-network)). `--launcher` selects torchrun or Slurm.",
         "network": "The table `[network]`, below. Only with `launcher = \"netlab\"`.",
         "matrix": "One table `[matrix]` or several `[[matrix]]`. Lists are crossed; every combination is a case. Other "
         "values hold for all cases of the table. A table may have its own `rounds`.",
@@ -43,7 +43,7 @@ MEANINGS: dict[Spec, dict[str, str]] = {
         "model": "A model preset ([the list](profiles.md#models)) or its id on Hugging Face, or a TOML file with the "
         "same keys.",
         "cluster": "A cluster profile or TOML file, `xN` for N nodes; or GPUs, `8xh100` "
-        "([Name a cluster](../how-to/clusters.md#name-a-cluster)). Required unless the case is measured.",
+        "([Name a cluster](../how-to/machines.md#name-a-cluster)). Required unless the case is measured.",
         "global_batch": "Sequences per step over all ranks. Give this or `batch_per_rank` (sequences per rank).",
         "seq_len": "Tokens per sequence: a number, or text with K for 2^10 (`\"8k\"`).",
         "workload": "`inference` is forward and loss under `no_grad`: no backward, no optimizer step.",
@@ -128,7 +128,7 @@ SUITE_SECTIONS: tuple[tuple[str, str, Spec], ...] = (
     ("`[case]` and `[matrix]`: how a case is run", "Every key may stand there, too.", Protocol),
     ("`[network]`", "", NetworkSpec),
     ("`[gate]`", "", GateSpec),
-    ("`[gate.times]`", "Effects are relative: 0.01 is 1 %. See [Set up the gate](../how-to/ci.md).", TimeLimits),
+    ("`[gate.times]`", "Effects are relative: 0.01 is 1 %. See [Times](../how-to/ci.md#times).", TimeLimits),
     ('`[gate.metrics."<metric>"]`', "", MetricRule),
 )
 
@@ -141,7 +141,7 @@ def suite_page() -> str:
     """
     parts = [
         "# Suite keys\n\nEvery key of a suite's TOML file, generated from refshard's specs. An unknown key is an error "
-        "that names the nearest known one. [Measure your own matrix](../how-to/measure.md) shows them in use."
+        "that names the nearest known one. [Measure strategies](../how-to/measure.md) shows them in use."
     ]
     for title, introduction, spec in SUITE_SECTIONS:
         rows = [(f"`{key}`", kind, default, MEANINGS[spec][key]) for key, kind, default in _keys(spec)]
@@ -314,7 +314,7 @@ def python_page() -> str:
     """The public Python API: what ``refshard.__all__`` names."""
     parts = [
         "# Python API\n\nEverything that `import refshard` offers. Torch is imported when a name is first used. "
-        "[Shard your own model](../how-to/shard-your-model.md) shows it in use."
+        "[Train with the engine](../how-to/engine.md) shows it in use."
     ]
     for name in refshard.__all__:
         if name == "__version__":

@@ -45,17 +45,22 @@ def test_python_blocks_run_on_two_ranks(tmp_path: Path, language: str, code: str
 
 
 @pytest.mark.full
-def test_the_readmes_first_python_block_starts_as_it_says(tmp_path: Path) -> None:
-    page = (ROOT / "README.md").read_text()
+@pytest.mark.parametrize("name", ["README.md", "docs/how-to/engine.md"])
+def test_a_pages_first_python_block_starts_as_it_says_and_prints_what_it_shows(tmp_path: Path, name: str) -> None:
+    page = (ROOT / name).read_text()
     block = re.search(r"^```python\n(.*?)^```", page, re.M | re.S)
     assert block is not None
-    assert "Start it with `torchrun --nproc-per-node 2 train.py`" in page
+    start = "Start it with `torchrun --nproc-per-node 2 train.py`"
+    assert start in page
+    shown = re.match(r":\n\n```text\n(.*?)^```", page.partition(start)[2], re.M | re.S)
+    assert shown or name == "README.md"
     (tmp_path / "train.py").write_text(block[1])
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(launch, cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert "UserWarning" not in done.stderr
+    assert not shown or done.stdout == shown[1]
 
 
 @pytest.mark.parametrize(("language", "code"), of_language("toml"))
@@ -151,7 +156,7 @@ def test_messages_of_the_troubleshooting_page_exist() -> None:
     """Each quoted message, between its ``...``, stands in one string of refshard's sources."""
     page = (DOCS / "how-to" / "troubleshooting.md").read_text()
     quoted = [cell for row in re.findall(r"^\| (`.*?`) \|", page, re.M) for cell in re.findall(r"`([^`]+)`", row)]
-    assert len(quoted) > 60
+    assert len(quoted) >= 15
     strings = [string for path in (ROOT / "refshard").rglob("*.py") for string in strings_of(path)]
     for message in quoted:
         parts = [part.strip() for part in message.split("...") if part.strip()]

@@ -1,4 +1,4 @@
-"""The jobs of ``docs/how-to/kubernetes.md`` have their kinds' fields, and a command that torchrun and refshard take."""
+"""The jobs of ``docs/how-to/measure.md`` have their kinds' fields, and a command that torchrun and refshard take."""
 
 import os
 import shlex
@@ -238,8 +238,8 @@ def test_skypilots_script_calls_torchrun_on_each_node() -> None:
 
 
 def test_the_page_shows_the_jobsets_command_and_how_to_go_on() -> None:
-    page = (DOCS / "how-to" / "kubernetes.md").read_text()
-    first, again = (shlex.split(line)[1:] for line in page.splitlines() if line.startswith("torchrun "))
+    section = (DOCS / "how-to" / "measure.md").read_text().partition("### Kubernetes")[2].partition("\n### ")[0]
+    first, again = (shlex.split(line)[1:] for line in section.splitlines() if line.startswith("torchrun "))
     assert first == pod_of_jobset().containers[0].args
     check_launch(again, NODES, GPUS, "refshard-nodes-0-0.refshard")
 

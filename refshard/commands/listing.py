@@ -94,7 +94,7 @@ def _models() -> tuple[Rows, Sequence[Block]]:
         ]
         for row in rows
     ]  # fmt: skip
-    own = "Also by their ids on Hugging Face. Your own: --model FILE.toml or config.json (docs/how-to/own-model.md)."
+    own = "Also by their ids on Hugging Face. Your own: --model FILE.toml or config.json (docs/how-to/measure.md)."
     return rows, [Table(columns=columns, rows=cells), Notes(sentences=[own])]
 
 

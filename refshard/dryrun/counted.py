@@ -64,7 +64,7 @@ def count_model(name: str, seq_len: int, variants: Sequence[str], hardware: Hard
     if not blocks:
         raise SpecError(
             f"model: the module of '{name}' must have blocks, got no nn.ModuleList; name them as the factory's third "
-            "result (docs/how-to/own-model.md)"
+            "result (docs/how-to/measure.md)"
         )
     try:
         flops = count_flops(own, seq_len, backward=True)

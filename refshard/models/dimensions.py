@@ -27,7 +27,7 @@ from refshard.specs.hf_config import FAMILIES, Source, config_fields
 from refshard.specs.model import ModelSpec, parameter_count
 from refshard.specs.reading import convert, is_count
 
-REMEDY = "give the dimensions in a TOML file instead: --model mine.toml (docs/how-to/own-model.md)"
+REMEDY = "give the dimensions in a TOML file instead: --model mine.toml (docs/how-to/measure.md)"
 
 
 class NotRecognisedError(SpecError):

@@ -38,7 +38,7 @@ from refshard.models.data import Batch
 
 Blocks = Sequence[str | type[nn.Module]]
 MakeBatch = Callable[[int, int, torch.Generator], Mapping[str, Tensor]]
-_DOCS = "see docs/how-to/own-model.md"
+_DOCS = "see docs/how-to/measure.md"
 
 
 @final

@@ -250,7 +250,7 @@ def cluster_of_device(device_name: str) -> str:
             return name
     raise SpecError(
         f"cluster: no profile has the GPU '{device_name}'; choose a profile or your own file with "
-        "--dry-run-first (docs/how-to/clusters.md)"
+        "--dry-run-first (docs/how-to/machines.md)"
     )
 
 

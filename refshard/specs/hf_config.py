@@ -20,7 +20,7 @@ from refshard.specs.reading import convert, read_json
 
 CONFIG = "config.json"
 """The name that Hugging Face gives the file."""
-_REMEDY = "use a model of your own instead: model = 'package.module:factory' (docs/how-to/own-model.md)"
+_REMEDY = "use a model of your own instead: model = 'package.module:factory' (docs/how-to/measure.md)"
 _TANH_GELU = "gelu_pytorch_tanh"
 
 

@@ -96,7 +96,7 @@ def test_what_keeps_dry_runs_from_starting_is_told_and_skips_nothing(tmp_path: P
     assert cases_to_skip(SUITE, "auto", unknown, tmp_path / "run", told.append) == {}
     assert told == [
         "no dry runs, so every case is launched: cluster: no profile has the GPU 'NVIDIA H900'; choose a profile or "
-        "your own file with --dry-run-first (docs/how-to/clusters.md)"
+        "your own file with --dry-run-first (docs/how-to/machines.md)"
     ]
 
 

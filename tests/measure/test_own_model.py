@@ -17,13 +17,14 @@ from refshard.specs.suite import SuiteSpec, load_suite
 from tests.fakecuda.needs import needs_device
 from tests.measure.fakes import ENVIRONMENT, FakeLauncher, Silent, make_suite
 
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "own-model.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "measure.md"
 OWN = "tests.strategies.test_own_models:untied"
 
 
 def block(language: str) -> str:
-    """The page's block of code in this language."""
-    found = re.search(rf"^```{language}\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    """The block of code in this language, in the page's section on own models."""
+    section = PAGE.read_text().partition("## Measure your own model")[2]
+    found = re.search(rf"^```{language}\n(.*?)^```", section, re.M | re.S)
     assert found is not None
     return found[1]
 

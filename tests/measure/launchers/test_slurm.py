@@ -397,7 +397,7 @@ def test_a_job_that_a_killed_harness_left_ends_before_the_run_goes_on(tmp_path: 
 @pytest.mark.full
 @pytest.mark.slurm
 def test_the_documented_allocation_runs_torchrun_and_resumes_when_requeued(tmp_path: Path, cluster: Slurm) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "how-to" / "launchers.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "how-to" / "measure.md").read_text()
     script = page.partition("```sbatch\n")[2].partition("```")[0]
     smaller = [
         ("--nodes=4", "--nodes=1"),
