@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 SLACK = 100
 """Most lines that a budget may exceed its package by."""
 BUDGETS = {
-    "refshard/analysis": 12_160,
+    "refshard/analysis": 12_220,
     "refshard/commands": 3_700,
     "refshard/dryrun": 8_120,
     "refshard/emit": 940,
