@@ -6,7 +6,7 @@ A comment before the block names the command, and which paragraphs of its output
 
 ``python -m tests.printed`` runs the commands and rewrites the blocks that have changed. Commands that take long are
 marked ``slow``, as in ``prints 2 slow:``; ``--slow`` rewrites these too. ``--list 'refshard ...'`` numbers a command's
-paragraphs.
+paragraphs. Marked values and generated tables (:mod:`tests.values`) are rewritten as well.
 """
 
 import json
@@ -25,11 +25,12 @@ from refshard.cli import app
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-_BLOCK = re.compile(
+BLOCK = re.compile(
     r"<!-- prints(?P<parts> (?:[\d,-]|last)+)?(?P<slow> slow)?: refshard (?P<command>.+?) -->"
     r"\n+```text\n(?P<shown>.*?)\n```",
     re.S,
 )
+_VALUE = re.compile(r"<!-- value: (?P<expression>.+?) -->(?P<text>.*?)<!-- end -->", re.S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +51,14 @@ class Printed:
 
 def printed(page: Path) -> Iterator[Printed]:
     """The marked blocks of a page."""
-    for found in _BLOCK.finditer(page.read_text()):
+    for found in BLOCK.finditer(page.read_text()):
         parts, slow = (found["parts"] or "").strip(), found["slow"] is not None
         yield Printed(page, parts, slow, found["command"], found["shown"])
+
+
+def find_values(text: str) -> Iterator[re.Match[str]]:
+    """The marked values in a page's text: ``expression`` and ``text``."""
+    return _VALUE.finditer(text)
 
 
 def same(shown: str, expected: str) -> bool:
@@ -94,8 +100,15 @@ def _timeless(text: str) -> str:
 
 
 def rewrite(page: Path, *, slow: bool) -> bool:
-    """Bring a page's blocks up to date; whether one has changed."""
-    text = page.read_text()
+    """Bring a page's blocks and values up to date; whether one has changed."""
+    from tests.values import evaluate
+
+    def renewed(found: re.Match[str]) -> str:
+        value = evaluate(found["expression"])
+        text = f"\n\n{value}\n\n" if "\n" in value else value
+        return f"<!-- value: {found['expression']} -->{text}<!-- end -->"
+
+    text = _VALUE.sub(renewed, page.read_text())
     for block in printed(page):
         if slow or not block.slow:
             expected = block.expected()

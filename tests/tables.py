@@ -1,0 +1,1 @@
+"""Tables of the docs that are made from ``profiles/recorded`` and ``validation``: lines of Markdown."""
