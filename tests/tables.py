@@ -19,7 +19,7 @@ from refshard.specs.hardware import load_hardware
 from tests.printed import ROOT, as_json
 from tests.races import FOLDER, REPORTS
 from validation.dry_runs import recorded_cases
-from validation.fragmentation import beyond_plan
+from validation.fragmentation import table_lines
 from validation.schema import scripted_runs
 
 Row = dict[str, Any]
@@ -360,12 +360,8 @@ def _in_cell(row: Row) -> str:
 
 def fragmentation() -> list[str]:
     """How much more memory runs need than their closed form's peak, by allocator mode."""
-    rows = []
-    for kind, pairs in beyond_plan().items():
-        expandable, fixed = zip(*pairs)
-        cells = (format_percent(one) for values in (expandable, fixed) for one in (median(values), max(values)))
-        rows.append((kind, str(len(pairs)), *cells))
-    return markdown(("kind", "runs", "expandable segments, median", "most", "default, median", "most"), rows)
+    heads = ("kind", "runs", "expandable segments, median", "most", "fixed (the default), median", "most")
+    return [*markdown(heads, []), *table_lines()]
 
 
 # Why trust a number (validation.md)

@@ -64,6 +64,14 @@ def constant(name: str) -> Any:
     return found
 
 
+def in_cpp(name: str) -> int:
+    """An integer constant of the fake device's sources."""
+    sources = "".join(path.read_text() for path in (ROOT / "refshard" / "fakecuda" / "csrc").glob("*.cpp"))
+    found = re.search(rf"\b{name} = (?:size_t\{{)?(\d+)\}}?(?: << (\d+))?;", sources)
+    assert found is not None, name
+    return int(found[1]) << int(found[2] or 0)
+
+
 def percent(fraction: float, digits: int = 0) -> str:
     """``percent(0.26)`` is ``26 %``."""
     return format_percent(fraction, digits)
@@ -71,7 +79,7 @@ def percent(fraction: float, digits: int = 0) -> str:
 
 NAMES: dict[str, Any] = {
     **{name: value for name, value in vars(tables).items() if not name.startswith("_")},
-    **{one.__name__: one for one in (show, case, record, constant, percent, median)},
+    **{one.__name__: one for one in (show, case, record, constant, in_cpp, percent, median)},
     "size": format_bytes, "time": format_seconds, "GIB": GIB, "MIB": MIB,
     "cluster": load_cluster, "hardware": load_hardware, "model": load_model,
 }  # fmt: skip

@@ -1,7 +1,5 @@
 """Scripts made after public reports of races: which of them are found before the fix, and silence after it."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.fakecuda.needs import needs_device
@@ -13,15 +11,6 @@ def test_every_script_names_its_report_and_most_are_found() -> None:
     assert all(reports_of(name) for name in REPORTS)
     assert (len(REPORTS), len(FOUND)) == (20, 16)
     assert all(one.why for name, one in REPORTS.items() if name not in FOUND)
-
-
-def test_the_docs_list_every_report() -> None:
-    page = Path("docs/explanation/dryrun.md").read_text()
-    rows = [line for line in page.splitlines() if line.startswith("| [")]
-    for name in REPORTS:
-        (row,) = (row for row in rows if f"`{name}`" in row)
-        assert all(f"[{report}]" in row for report in reports_of(name))
-        assert row.endswith("| yes |") == (name in FOUND)
 
 
 def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,15 +1,12 @@
 """How much memory dry runs at full depth need, beside what a plan leaves for them."""
 
 from math import ceil
-from pathlib import Path
 
 import pytest
 
 from refshard.plan.memory import FRAGMENTATION, fixed_segments
 from refshard.specs.model import load_model
-from validation.fragmentation import beyond_plan, cells, load_table, planned_bytes, table_lines
-
-PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "plan.md"
+from validation.fragmentation import beyond_plan, cells, load_table, planned_bytes
 
 
 def test_each_cell_was_measured() -> None:
@@ -31,7 +28,3 @@ def test_what_fixed_segments_need_is_the_most_of_each_kind() -> None:
     for name, cell in cells().items():
         kind = name.partition(":")[0]
         assert fixed_segments(cell.job, load_model(cell.job.model)) == pytest.approx(ceil(100 * most[kind]) / 100)
-
-
-def test_the_table_in_the_docs_is_what_was_measured() -> None:
-    assert "\n".join(table_lines()) in PAGE.read_text()
