@@ -1,4 +1,4 @@
-"""Reference pages, generated from the code: suite keys, commands, strategies, metrics, profiles and the Python API."""
+"""Reference pages, generated from the code: suite keys with strategies and profiles, commands, and the Python API."""
 
 import inspect
 import types
@@ -11,7 +11,6 @@ import typer
 import refshard
 from refshard import resources
 from refshard.cli import app
-from refshard.records import METRICS
 from refshard.specs.case import Protocol
 from refshard.specs.gate import GateSpec, MetricRule, TimeLimits
 from refshard.specs.job import Job
@@ -38,9 +37,9 @@ MEANINGS: dict[Spec, dict[str, str]] = {
         "dry_run_first": "Dry-run the measured cases before anything is launched, and skip those that will not fit.",
     },
     Job: {
-        "strategy": "A row of [Strategies](strategies.md).",
+        "strategy": "A row of [Strategies](#strategies).",
         "gpus": "Number of GPUs; on a CPU, of ranks.",
-        "model": "A model preset ([the list](profiles.md#models)) or its id on Hugging Face, or a TOML file with the "
+        "model": "A model preset ([the list](#models)) or its id on Hugging Face, or a TOML file with the "
         "same keys.",
         "cluster": "A cluster profile or TOML file, `xN` for N nodes; or GPUs, `8xh100` "
         "([Name a cluster](../how-to/machines.md#name-a-cluster)). Required unless the case is measured.",
@@ -134,19 +133,21 @@ SUITE_SECTIONS: tuple[tuple[str, str, Spec], ...] = (
 
 
 def suite_page() -> str:
-    """Every key of a suite: type, default and meaning.
+    """Every key of a suite: type, default and meaning; then strategies, and what ships with refshard.
 
     Raises:
         KeyError: a key has no meaning yet; add it to :data:`MEANINGS`.
     """
     parts = [
-        "# Suite keys\n\nEvery key of a suite's TOML file, generated from refshard's specs. An unknown key is an error "
-        "that names the nearest known one. [Measure strategies](../how-to/measure.md) shows them in use."
+        "# Suites, strategies and profiles\n\nEvery key of a suite's TOML file, every [strategy](#strategies), and the "
+        "[models](#models), [clusters](#clusters) and [suites](#suites) that ship, generated from the code. An unknown "
+        "key is an error that names the nearest known one. [Measure strategies](../how-to/measure.md) shows them in "
+        "use."
     ]
     for title, introduction, spec in SUITE_SECTIONS:
         rows = [(f"`{key}`", kind, default, MEANINGS[spec][key]) for key, kind, default in _keys(spec)]
         parts.append(f"## {title}\n\n{introduction}\n\n{_table(('key', 'type', 'default', 'meaning'), rows)}")
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, _strategies(), *_profiles()])
 
 
 def _keys(spec: Spec) -> Iterator[tuple[str, str, str]]:
@@ -252,7 +253,7 @@ def _first_sentence(help_text: str | None) -> str:
     return _text(help_text).partition(". ")[0].rstrip(".") + "."
 
 
-def strategies_page() -> str:
+def _strategies() -> str:
     """Every strategy, what it is, and which axes of a case it has."""
     axes = list(dict.fromkeys(axis for row in ROWS.values() for axis in sorted(row.axes)))
     rows, marks = [], []
@@ -261,28 +262,17 @@ def strategies_page() -> str:
         rows.append((f"`{name}`", row.about, needs))
         marks.append((f"`{name}`", *("\N{CHECK MARK}" if axis in row.axes else "" for axis in axes)))
     return (
-        "# Strategies\n\nThe values of a suite's `strategy`, generated from the table of strategies. A case that asks "
-        "for an axis that its strategy lacks ends as `unsupported`, with the reason. `refshard list strategies` also "
-        "says what can run on your machine. [How each peer is called](peers.md) gives settings and reasons; names that "
-        "begin with `refshard-` are modes of [the engine](../explanation/engine.md).\n\n"
+        "## Strategies\n\nThe values of `strategy`. A case that asks for an axis that its strategy lacks ends as "
+        "`unsupported`, with the reason. `refshard list strategies` also says what can run on your machine. [How each "
+        "peer is called](peers.md) gives settings and reasons; names that begin with `refshard-` are modes of [the "
+        "engine](../explanation/engine.md).\n\n"
         + _table(("strategy", "is", "needs"), rows)
-        + "\n\n## What each supports\n\nOptions of a case ([keys](suite.md#case-and-matrix)).\n\n"
+        + "\n\nWhat each supports:\n\n"
         + _table(("strategy", *axes), marks)
     )
 
 
-def metrics_page() -> str:
-    """Every metric of a case as records, tables and ``--json`` name it."""
-    rows = [(f"`{m.name}`", m.label, m.unit, m.better, m.kind, m.meaning) for m in METRICS.values()]
-    return (
-        "# Metrics\n\nThe metrics of a case, generated from the table that records, tables and gates use. `refshard "
-        "show RUN --json` names them as in the first column. *Exact* metrics do not vary between two runs of the same "
-        "code; *noisy* ones vary with the machine. [What each figure means](../explanation/metrics.md) has the full "
-        "definitions.\n\n" + _table(("name", "label", "unit", "better", "kind", "meaning"), rows)
-    )
-
-
-def profiles_page() -> str:
+def _profiles() -> Iterator[str]:
     """The models, clusters, hardware and suites that ship."""
     models = [(f"`{name}`", *_model(read_toml(path))) for name, path in resources.model_profiles().items()]
     aliases = read_toml(resources.aliases())["clusters"]
@@ -292,17 +282,11 @@ def profiles_page() -> str:
     ]
     hardware = [(f"`{name}`", read_toml(path)["about"]) for name, path in resources.hardware_profiles().items()]
     suites = [(f"`{name}`", read_toml(path).get("about", "")) for name, path in resources.suites().items()]
-    return "\n\n".join(
-        (
-            "# Models, clusters, suites\n\nWhat ships with refshard, generated from `profiles/` and `suites/`. "
-            "`refshard list models` (or `hardware`, `clusters`, `suites`) prints the names.",
-            "## Models\n\n"
-            + _table(("model", "parameters", "layers", "width", "heads", "KV heads", "vocabulary"), models),
-            "## Clusters\n\n" + _table(("cluster", "also", "is"), clusters),
-            "## Hardware\n\n" + _table(("hardware", "is"), hardware),
-            "## Suites\n\n" + _table(("suite", "measures"), suites),
-        )
-    )
+    heads = ("model", "parameters", "layers", "width", "heads", "KV heads", "vocabulary")
+    yield f"## Models\n\n{_table(heads, models)}"
+    yield f"## Clusters\n\n{_table(('cluster', 'also', 'is'), clusters)}"
+    yield f"## Hardware\n\n{_table(('hardware', 'is'), hardware)}"
+    yield f"## Suites\n\n{_table(('suite', 'measures'), suites)}"
 
 
 def _model(given: dict[str, Any]) -> tuple[str, ...]:
@@ -339,9 +323,6 @@ def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 PAGES: dict[str, Callable[[], str]] = {
     "reference/cli.md": commands_page,
     "reference/suite.md": suite_page,
-    "reference/strategies.md": strategies_page,
-    "reference/metrics.md": metrics_page,
-    "reference/profiles.md": profiles_page,
     "reference/python.md": python_page,
 }
 """The generated pages by their path below docs/."""

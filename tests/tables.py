@@ -317,7 +317,7 @@ def memory_of_sharding() -> list[str]:
 
 
 def least_memory() -> list[str]:
-    """A strategy's peak as the allocator counts, and the lowest limit with which every launch ran, as with all above."""
+    """A strategy's peak as the allocator counts, and the lowest limit from which on every launch ran."""
     rows = []
     limited = [row for row in rows_of(_LIMITS) if row["gpus"] == 2]
     limited.sort(key=lambda row: (row["strategy"], -row["memory_limit_gib"]))

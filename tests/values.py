@@ -11,6 +11,7 @@ import re
 import tomllib
 from collections.abc import Iterator
 from functools import cache
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -27,7 +28,8 @@ _UNIT = (
 )
 _NUMBER = r"\d[\d,]*(?:\.\d+)?"
 _MEASURED = re.compile(rf"(?<![\w.,])({_NUMBER})(?:(?: to | and | or |-)({_NUMBER}))? ?({_UNIT})")
-_SENTENCE_END = re.compile(r"(?<=[.!?:;])\s+|\n(?=\s*(?:[-*|]|\d+\.) )|\n\n+")
+_PART_END = re.compile(r"\n\n+|\n(?=\s*(?:[-*|]|\d+\.) )")
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 _CONVENTION = "95 % interval"
 """Every interval's level: a definition, not a measurement."""
 
@@ -109,13 +111,14 @@ def untested(text: str) -> Iterator[str]:
     """Numbers with a unit in a page's prose that nothing holds.
 
     A number is held if a printed block or a generated table of the page shows it, if it is a marked value, or if its
-    sentence links to where it was published. Code in backticks is no prose.
+    sentence, or its row of a table, links to where it was published. Code in backticks is no prose.
     """
     blocks = [found["shown"] for found in BLOCK.finditer(text)]
     shown = " ".join(" ".join([*blocks, *(found["text"] for found in find_values(text))]).split())
     text = re.sub(r"<!-- value: .*?<!-- end -->", "`value`", text, flags=re.S)
     prose = re.sub(r"(`+)[^`].*?\1", "`", written(text), flags=re.S).replace(_CONVENTION, "")
-    for sentence in _SENTENCE_END.split(prose):
+    parts = _PART_END.split(prose)
+    for sentence in chain(*([part] if part.startswith("|") else _SENTENCE_END.split(part) for part in parts)):
         if re.search(r"\]\(https?://", sentence):
             continue
         for found in _MEASURED.finditer(" ".join(sentence.split())):

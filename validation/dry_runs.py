@@ -1,7 +1,7 @@
 """Published runs as dry runs of plain scripts, and the recorded cases of real GPUs beside their dry runs.
 
 The scripts in ``script/`` do what the published runs' code did; nothing of refshard is in them. They run on the
-installed torch: ``docs/explanation/dryrun-validation.md`` names what an older torch did differently.
+installed torch: ``docs/explanation/validation.md`` names what an older torch did differently.
 """
 
 import datetime

@@ -1,6 +1,6 @@
 """What an analysis of traces finds, as data: nothing here needs numpy.
 
-Times are int64 nanoseconds. What a trace cannot tell is None, never 0. ``docs/explanation/metrics.md`` has the
+Times are int64 nanoseconds. What a trace cannot tell is None, never 0. ``docs/reference/metrics.md`` has the
 definitions.
 """
 
@@ -425,7 +425,7 @@ Category = Literal[
     "before, kept", "before, freed later", "kept", "activations", "forward", "gradients", "backward", "optimizer state",
     "optimizer", "all-gather", "reduction", "collective", "other",
 ]  # fmt: skip
-"""What a block is for: ``docs/explanation/metrics.md`` has the definitions."""
+"""What a block is for: ``docs/reference/metrics.md`` has the definitions."""
 Phase = Literal["forward", "backward", "optimizer"]
 
 

@@ -1,7 +1,7 @@
 """What Holistic Trace Analysis (HTA) says of a trace, to compare with what refshard says.
 
 HTA logs to stdout, lets pandas errors through, and is slow on large traces. So it runs in a process of its own
-with a time limit, and this is the only file that imports it, in that process alone. ``docs/explanation/metrics.md``
+with a time limit, and this is the only file that imports it, in that process alone. ``docs/reference/metrics.md``
 says where its figures differ from refshard's, and why.
 """
 

@@ -5,7 +5,7 @@ takes its bytes at the memory's rate times a constant of its kernel (:data:`TIME
 twice, and pointwise ones on tensors that lie apart in memory compute an address for each element. The host's
 time follows from counts of what it did (:func:`host_seconds`), scaled by the profile's ``host_s``, which
 ``refshard calibrate`` measures per kernel of a small decoder layer. These constants were fitted to one H200 under torch
-2.11 (``python -m tests.gpu.quick.fit``; ``docs/explanation/gpu-validation.md`` has the errors).
+2.11 (``python -m tests.gpu.quick.fit``; ``docs/explanation/validation.md`` has the errors).
 
 fp16 counts as bf16, fp64 as fp32 (data sheets give the same peak for both on the accelerators that have profiles). fp8
 products run at the profile's rate for fp8; without one, and in int8, at twice bf16's. TF32 is not assumed. Copies to

@@ -1,6 +1,6 @@
 """Holistic Trace Analysis on traces whose answer is known.
 
-Each test shows one difference that ``docs/explanation/metrics.md`` names.
+Each test shows one difference that ``docs/reference/metrics.md`` names.
 """
 
 import ast

@@ -63,7 +63,7 @@ _LIMITS = (
     "Not modelled: data loaders, disks, networks shared with other jobs, and memory that libraries allocate outside "
     "torch's allocator.",
     "In refshard's sources, docs/explanation/dryrun.md explains how a dry run works, and "
-    "docs/explanation/dryrun-validation.md shows how accurate it was on published runs.",
+    "docs/explanation/validation.md shows how accurate it was on published runs.",
 )
 
 

@@ -261,4 +261,4 @@ def check_block(name: str, ours: HtaFigures | None, theirs: HtaFigures | HtaFail
             ("idle (us)", "idle_us"), ("overlap (%)", "overlap_pct"),
         )
     ]  # fmt: skip
-    return table(rows, title=f"{name} by HTA's classes (docs/explanation/metrics.md says why they differ)")
+    return table(rows, title=f"{name} by HTA's classes (docs/reference/metrics.md says why they differ)")
