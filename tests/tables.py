@@ -478,7 +478,7 @@ def h200_now() -> list[str]:
     """The H200's cases as predicted now."""
     memory = h200_errors("reserved")
     equal = f"{memory.count(0.0)} of {len(memory)} equal to the byte, worst {format_percent(max(memory))}"
-    rows = [("reserved memory, nothing fitted", equal, "")]
+    rows: list[tuple[str, ...]] = [("reserved memory, nothing fitted", equal, "")]
     for name, narrow in (("step time, all", True), ("step time, without `narrow-`", False)):
         rows.append((name, *(spread(h200_errors("step time", half, narrow=narrow)) for half in ("fit", "held out"))))
     return markdown(("median, worst (cases)", "fit", "held out"), rows)
