@@ -52,7 +52,7 @@ def message(error: BaseException, command: Sequence[str]) -> str:
         return (
             f"{name}: {said.rstrip('.')}. A dry run needs no weights: make the model from its configuration, "
             "AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(FOLDER)) with config.json in FOLDER, or load "
-            "a sparse checkpoint (docs/how-to/dry-run.md)"
+            "a sparse checkpoint (docs/how-to/hugging-face.md)"
         )
     if isinstance(error, FileNotFoundError):
         return f"{name}: {said}; a dry run reads the script's own files, relative to {Path.cwd()}"

@@ -52,7 +52,7 @@ def test_a_model_without_weights_is_told_to_be_made_from_its_configuration(tmp_p
 
 
 def test_a_sparse_checkpoint_is_loaded_and_quantised(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs/how-to/dry-run.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/how-to/hugging-face.md").read_text()
     (block,) = [code for code in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) if "sparse" in code]
     made = scripts.FROM_PRETRAINED.format(checkpoint=f'{block}\nmake_sparse_checkpoint(Path("model"))')
     done = run(tmp_path, made, "--gpus", "1")

@@ -1,6 +1,6 @@
 """Emitted configurations, dry-run in the tools that read them: a rank's peak is the plan's, with what the notes add.
 
-torchtitan and DeepSpeed run where they can be imported; ``docs/how-to/emit.md`` says how to fetch them.
+Put a checkout of torchtitan on PYTHONPATH, and a folder made by ``pip install --no-deps --target FOLDER deepspeed``.
 """
 
 import json
