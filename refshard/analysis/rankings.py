@@ -6,27 +6,22 @@ repeats, so one is enough.
 
 The *fastest* are the winner and those before the first one that is slower (:mod:`refshard.analysis.ratios`), in the
 order of their ratios to the winner. So whatever takes longer than a slower strategy is out too, however wide its
-interval. Among the fastest, memory decides (:func:`leanest`).
+interval. Among the fastest, memory decides (:func:`~refshard.specs.choice.leanest`).
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TypeVar
 
 from refshard.analysis.cases import CaseResult
 from refshard.analysis.evidence import Evidence, Setting
 from refshard.analysis.ratios import Ratio, ratio_of
 from refshard.analysis.sample import MIN_LAUNCHES
 from refshard.specs.case import REPEATING
-from refshard.specs.job import OWN, REFERENCE_STRATEGY
+from refshard.specs.choice import equal_memory, leanest
+from refshard.specs.job import REFERENCE_STRATEGY
 
-_T = TypeVar("_T")
 _SPEED = ("step_time_s", "tokens_per_s_gpu", "tflops", "mfu")
 """Metrics that the step time decides, because the cases share their tokens and FLOPs."""
-EQUAL_MEMORY = 0.03
-"""Relative difference of peak memories under which two strategies need equally much: between two launches of one case
-the figure varies by about 3 % on a CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,21 +86,6 @@ class Ranking:
         if len(self.candidates) < 2:
             return {}
         return dict.fromkeys(_SPEED, self.fastest) | {self.memory_metric: self.lowest_memory}
-
-
-def equal_memory(options: Sequence[_T], memory: Callable[[_T], float | None]) -> list[_T]:
-    """The options that need at most :data:`EQUAL_MEMORY` more than the least; all if the memory of one is not known."""
-    sizes = [size for option in options if (size := memory(option))]
-    if len(sizes) < len(options):
-        return list(options)
-    return [option for option, size in zip(options, sizes) if size <= min(sizes) * (1 + EQUAL_MEMORY)]
-
-
-def leanest(options: Sequence[_T], memory: Callable[[_T], float | None], strategy: Callable[[_T], str]) -> _T:
-    """The option to use among equally fast ones, fastest first: one with the least memory, and of several the first of
-    a peer, which users have already, before this project's own.
-    """
-    return min(equal_memory(options, memory), key=lambda option: strategy(option).startswith(OWN))
 
 
 def rankings(evidence: Evidence) -> tuple[Ranking, ...]:

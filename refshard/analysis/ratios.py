@@ -74,7 +74,8 @@ class Ratio:
     @property
     def drift(self) -> Drift | None:
         """The machine's drift, if it exceeds the difference of the step times."""
-        return drift_over(self.peer, self.case, self.time - 1) if self.time and self.step_time else None
+        found, time = self.step_time, self.time
+        return drift_over(self.peer, self.case, max(time, 1 / time) - 1) if found and time else None
 
     @property
     def outcome(self) -> Outcome:

@@ -1,7 +1,7 @@
 """The sentence that decides, for runs, sweeps and plans alike."""
 
-from refshard.analysis.rankings import EQUAL_MEMORY
 from refshard.quantities import format_bytes, format_percent
+from refshard.specs.choice import EQUAL_MEMORY
 
 NO_VERDICT = 3
 """The exit status where nothing decides."""

@@ -34,8 +34,6 @@ Schedule = Literal["1f1b", "interleaved", "zero-bubble"]
 Policy = str | tuple[int, ...]
 REFERENCE_STRATEGY = "single"
 """The strategy that all losses are compared with: one unsharded rank."""
-OWN = "refshard-"
-"""The names of this project's own strategies begin with it."""
 WHOLE_BATCH = frozenset({"tensor-parallel", "pipeline"})
 """Strategies that split the model alone: all ranks work on the same tokens."""
 AXES = ("dp_replicate", "tp", "cp", "pp")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from refshard.analysis.cases import FIDELITY, CaseResult, ranks
 from refshard.analysis.compare import Comparison
 from refshard.analysis.evidence import Evidence
-from refshard.analysis.rankings import EQUAL_MEMORY, Ranking, rankings, step_time
+from refshard.analysis.rankings import Ranking, rankings, step_time
 from refshard.analysis.ratios import ALIKE, Ratio, ratio_of
 from refshard.analysis.sample import MIN_LAUNCHES, too_few
 from refshard.plain import plain
@@ -15,7 +15,7 @@ from refshard.quantities import format_bytes, format_percent, format_seconds
 from refshard.report.run.cells import STATES, no_interval, ratio_text, span
 from refshard.report.verdict import SAME_SPEED, longer, use
 from refshard.specs.case import REPEATING, spelled
-from refshard.specs.job import OWN
+from refshard.specs.choice import EQUAL_MEMORY, OWN
 
 MANY = 4
 """Comparisons from which on a sentence sums them up."""
@@ -180,11 +180,10 @@ def undecided(rival: Ratio) -> str:
         return "not compared" if found is None else no_interval(found)
     if not found.significant or drift is None:
         return "the interval is too wide, and more rounds would narrow it"
-    what = "other processes took" if drift.kind == "other processes" else "the machine's speed drifted by"
-    of = " of its cores" if drift.kind == "other processes" else ""
-    return (
-        f"{what} {format_percent(drift.size)}{of}, more than the difference of {format_percent(abs(found.ratio - 1))}"
-    )
+    what = f"the machine's speed drifted by {format_percent(drift.size)}"
+    if drift.kind == "other processes":
+        what = f"other processes took {format_percent(drift.size)} more of the machine during one of the two"
+    return f"{what}, more than the difference of {format_percent(abs(found.ratio - 1))}"
 
 
 def _shortened(names: Sequence[str]) -> str:
