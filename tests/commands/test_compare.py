@@ -46,7 +46,8 @@ def test_one_launch_of_each_has_no_interval_and_no_rank(tmp_path: Path) -> None:
     assert row["step time / ddp (95 % interval, paired by round)"] == "1.20 (n = 1: no interval)"
     assert verdict(found) == [
         "No verdict: n = 1: no interval (3 launches of each give one).",
-        "fsdp2, 2 ranks against ddp: step time 20.0 % longer, not decided: n = 1: no interval; peak memory 31.8 % less.",
+        "fsdp2, 2 ranks against ddp: step time 20.0 % longer, not decided: n = 1: no interval; peak memory 31.8 % "
+        "less.",
     ]
     assert found.status == 3
     assert (as_json(found)["cases"][0]["step_time_ratio_low"], as_csv(found)[0]["step_time_ratio_low"]) == (None, "")
