@@ -6,7 +6,8 @@ from refshard.specs.choice import EQUAL_MEMORY
 NO_VERDICT = 3
 """The exit status where nothing decides."""
 SAME_SPEED = " at the same speed"
-_TIMES = 2  # ratio from which "2.3 times as long" reads better than "130 % longer"
+TIMES = 2
+"""Ratio from which "2.3 times as long" reads better than "130 % longer"."""
 
 
 def use(name: str, other: str, sizes: tuple[float, float] | None, ratio: float | None, speed: str = SAME_SPEED) -> str:
@@ -39,6 +40,6 @@ def longer(ratio: float) -> str:
     >>> longer(1.048), longer(2.3), longer(0.9)
     ('4.8 % longer', '2.3 times as long', '10.0 % less')
     """
-    if ratio >= _TIMES:
+    if ratio >= TIMES:
         return f"{ratio:.1f} times as long"
     return f"{format_percent(abs(ratio - 1))} {'longer' if ratio >= 1 else 'less'}"

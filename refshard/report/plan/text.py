@@ -128,10 +128,10 @@ def verdict(plan: Plan, spread: Spread) -> list[str]:
 
 
 def _larger(rows: Sequence[Row], spread: Spread) -> Row | None:
-    """A peer that ties with the first on the same mesh, but needs more memory."""
+    """A peer's row that ties with the first on the same mesh, but needs more memory."""
     best, most = rows[0], rows[0].memory_bytes * (1 + EQUAL_MEMORY)
-    larger = [row for row in ranked(rows, spread)[0] if row.same_mesh(best) and row.memory_bytes > most]
-    return min(larger, key=lambda row: row.job.strategy.startswith(OWN), default=None)
+    larger = (row for row in ranked(rows, spread)[0] if row.same_mesh(best) and row.memory_bytes > most)
+    return next((row for row in larger if not row.job.strategy.startswith(OWN)), None)
 
 
 def _others(rows: Sequence[Row], spread: Spread, varied: Sequence[str]) -> list[str]:
@@ -145,7 +145,7 @@ def _others(rows: Sequence[Row], spread: Spread, varied: Sequence[str]) -> list[
         found.append(f"Tied within the model's error: {names}{more}.")
     if after is not None:
         known = spread.of(best.kind) and spread.of(after.kind)
-        doubt = "" if known else " by the model, which no published run of this kind checks"
+        doubt = "" if known else " by the model, whose error is not known for this kind"
         found.append(f"Next: {short_text(after.job, varied)}, {_slower(after, best)}{doubt}.")
     # A closed form does not compete with a dry run: one may be too fast by what the other has measured.
     closed = [row for row in rows if best.dry_step_s and not row.dry_step_s]

@@ -352,7 +352,7 @@ def _sentences(found: Sequence[Changed], baseline: str) -> list[str]:
         f"{count} {text}"
         for outcome, text in (
             ("unchanged", f"within {format_percent(RELEVANT)}"),
-            ("unknown", "not decided"),
+            ("unknown", "too noisy to tell"),
             ("not compared", f"times not compared ({'; '.join(reasons)})"),
         )
         if (count := sum(one.outcome == outcome for one in found))
@@ -362,8 +362,8 @@ def _sentences(found: Sequence[Changed], baseline: str) -> list[str]:
         sentences.append(
             text if sentences or any(one.outcome == "unchanged" for one in found) else f"No verdict: {text}"
         )
-    if unknown := [one for one in found if one.outcome == "unknown"]:
-        first = max(unknown, key=lambda one: abs((one.ratio or 1.0) - 1.0))
+    if drifted := [one for one in found if one.outcome == "unknown" and one.over.outcome == "not decided"]:
+        first = max(drifted, key=lambda one: abs((one.ratio or 1.0) - 1.0))
         more = _more(first.ratio or 1.0, "longer", "shorter")
         sentences.append(f"{first.case.full_label} {more}, not decided: {undecided(first.over)}.")
     return sentences

@@ -13,7 +13,7 @@ from refshard.analysis.sample import MIN_LAUNCHES, too_few
 from refshard.plain import plain
 from refshard.quantities import format_bytes, format_percent, format_seconds
 from refshard.report.run.cells import STATES, no_interval, ratio_text, span
-from refshard.report.verdict import SAME_SPEED, longer, use
+from refshard.report.verdict import SAME_SPEED, TIMES, longer, use
 from refshard.specs.case import REPEATING, spelled
 from refshard.specs.choice import EQUAL_MEMORY, OWN
 
@@ -214,7 +214,9 @@ def _between(seconds: Sequence[float]) -> str:
 
 
 def _interval(comparison: Comparison) -> str:
-    """The interval of what a ratio exceeds 1 by."""
+    """The interval of what a ratio exceeds 1 by, or of a large ratio."""
+    if comparison.ratio >= TIMES:
+        return f"95 % interval {comparison.low:.3f} to {comparison.high:.3f}{_pairing(comparison)}"
     ends = span(format_percent(comparison.low - 1), format_percent(comparison.high - 1))
     return f"95 % interval {ends}{_pairing(comparison)}"
 

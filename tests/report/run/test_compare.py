@@ -60,7 +60,7 @@ def test_an_interval_that_holds_no_change_and_a_large_one_is_unknown() -> None:
     found = compared(later(noisy, "now"), before)
     assert by_label(found) == {"ddp": "unknown"}
     first, why = found.sentences
-    assert first == "No verdict: 1 matching case: 1 not decided."
+    assert first == "No verdict: 1 matching case: 1 too noisy to tell."
     assert why.endswith("not decided: the interval is too wide, and more rounds would narrow it.")
     assert not found.decides
     assert not found.worse
