@@ -17,7 +17,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-lo
 # Measured here, then dry-run: where no fake device can be built (no compiler), refshard says what to install.
 quickstart: $(VENV)/.run
 	@echo "Takes about 3 minutes on two fast cores, 6 on slow ones. First: six strategies measured on this machine."
-	$(BIN)/refshard run quickstart || test $$? -eq 3
+	$(BIN)/refshard run quickstart
 	@echo; echo "Second: a dry run of Llama 3 8B with FSDP2 on 8 H100s (the first builds the fake GPU, about 30 s)."
 	@echo "$(BIN)/refshard dryrun --cluster dgx-h100 -- docs/examples/train_fsdp2.py"
 	@$(BIN)/refshard dryrun --cluster dgx-h100 -- docs/examples/train_fsdp2.py || { test $$? -eq 2 && \

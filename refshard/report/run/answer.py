@@ -81,9 +81,9 @@ def as_rows(evidence: Evidence) -> list[dict[str, Any]]:
     return [{name: list(x) if isinstance(x, tuple) else x for name, x in row.items()} for row in every]
 
 
-def run_answer(evidence: Evidence, *, more: str = "", status: int = 0) -> Answer:
-    """Tables by setting, notes, and the verdict: which strategy to use in each comparison, or how often in many. The
-    status is 3 instead of 0 if that is decided in none. ``more`` is a last line for people.
+def run_answer(evidence: Evidence, *, more: str = "", status: int | None = None) -> Answer:
+    """Tables by setting, notes, and the verdict: which strategy to use in each comparison, or how often in many.
+    ``more`` is a last line for people. Unless a ``status`` is given, it is 0, or 3 if no comparison is decided.
     """
     rows, found = as_rows(evidence), findings(evidence)
     each = [f"{one.title}: {one.summary}" if len(found) > 1 else one.summary for one in found]
@@ -107,7 +107,7 @@ def run_answer(evidence: Evidence, *, more: str = "", status: int = 0) -> Answer
             Verdict(sentences=verdict, style="doubtful" if undecided else "strong"),
             *([Verdict(sentences=[more], style="plain")] if more else []),
         ],
-        status=status or (NO_VERDICT if undecided else 0),
+        status=status if status is not None else NO_VERDICT if undecided else 0,
     )
 
 

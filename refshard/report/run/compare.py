@@ -362,7 +362,7 @@ def _sentences(found: Sequence[Changed], baseline: str) -> list[str]:
         sentences.append(
             text if sentences or any(one.outcome == "unchanged" for one in found) else f"No verdict: {text}"
         )
-    if drifted := [one for one in found if one.outcome == "unknown" and one.over.outcome == "not decided"]:
+    if drifted := [one for one in found if one.outcome == "unknown" and one.interval and one.interval.significant]:
         first = max(drifted, key=lambda one: abs((one.ratio or 1.0) - 1.0))
         more = _more(first.ratio or 1.0, "longer", "shorter")
         sentences.append(f"{first.case.full_label} {more}, not decided: {undecided(first.over)}.")

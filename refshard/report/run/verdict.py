@@ -134,7 +134,9 @@ def _margin(ranking: Ranking) -> Iterator[str]:
     if len(choices) == 1:
         (used,) = choices
         time, *memory = _figures(ranking, used)
-        how = f"by {spelled(used.fidelity)}" if used.fidelity in REPEATING else f"{used.fidelity} in {_launches(used)}"
+        count = len(used.samples)
+        how = f"{used.fidelity} in {count} launch{'' if count == 1 else 'es'}"
+        how = f"by {spelled(used.fidelity)}" if used.fidelity in REPEATING else how
         yield f"{time} per step{''.join(f' and {size} per rank ({kind})' for size in memory)}, {how}."
     if ties := [rival for rival in ranking.unbeaten if rival not in unclear]:
         first, timed = ranking.fastest[0], [one.step_time for one in ties if one.step_time]
@@ -160,11 +162,6 @@ def _margin(ranking: Ranking) -> Iterator[str]:
         ]
         within = format_percent(EQUAL_MEMORY, 0)
         yield f"Least memory, within {within}: {listed(least)} ({format_bytes(size)}, {kind}){''.join(after)}."
-
-
-def _launches(case: CaseResult) -> str:
-    count = len(case.samples)
-    return f"{count} launch{'' if count == 1 else 'es'}"
 
 
 def _undecided(rival: Ratio) -> str:
