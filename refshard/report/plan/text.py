@@ -144,8 +144,8 @@ def _others(rows: Sequence[Row], spread: Spread, varied: Sequence[str]) -> list[
         more = f"; and {len(tied) - _MOST_TIES} more below" if len(tied) > _MOST_TIES else ""
         found.append(f"Tied within the model's error: {names}{more}.")
     if after is not None:
-        known = spread.of(best.kind) and spread.of(after.kind)
-        doubt = "" if known else " by the model, whose error is not known for this kind"
+        sure = spread.of(best.kind) and spread.of(after.kind)
+        doubt = "" if sure else " by the model, whose error is not known for this kind"
         found.append(f"Next: {short_text(after.job, varied)}, {_slower(after, best)}{doubt}.")
     # A closed form does not compete with a dry run: one may be too fast by what the other has measured.
     closed = [row for row in rows if best.dry_step_s and not row.dry_step_s]
