@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 SLACK = 100
 """Most lines that a budget may exceed its package by."""
 BUDGETS = {
-    "refshard/analysis": 12_220,
+    "refshard/analysis": 12_250,
     "refshard/commands": 3_700,
     "refshard/dryrun": 8_120,
     "refshard/emit": 940,
@@ -23,12 +23,12 @@ BUDGETS = {
     "refshard/fakecuda": 1_985,
     "refshard/measure": 8_615,
     "refshard/models": 1_300,
-    "refshard/plan": 3_470,
-    "refshard/report": 10_305,
-    "refshard/specs": 2_970,
+    "refshard/plan": 3_475,
+    "refshard/report": 10_445,
+    "refshard/specs": 2_995,
     "refshard/strategies": 3_190,
     "refshard/*.py": 2_420,
-    "tests": 81_060,
+    "tests": 81_220,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

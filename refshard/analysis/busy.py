@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from refshard.analysis.cases import CaseResult
-from refshard.analysis.rankings import RELEVANT
+from refshard.analysis.compare import RELEVANT
 from refshard.records import Load
 
 Kind = Literal["within a launch", "between the sides", "other processes"]
@@ -30,7 +30,7 @@ class Drift:
 
 def drift_over(a: CaseResult, b: CaseResult, effect: float) -> Drift | None:
     """The largest drift of the machine between ``a`` and ``b``, or within a launch of either; None unless it exceeds
-    ``effect``, the relative difference of their step times, and :data:`~refshard.analysis.rankings.RELEVANT`.
+    ``effect``, the relative difference of their step times, and :data:`~refshard.analysis.compare.RELEVANT`.
     """
     found = [drift for case in (a, b) if (drift := within_launch(case))]
     mine, its = loads(a), loads(b)

@@ -24,6 +24,9 @@ import numpy as np
 
 from refshard.analysis.sample import Launches, exponential, half_width, launch_medians, pool, too_few
 
+RELEVANT = 0.01
+"""Relative difference under which two measured step times count as equal."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:

@@ -1,45 +1,27 @@
-"""Who is fastest and who needs the least memory, per setting and world size: one decision, for sentences and tables.
+"""Which strategy to use, per setting and world size: one decision, for sentences and tables.
 
 A *ranking* compares the strategies whose launches all ended ok, without the unsharded reference, which runs on a
 different number of GPUs. A measured strategy needs three launches to be ranked by time; a calculated time always
 repeats, so one is enough.
+
+The *fastest* are the winner and those before the first one that is slower (:mod:`refshard.analysis.ratios`), in the
+order of their ratios to the winner. So whatever takes longer than a slower strategy is out too, however wide its
+interval. Among the fastest, memory decides (:func:`~refshard.specs.choice.leanest`).
 """
 
 from dataclasses import dataclass
+from itertools import takewhile
 
 from refshard.analysis.cases import CaseResult
-from refshard.analysis.compare import Comparison
 from refshard.analysis.evidence import Evidence, Setting
-from refshard.analysis.ratios import compared
+from refshard.analysis.ratios import Ratio, ratio_of
 from refshard.analysis.sample import MIN_LAUNCHES
 from refshard.specs.case import REPEATING
+from refshard.specs.choice import equal_memory, leanest
 from refshard.specs.job import REFERENCE_STRATEGY
 
 _SPEED = ("step_time_s", "tokens_per_s_gpu", "tflops", "mfu")
 """Metrics that the step time decides, because the cases share their tokens and FLOPs."""
-ALIKE = 0.03
-"""Relative difference of step times under which a model cannot rank two strategies."""
-RELEVANT = 0.01
-"""Difference of step times under which a significant one is called small."""
-EQUAL_MEMORY = 0.03
-"""Relative difference of peak memories under which two strategies need equally much: between two launches of one case
-the figure varies by about 3 % on a CPU."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rival:
-    """A ranked candidate other than the winner: its step time over the winner's, with an interval if measured."""
-
-    case: CaseResult
-    comparison: Comparison | None
-    ratio: float
-
-    @property
-    def tied(self) -> bool:
-        """Whether the winner's lead does not count: the interval includes 1, or it is within the model's error."""
-        if self.comparison is None:
-            return self.case.fidelity in REPEATING and self.ratio < 1 + ALIKE
-        return not self.comparison.significant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,30 +39,46 @@ class Ranking:
     candidates: tuple[CaseResult, ...]
     ranked: tuple[CaseResult, ...]
     winner: CaseResult | None
-    rivals: tuple[Rival, ...]
+    rivals: tuple[Ratio, ...]
     memory_metric: str
     peaks: dict[CaseResult, float]
 
     @property
-    def tied(self) -> tuple[Rival, ...]:
-        """The rivals that the winner does not beat."""
-        return tuple(rival for rival in self.rivals if rival.tied)
+    def unbeaten(self) -> tuple[Ratio, ...]:
+        """The rivals before the first that is slower: those that tie, and those that are not decided."""
+        return tuple(takewhile(lambda rival: rival.outcome != "slower", self.rivals))
 
     @property
-    def runner_up(self) -> Rival | None:
+    def undecided(self) -> tuple[Ratio, ...]:
+        """The unbeaten whose difference to the winner is not decided."""
+        return tuple(rival for rival in self.unbeaten if rival.outcome == "not decided")
+
+    @property
+    def runner_up(self) -> Ratio | None:
         """The fastest rival that is beaten."""
-        return next((rival for rival in self.rivals if not rival.tied), None)
+        return next(iter(self.rivals[len(self.unbeaten) :]), None)
 
     @property
     def fastest(self) -> tuple[CaseResult, ...]:
-        """The winner and those tied with it; empty if nothing is ranked."""
-        return () if self.winner is None else (self.winner, *(rival.case for rival in self.tied))
+        """The winner and the rivals that it does not beat; empty if nothing is ranked."""
+        return () if self.winner is None else (self.winner, *(rival.case for rival in self.unbeaten))
+
+    @property
+    def choices(self) -> tuple[CaseResult, ...]:
+        """The strategy to use: the one that memory favours among the winner and those that tie with it. A second one if
+        that would need less memory, but whether it is slower is not decided. Empty if nothing can be said.
+        """
+        if self.winner is None:
+            return self.candidates if len(self.candidates) == 1 else ()
+        unclear = {rival.case for rival in self.undecided}
+        known = [case for case in self.fastest if case not in unclear]
+        best, other = (leanest(cases, self.peaks.get, lambda case: case.strategy) for cases in (known, self.fastest))
+        return (best,) if best in equal_memory(self.fastest, self.peaks.get) else (best, other)
 
     @property
     def lowest_memory(self) -> tuple[CaseResult, ...]:
         """The candidates that need the least memory, ties included."""
-        least = min(self.peaks.values(), default=0.0)
-        return tuple(case for case, peak in self.peaks.items() if peak <= least * (1 + EQUAL_MEMORY))
+        return tuple(equal_memory(list(self.peaks), self.peaks.get))
 
     @property
     def leaders(self) -> dict[str, tuple[CaseResult, ...]]:
@@ -111,13 +109,12 @@ def ranking_of(setting: Setting, world_size: int) -> Ranking:
     )  # fmt: skip
     if len(candidates) > 1 == len(ranked):  # nothing to rank it against
         ranked = ()
-    winner, rivals = None, tuple[Rival, ...]()
+    winner, rivals = None, tuple[Ratio, ...]()
     if ranked:
         first = min(ranked, key=step_time)
         # The smallest median, unless the ratio within rounds favours another one.
-        winner = min(ranked, key=lambda case: 1.0 if case is first else _rival(first, case).ratio)
-        others = (_rival(winner, case) for case in ranked if case is not winner)
-        rivals = tuple(sorted(others, key=lambda rival: rival.ratio))
+        winner = min(ranked, key=lambda case: 1.0 if case is first else _times(ratio_of(first, case)))
+        rivals = tuple(sorted((ratio_of(winner, case) for case in ranked if case is not winner), key=_times))
     knows_reserved = all(case.metrics["peak_reserved_bytes"] for case in candidates)
     metric = "peak_reserved_bytes" if knows_reserved else "peak_memory_bytes"
     peaks = {case: peak for case in candidates if (peak := case.metrics[metric])}
@@ -134,7 +131,6 @@ def step_time(case: CaseResult) -> float:
     return seconds
 
 
-def _rival(winner: CaseResult, case: CaseResult) -> Rival:
-    comparison = compared(winner, case)
-    ratio = comparison.ratio if comparison else step_time(case) / step_time(winner)
-    return Rival(case=case, comparison=comparison, ratio=ratio)
+def _times(rival: Ratio) -> float:
+    assert rival.time is not None, "candidates have a step time"
+    return rival.time

@@ -1,20 +1,33 @@
-"""Cases compared with each other: ratios of step time and of peak memory, B over A.
+"""Cases compared with each other: ratios of step time and of peak memory, B over A, and what they decide.
 
 A ratio of 1.2 means a fifth more time, or memory. What both cases ran in one round is compared within it.
+
+One rule decides whether B is slower, and every sentence and table follows it. B is *slower* or *faster* if the 95 %
+interval excludes 1, the difference is :data:`~refshard.analysis.compare.RELEVANT`, and the machine drifted by less than
+the difference. It *ties* with A if the interval includes 1, or the difference is not relevant, and the interval stays
+below :data:`TOO_WIDE`. Else the difference is *not decided*. Calculated times repeat exactly: they tie within
+:data:`ALIKE`, and are always decided.
 """
 
 import statistics
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
+from typing import Literal
 
+from refshard.analysis.busy import Drift, drift_over
 from refshard.analysis.cases import CaseResult
-from refshard.analysis.compare import Comparison, compare
+from refshard.analysis.compare import RELEVANT, Comparison, compare
 from refshard.analysis.evidence import Evidence, Setting
 from refshard.specs.case import REPEATING
 
 RATIO_COLUMNS = ("against", "step_time_ratio", "step_time_ratio_low", "step_time_ratio_high", "peak_memory_ratio")
 """What programs get for each case that is compared."""
+ALIKE = 0.03
+"""Relative difference of step times under which a model cannot rank two strategies."""
+TOO_WIDE = 1.25
+"""A ratio that an interval must exclude to show a tie."""
+Outcome = Literal["slower", "faster", "tie", "not decided"]
 
 
 @lru_cache(maxsize=2**14)
@@ -43,14 +56,38 @@ def metric_ratio(a: CaseResult, b: CaseResult, metric: str) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """``case`` over its peer. Measured step times have a 95 % interval; ``calculated`` is the ratio of times that are
-    calculated, and has none.
+    """``case`` over its ``peer``. Measured step times have a 95 % interval; ``calculated`` is the ratio of times that
+    are calculated, and has none.
     """
 
+    peer: CaseResult
     case: CaseResult
     step_time: Comparison | None
     calculated: float | None
     peak_memory: float | None
+
+    @property
+    def time(self) -> float | None:
+        """Step time over the peer's."""
+        return self.step_time.ratio if self.step_time else self.calculated
+
+    @property
+    def drift(self) -> Drift | None:
+        """The machine's drift, if it exceeds the difference of the step times."""
+        found, time = self.step_time, self.time
+        return drift_over(self.peer, self.case, max(time, 1 / time) - 1) if found and time else None
+
+    @property
+    def outcome(self) -> Outcome:
+        """What the step times decide, by the module's rule."""
+        found, ratio = self.step_time, self.time
+        if ratio is None or (found and not found.bounded):
+            return "not decided"
+        tolerance = RELEVANT if found else ALIKE
+        if (found and not found.significant) or max(ratio, 1 / ratio) < 1 + tolerance:
+            wide = found and (found.high >= TOO_WIDE or found.low <= 1 / TOO_WIDE)
+            return "not decided" if wide else "tie"
+        return "not decided" if self.drift else "slower" if ratio > 1 else "faster"
 
     @property
     def columns(self) -> dict[str, float | None]:
@@ -64,12 +101,14 @@ def ratios(setting: Setting, peer: str) -> tuple[Ratio, ...]:
     """The cases that ended ok over the one of strategy ``peer`` with as many ranks, if there is one."""
     peers = {case.spec.job.gpus: case for case in reversed(setting.cases) if case.strategy == peer and case.ok}
     found = ((case, peers.get(case.spec.job.gpus)) for case in setting.cases if case.ok)
-    return tuple(_ratio(other, case) for case, other in found if other is not None and other is not case)
+    return tuple(ratio_of(other, case) for case, other in found if other is not None and other is not case)
 
 
-def _ratio(a: CaseResult, b: CaseResult) -> Ratio:
+def ratio_of(a: CaseResult, b: CaseResult) -> Ratio:
+    """``b`` over ``a``."""
     time = compared(a, b)
     return Ratio(
+        peer=a,
         case=b,
         step_time=time,
         calculated=metric_ratio(a, b, "step_time_s") if time is None else None,
@@ -85,7 +124,7 @@ def pairs(evidence: Evidence) -> list[list[float | None]]:
     for setting in evidence.ranked:
         for a, b in combinations([case for case in setting.cases if case.ok], 2):
             if a.spec.job.gpus == b.spec.job.gpus:
-                columns = _ratio(a, b).columns
+                columns = ratio_of(a, b).columns
                 known = (columns[name] for name in RATIO_COLUMNS[1:4])
                 found.append([a.number, b.number, *(None if x is None else float(f"{x:.5g}") for x in known)])
     return found

@@ -38,7 +38,8 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sweep(options: Options, varied: Sweep, *, html: Path | None = None) -> Answer:
-    """Dry-run all combinations; the status is 0 if one fits. ``html`` is a file for a page with the chart.
+    """Dry-run all combinations; the status is 0 if one fits, 3 if none gave an answer. ``html`` is a file for a
+    page with the chart.
 
     Raises:
         SpecError: a template, the command, a cluster or another value is wrong.
@@ -137,7 +138,7 @@ def _progress(choices: Mapping[str, Mapping[str, str]], total: int | None) -> Ca
         nonlocal count
         count += 1
         place = f"{count} of {total}" if total else f"{count}"
-        found = f"failed: {tried.why}" if tried.fits is None else f"fits, {format_bytes(tried.reserved_bytes)}"
+        found = f"no answer: {tried.why}" if tried.fits is None else f"fits, {format_bytes(tried.reserved_bytes)}"
         found = f"does not fit, {tried.why}" if tried.fits is False else found
         speed = f", {format_seconds(tried.step_s)} a step" if tried.fits and tried.step_s else ""
         request = trial.request

@@ -103,6 +103,8 @@ def summary(found: Analysis) -> Prediction:
         usable = format_bytes(found.usable_bytes)
         known = found.run.refused is not None  # else it did not come to its end without a limit either
         why = f"needs {format_bytes(answer.peak.reserved)} of {usable}" if known else f"needs more than {usable}"
+    if found.fits is None:
+        why = why or "no optimizer step had work on the GPU"
     return Prediction(
         fits=found.fits, why=why, reserved_bytes=answer.peak.reserved, allocated_bytes=answer.peak.allocated,
         usable_bytes=found.usable_bytes, step_s=found.step_s, tokens_per_s=found.tokens_per_s, mfu=found.mfu,

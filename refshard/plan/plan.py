@@ -18,6 +18,7 @@ from refshard.plan.estimate import checkpointed_layers
 from refshard.plan.memory import PARTS, fixed_segments
 from refshard.plan.search import Found
 from refshard.plan.space import Candidates
+from refshard.specs.choice import OWN, leanest
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.counted import AnyModel, CountedModel
 from refshard.specs.hardware import HardwareSpec
@@ -204,6 +205,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         """What is left of the usable memory at the peak; below 0 if it does not fit."""
         return self.usable_bytes - self.memory_bytes
 
+    def same_mesh(self, other: "Row") -> bool:
+        """Whether the two differ in their strategies alone."""
+        jobs = (msgspec.structs.asdict(row.job) | {"strategy": "", "implementation": None} for row in (self, other))
+        return next(jobs) == next(jobs) and self.variants == other.variants
+
     def dried(self, step_s: float, allocated_bytes: int, reserved_bytes: int) -> "Row":
         """This row by a dry run. An allocator with nothing left to reserve gives back what it does not use."""
         usable_bytes = self.usable_bytes
@@ -330,18 +336,21 @@ def _firsts(candidates: Candidates, fields: Sequence[str], order: Iterable[int])
 
 
 def _settled(rows: Sequence[Row], spread: Spread) -> tuple[Row, ...]:
-    """The rows, fastest first; but where one of this project's own engine leads by less than the model's error, the
-    first of them is the fastest that others have measured on GPUs: no GPU has shown such a lead.
+    """The rows, the one to use first, then the fastest. That is the fastest one; but where one of this project's own
+    engine leads by less than the model's error, the fastest that others have measured on GPUs, since no GPU has shown
+    such a lead. Of strategies that tie with it on the same mesh, memory decides.
     """
-    if not rows or not _own(rows[0]):
-        return tuple(rows)
-    most = rows[0].time_s * (1 + spread.lead(rows[0].kind))
-    peer = next((row for row in rows if not _own(row) and row.time_s <= most), rows[0])
-    return (peer, *(row for row in rows if row is not peer))
-
-
-def _own(row: Row) -> bool:
-    return row.job.strategy.startswith("refshard-")
+    if not rows:
+        return ()
+    first = rows[0]
+    if first.job.strategy.startswith(OWN):
+        most = first.time_s * (1 + spread.lead(first.kind))
+        first = next((row for row in rows if row.time_s <= most and not row.job.strategy.startswith(OWN)), first)
+    error = spread.of(first.kind)
+    most = first.time_s * (1 + error.median if error else 1)
+    others = (row for row in rows if row is not first and row.time_s <= most and row.same_mesh(first))
+    best = leanest([first, *others], lambda row: row.memory_bytes, lambda row: row.job.strategy)
+    return (best, *(row for row in rows if row is not best))
 
 
 def _front(found: Found) -> list[int]:

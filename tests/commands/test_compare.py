@@ -25,8 +25,10 @@ def test_ratios_of_two_strategies_or_of_all_with_one(folder: Path) -> None:
     found = compare("refshard-yafsdp", ["ddp"], folder)
     assert tables(found)[0].rows[0][2] == Marked("1.25 (1.25 to 1.25)", "bad")
     assert verdict(found) == [
-        "ddp, 2 ranks against refshard-yafsdp: step time 25.0 % longer (significant); peak memory 83.3 % more."
+        "Use refshard-yafsdp: 200 MiB (45 %) less memory than ddp, which takes 25.0 % longer.",
+        "ddp, 2 ranks against refshard-yafsdp: step time 25.0 % longer; peak memory 83.3 % more.",
     ]
+    assert found.status == 0
     (back,) = tables(compare("ddp", ["refshard-yafsdp"], folder))
     assert back.rows[0][2] == Marked("0.80 (0.80 to 0.80)", "good")
     every = compare("ddp", [], folder)
@@ -43,8 +45,11 @@ def test_one_launch_of_each_has_no_interval_and_no_rank(tmp_path: Path) -> None:
     (row,) = rows(tables(found)[0])
     assert row["step time / ddp (95 % interval, paired by round)"] == "1.20 (n = 1: no interval)"
     assert verdict(found) == [
-        "fsdp2, 2 ranks against ddp: step time 20.0 % longer (n = 1: no interval); peak memory 31.8 % less."
+        "No verdict: n = 1: no interval (3 launches of each give one).",
+        "fsdp2, 2 ranks against ddp: step time 20.0 % longer, not decided: n = 1: no interval; peak memory 31.8 % "
+        "less.",
     ]
+    assert found.status == 3
     assert (as_json(found)["cases"][0]["step_time_ratio_low"], as_csv(found)[0]["step_time_ratio_low"]) == (None, "")
     assert "inf" not in text(found, verbose=True)
 
@@ -60,7 +65,8 @@ def test_an_interval_that_includes_1_is_a_tie(tmp_path: Path) -> None:
         launches.append(msgspec.structs.replace(record, step_times_s=times))
     folder = write(msgspec.structs.replace(made, launches=tuple(launches)), tmp_path / "run")
     found = compare("ddp", ["fsdp2"], folder)
-    assert verdict(found)[0].startswith("fsdp2, 2 ranks against ddp: a tie, since the interval")
+    assert verdict(found)[0] == "Use fsdp2: 140 MiB (32 %) less memory than ddp; their step times tie."
+    assert verdict(found)[1].startswith("fsdp2, 2 ranks against ddp: a tie in step time; ")
     cell = tables(found)[0].rows[0][2]
     assert isinstance(cell, Marked)
     assert cell.style == "plain"
@@ -70,14 +76,15 @@ def test_calculated_times_have_a_ratio_and_no_interval(tmp_path: Path) -> None:
     made = run(rounds=1, failed=False, fidelity="dryrun")
     found = compare("ddp", ["fsdp2"], write(made, tmp_path / "run"))
     assert rows(tables(found)[0])[0]["step time / ddp"] == "1.20"
-    assert "step time 20.0 % longer (dry run, so there is no interval); " in verdict(found)[0]
+    assert "step time 20.0 % longer (dry run); " in verdict(found)[1]
     (case,) = as_json(found)["cases"]
     assert (case["step_time_ratio"], case["step_time_ratio_low"]) == (pytest.approx(1.2, rel=1e-4), None)
 
 
 def test_a_strategy_that_is_alone_has_nothing_to_be_compared_with(folder: Path) -> None:
     found = compare("single", [], folder)
-    assert text(found) == "Nothing to compare: no other case with the same number of ranks as single ended ok."
+    assert text(found) == "No verdict: no other case with the same number of ranks as single ended ok."
+    assert found.status == 3
     assert as_json(found)["cases"] == as_csv(found) == []
 
 
@@ -115,7 +122,7 @@ def test_runs_of_other_machines_say_what_differs_and_compare_no_times(tmp_path: 
 
 def test_runs_without_a_common_case_say_so(tmp_path: Path) -> None:
     found = two(tmp_path, run(CASES[:1], failed=False), run(CASES[1:2], failed=False))
-    assert verdict(found) == ["Nothing to compare: no case is also in made."]
+    assert verdict(found) == ["No verdict: no case is also in made."]
     assert (tables(found), as_csv(found)) == ([], [])
 
 

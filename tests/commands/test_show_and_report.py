@@ -88,7 +88,7 @@ def test_every_recorded_run_is_shown_in_every_form(folder: Path) -> None:
 def test_markdown_has_the_verdict_first_and_a_table_for_each_setting(folder: Path) -> None:
     lines = forms.as_markdown(show(folder), "show").splitlines()
     assert lines[:2] == ["## refshard show", ""]
-    assert lines[2].startswith("- **refshard-yafsdp is fastest (40.0 ms per step)")
+    assert lines[2].startswith("- **Use refshard-yafsdp: 60.0 MiB")
     assert "### llama-mini, global batch of 8 sequences of 256 tokens" in lines
     cells = [line for line in lines if line.startswith("|")]
     assert len(cells) == 2 + 6

@@ -1,7 +1,9 @@
 """The search for the largest number that fits, and the front of a sweep."""
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +12,8 @@ from refshard.dryrun.request import Request
 from refshard.dryrun.sweep import Row, front, largest, ranked
 from refshard.dryrun.trials import Laboratory, Prediction, Trial
 from refshard.errors import SpecError
+from refshard.report.dryrun.sweep import sweep_answer
+from tests.report.printed import verdict
 
 LIMIT = 1000
 
@@ -88,7 +92,7 @@ def test_a_number_that_changes_nothing_is_refused() -> None:
         found(lambda _: 10)
 
 
-def row(speed: float, reserved: int, *, fits: bool = True) -> Row:
+def row(speed: float, reserved: int, *, fits: bool | None = True) -> Row:
     tried = Prediction(
         fits=fits, reserved_bytes=reserved, allocated_bytes=reserved, usable_bytes=LIMIT, tokens_per_s=speed
     )
@@ -99,3 +103,25 @@ def test_the_front_has_what_no_other_row_beats() -> None:
     rows = [row(10, 900), row(12, 950), row(12, 800), row(30, 2000, fits=False), row(5, 700), row(4, 750)]
     assert front(rows) == [rows[2], rows[4]]
     assert ranked(rows)[0] is rows[2]
+
+
+@pytest.mark.parametrize(
+    ("rows", "status", "sentences"),
+    [
+        ([row(100, 950), row(98, 800), row(90, 500), row(200, 2000, fits=False)], 0,
+         ["Use speed 98: 150 B (16 %) less memory than speed 100 at the same speed.",
+          "98 tokens/s/GPU, 800 B of 1000 B reserved, by dry run; 3 % is a tie."]),
+        ([row(100, 950), row(96, 800)], 0,
+         ["Use speed 100: the fastest that fits.",
+          "100 tokens/s/GPU, 950 B of 1000 B reserved, by dry run; 3 % is a tie."]),
+        ([row(1, 1500, fits=False)], 1, ["NOTHING FITS: 0 of 1 combinations; least memory: speed 1, which is large"]),
+        ([row(1, 10, fits=None)], 3, ["No verdict: speed 1: is large"]),
+    ],
+)  # fmt: skip
+def test_memory_decides_between_equally_fast_combinations(rows: list[Row], status: int, sentences: list[str]) -> None:
+    rows = [
+        Row(choices=one.choices, trial=one.trial, tried=msgspec.structs.replace(one.tried, why="is large"))
+        for one in rows
+    ]
+    found = sweep_answer(rows, "train.py", folder=Path("runs/x"))
+    assert (verdict(found), found.status) == (sentences, status)

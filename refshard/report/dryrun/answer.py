@@ -44,9 +44,8 @@ from refshard.report.dryrun.prices import as_object as prices_as_object
 from refshard.report.dryrun.prices import compared, measured_sentences
 from refshard.report.trace.answer import as_objects, job_blocks, rank_blocks
 from refshard.report.trace.findings import Finding, findings
+from refshard.report.verdict import NO_VERDICT
 
-NO_VERDICT = 3
-"""The exit status where nothing tells whether the script fits."""
 _LISTED = 8
 _FRAGMENTED = 0.08
 """Part of the usable memory that is reserved but not allocated at the peak, from which on it is named."""

@@ -6,20 +6,26 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from refshard.analysis.ratios import ALIKE
 from refshard.dryrun.sweep import Row, front, ranked
-from refshard.quantities import format_bytes
+from refshard.quantities import format_bytes, format_percent
 from refshard.report.blocks import Answer, Block, Charts, Cover, Quantity, Section, Text, Verdict, table
+from refshard.report.verdict import NO_VERDICT, use
+from refshard.specs.choice import leanest
 
 if TYPE_CHECKING:
     from refshard.report.draw.charts import Chart
 
 
 def sweep_answer(rows: Sequence[Row], command: str, *, folder: Path, searched: str = "") -> Answer:
-    """All rows as a table; the status is 0 if one fits. ``searched`` names the number that was searched for."""
+    """All rows as a table; the status is 0 if one fits, 3 if none gave an answer. ``searched`` names the number that
+    was searched for.
+    """
     best = front(rows)
     verdict = Verdict(
         sentences=list(_sentences(rows, searched)), style="good" if any(row.tried.fits for row in rows) else "bad"
     )
+    answered = any(row.tried.fits is not None for row in rows)
     shown = [_cells(row, row in best) for row in rows]
     blocks: list[Block] = [Text(text=f"dry runs: {command}", where="terminal")]
     if len(ranked(rows)) > 1:
@@ -38,7 +44,7 @@ def sweep_answer(rows: Sequence[Row], command: str, *, folder: Path, searched: s
         data={"command": command, "rows": [_as_object(row, row in best) for row in rows]},
         rows=[_flat(row, row in best) for row in rows],
         blocks=blocks,
-        status=0 if any(row.tried.fits for row in rows) else 1,
+        status=0 if any(row.tried.fits for row in rows) else 1 if answered else NO_VERDICT,
         cover=Cover(
             title=command, about=f"{len(rows)} dry runs. The script ran on fake GPUs; nothing was computed.",
             fidelity="dry run",
@@ -61,23 +67,41 @@ def named(choices: Mapping[str, str]) -> str:
 
 def _sentences(rows: Sequence[Row], searched: str) -> Iterator[str]:
     failed = [row for row in rows if row.tried.fits is None]
+    unfit = [row for row in rows if row.tried.fits is False]
     if searched:
         yield from _largest(rows, searched)
-    elif not any(row.tried.fits for row in rows):
-        least = min(
-            (row for row in rows if row.tried.fits is False), key=lambda row: row.tried.reserved_bytes, default=None
+    elif not any(row.tried.fits for row in rows) and unfit:
+        least = min(unfit, key=lambda row: row.tried.reserved_bytes)
+        yield (
+            f"NOTHING FITS: 0 of {len(rows)} combinations; least memory: {named(least.choices)}, which "
+            f"{least.tried.why}"
         )
-        needs = "" if least is None else f"; least memory: {named(least.choices)}, which {least.tried.why}"
-        yield f"NOTHING FITS: 0 of {len(rows)} combinations{needs}"
-    if best := ranked(rows):
-        by_size: dict[int, Row] = {}
-        for row in best:
-            by_size.setdefault(row.trial.request.world_size, row)
-        for row in by_size.values():
-            yield f"Fastest that fits: {_described(row)}"
+    by_size: dict[int, list[Row]] = {}
+    for row in ranked(rows):
+        by_size.setdefault(row.trial.request.world_size, []).append(row)
+    for some in by_size.values():
+        yield from _to_use(some)
     if failed:
-        why = failed[0].tried.why or "no optimizer step had work on the GPU"
-        yield f"No answer for {len(failed)} of {len(rows)} combinations; {named(failed[0].choices)}: {why}"
+        none = "No verdict" if len(failed) == len(rows) else f"No answer for {len(failed)} of {len(rows)} combinations"
+        yield f"{none}: {named(failed[0].choices) or 'the command as given'}: {failed[0].tried.why}"
+
+
+def _to_use(rows: Sequence[Row]) -> Iterator[str]:
+    """The combination to use, of those that fit, fastest first, and its figures."""
+    first = rows[0]
+    fastest = [row for row in rows if _speed(row) * (1 + ALIKE) >= _speed(first)]
+    best = leanest(fastest, lambda row: row.tried.reserved_bytes, lambda _: "")
+    name = named(best.choices) or "the command as given"
+    if best is first:
+        yield f"Use {name}: the fastest that fits."
+    else:
+        yield use(name, named(first.choices), (best.tried.reserved_bytes, first.tried.reserved_bytes), None)
+    memory = f"{format_bytes(best.tried.reserved_bytes)} of {format_bytes(best.tried.usable_bytes)}"
+    yield f"{_speed(best):,.0f} tokens/s/GPU, {memory} reserved, by dry run; {format_percent(ALIKE, 0)} is a tie."
+
+
+def _speed(row: Row) -> float:
+    return row.tried.tokens_per_s or 0.0
 
 
 def _largest(rows: Sequence[Row], searched: str) -> Iterator[str]:
@@ -98,12 +122,6 @@ def _largest(rows: Sequence[Row], searched: str) -> Iterator[str]:
             yield f"LARGEST {searched}{where}: {fitting[-1].choices[searched]} ({memory}{beyond})"
         else:
             yield f"LARGEST {searched}{where}: none fits{beyond}"
-
-
-def _described(row: Row) -> str:
-    tried = row.tried
-    memory = f"{format_bytes(tried.reserved_bytes)} of {format_bytes(tried.usable_bytes)}"
-    return f"{named(row.choices) or 'as given'}: {tried.tokens_per_s:,.0f} tokens/s/GPU, {memory} reserved"
 
 
 def _cells(row: Row, best: bool) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from refshard.dryrun.environments import Environment
 from refshard.dryrun.exact import by_function, by_operator, differing, exact_figures
 from refshard.report.blocks import Answer, Block, Cell, Cover, Notes, Quantity, Row, Section, Text, Verdict, table
 from refshard.report.dryrun.against import Against, against_section, signed_bytes, signed_seconds
-from refshard.report.dryrun.answer import NO_VERDICT, as_object, unanswered
+from refshard.report.dryrun.answer import as_object, unanswered
+from refshard.report.verdict import NO_VERDICT
 from refshard.specs.gate import RULES, MetricRule
 
 _SHOWN = 8

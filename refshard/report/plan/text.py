@@ -8,6 +8,8 @@ from refshard.plan.memory import FRAGMENTATION
 from refshard.plan.plan import Plan, Row, Spread, cheapest, fastest, ranked
 from refshard.plan.space import OWN_KERNELS
 from refshard.quantities import format_bytes, format_percent, format_seconds
+from refshard.report.verdict import use
+from refshard.specs.choice import EQUAL_MEMORY, OWN
 from refshard.specs.job import Job
 
 _SCHEDULES = {"1f1b": "1F1B", "interleaved": "interleaved", "zero-bubble": "zero bubble"}
@@ -109,15 +111,27 @@ def verdict(plan: Plan, spread: Spread) -> list[str]:
         f"Cheapest: {cheap.job.gpus:,} ranks, {cheap.cost_usd:,.0f} USD per 10^12 tokens (here {best.cost_usd:,.0f})."
     )
     which = f"{one.strategy}{variant_text(one, plan.varied)}{on} with {mesh_text(one)}, {batch_text(one)}"
+    which = f"{short_text(one, plan.varied) if one.gpus == 1 else which}, {checkpointing_text(best)}"
+    figures = (
+        f"{format_seconds(best.time_s)} ({range_text(best, 'error not known')}) per step, "
+        f"{format_percent(best.mfu, 0)} MFU, {format_bytes(best.memory_bytes)}{reserved} of "
+        f"{format_bytes(best.usable_bytes)} usable."
+    )
+    first = [f"Use {which}: {figures}"]
+    if (other := _larger(rows, spread)) is not None:
+        first = [use(which, other.job.strategy, (best.memory_bytes, other.memory_bytes), None), figures]
     return [
-        f"Use {short_text(one, plan.varied) if one.gpus == 1 else which}, "
-        f"{checkpointing_text(best)}: {format_seconds(best.time_s)} ({range_text(best, 'error not known')}) per step, "
-        f"{format_percent(best.mfu, 0)} MFU, "
-        f"{format_bytes(best.peak_bytes if best.reserved_bytes is None else best.reserved_bytes)}{reserved} of "
-        f"{format_bytes(best.usable_bytes)} usable.",
+        *first,
         *_others(rows, spread, plan.varied),
         *([cheapest_text] if cheap is not best else []),
     ]
+
+
+def _larger(rows: Sequence[Row], spread: Spread) -> Row | None:
+    """A peer's row that ties with the first on the same mesh, but needs more memory."""
+    best, most = rows[0], rows[0].memory_bytes * (1 + EQUAL_MEMORY)
+    larger = (row for row in ranked(rows, spread)[0] if row.same_mesh(best) and row.memory_bytes > most)
+    return next((row for row in larger if not row.job.strategy.startswith(OWN)), None)
 
 
 def _others(rows: Sequence[Row], spread: Spread, varied: Sequence[str]) -> list[str]:
@@ -130,7 +144,8 @@ def _others(rows: Sequence[Row], spread: Spread, varied: Sequence[str]) -> list[
         more = f"; and {len(tied) - _MOST_TIES} more below" if len(tied) > _MOST_TIES else ""
         found.append(f"Tied within the model's error: {names}{more}.")
     if after is not None:
-        doubt = "" if spread.of(best.kind) and spread.of(after.kind) else ": whether that is so is not known"
+        sure = spread.of(best.kind) and spread.of(after.kind)
+        doubt = "" if sure else " by the model, whose error is not known for this kind"
         found.append(f"Next: {short_text(after.job, varied)}, {_slower(after, best)}{doubt}.")
     # A closed form does not compete with a dry run: one may be too fast by what the other has measured.
     closed = [row for row in rows if best.dry_step_s and not row.dry_step_s]
@@ -153,7 +168,8 @@ def _others(rows: Sequence[Row], spread: Spread, varied: Sequence[str]) -> list[
 def _slower(row: Row, best: Row) -> str:
     """How much longer its step takes; a row that was not measured may be named second though its step is shorter."""
     more = row.time_s / best.time_s - 1
-    return f"{format_percent(abs(more), 0)} {'slower' if more >= 0 else 'faster'}"
+    share = format_percent(abs(more), 0)
+    return "as fast" if share == format_percent(0, 0) else f"{share} {'slower' if more >= 0 else 'faster'}"
 
 
 def _nothing_fits(plan: Plan) -> list[str]:

@@ -19,6 +19,7 @@ from refshard.records import METRICS
 from refshard.report.blocks import Answer, Notes, Row, Verdict, table
 from refshard.report.run.tables import case_table, trend_row
 from refshard.report.run.verdict import findings, notes, overview, unfinished
+from refshard.report.verdict import NO_VERDICT
 from refshard.specs.case import KEYS, Case
 from refshard.specs.job import Job
 from refshard.specs.suite import SuiteSpec
@@ -80,14 +81,15 @@ def as_rows(evidence: Evidence) -> list[dict[str, Any]]:
     return [{name: list(x) if isinstance(x, tuple) else x for name, x in row.items()} for row in every]
 
 
-def run_answer(evidence: Evidence, *, more: str = "", status: int = 0) -> Answer:
-    """Tables by setting, notes, and the verdict: who is fastest, by how much, and who needs the least memory, or how
-    often each leads in many comparisons. ``more`` is a last line for people.
+def run_answer(evidence: Evidence, *, more: str = "", status: int | None = None) -> Answer:
+    """Tables by setting, notes, and the verdict: which strategy to use in each comparison, or how often in many.
+    ``more`` is a last line for people. Unless a ``status`` is given, it is 0, or 3 if no comparison is decided.
     """
     rows, found = as_rows(evidence), findings(evidence)
     each = [f"{one.title}: {one.summary}" if len(found) > 1 else one.summary for one in found]
     summed_up = overview(found)
     verdict = [*unfinished(evidence), *(summed_up or each)]
+    undecided = bool(found) and not any(one.decides for one in found)
     remarks = [plain(sentence) for sentence in notes(evidence)]
     return Answer(
         data={"verdict": verdict, "notes": remarks, "cases": rows},
@@ -100,12 +102,12 @@ def run_answer(evidence: Evidence, *, more: str = "", status: int = 0) -> Answer
                 for one in evidence.settings
             ),
             Notes(sentences=each if summed_up else [], title="Each comparison", where="detail"),
-            Notes(sentences=[text for one in found for text in (one.busy, one.why) if text], where="detail"),
+            Notes(sentences=[one.why for one in found if one.why], where="detail"),
             Notes(sentences=remarks),
-            Verdict(sentences=verdict),
+            Verdict(sentences=verdict, style="doubtful" if undecided else "strong"),
             *([Verdict(sentences=[more], style="plain")] if more else []),
         ],
-        status=status,
+        status=status if status is not None else NO_VERDICT if undecided else 0,
     )
 
 

@@ -16,8 +16,8 @@ from refshard.analysis.cases import BREAKDOWN, CaseResult, ranks
 from refshard.analysis.compare import Comparison
 from refshard.analysis.evidence import Evidence, Setting, machine, shared
 from refshard.analysis.history import series_of
-from refshard.analysis.rankings import ALIKE, Ranking, step_time
-from refshard.analysis.ratios import ratios
+from refshard.analysis.rankings import Ranking, step_time
+from refshard.analysis.ratios import ALIKE, ratios
 from refshard.errors import SpecError
 from refshard.outside_memory import outside_bytes
 from refshard.quantities import GIB, axis_unit, format_bytes, format_part, format_percent, format_seconds

@@ -5,21 +5,23 @@ Two runs are not interleaved, so the ratio of their times includes the machine's
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from refshard.analysis.cases import CaseResult
 from refshard.analysis.compare import Comparison
 from refshard.analysis.evidence import Evidence, machine
 from refshard.analysis.exact import Change, changes, exact_metrics, portable
-from refshard.analysis.ratios import RATIO_COLUMNS, Ratio, compared, ratio_columns, ratios
+from refshard.analysis.rankings import ranking_of
+from refshard.analysis.ratios import RATIO_COLUMNS, Ratio, ratio_columns, ratio_of, ratios
 from refshard.errors import SpecError, nearest
 from refshard.quantities import format_percent
 from refshard.report.blocks import Answer, Block, Cell, Marked, Notes, Row, Section, Style, Table, Verdict, table
 from refshard.report.run.answer import COLUMNS, as_rows
 from refshard.report.run.cells import metric, no_interval, ratio_text, times
 from refshard.report.run.tables import numbers
-from refshard.report.run.verdict import busy_between, listed
+from refshard.report.run.verdict import Finding, finding_of, listed, undecided
+from refshard.report.verdict import NO_VERDICT
 from refshard.specs.case import REPEATING, spelled
 from refshard.specs.gate import RULES, TimeLimits
 
@@ -48,7 +50,7 @@ def compare_strategies(evidence: Evidence, a: str, others: Sequence[str]) -> Ans
                 f"compare: there is no run in '{name}', and this run has no case of strategy '{name}'; "
                 f"{nearest(name, present)}"
             )
-    tables, found = list[Table](), list[Ratio]()
+    tables, found, verdicts = list[Table](), list[Ratio](), list[Finding]()
     for setting in evidence.settings:
         here = [ratio for ratio in ratios(setting, a) if not others or ratio.case.strategy in others]
         timed = [ratio.step_time for ratio in here if ratio.step_time]
@@ -65,15 +67,21 @@ def compare_strategies(evidence: Evidence, a: str, others: Sequence[str]) -> Ans
         ]
         tables.append(table(rows, title=setting.label))
         found += here
+        for size in dict.fromkeys(ratio.case.spec.job.gpus for ratio in here):
+            cases = [ratio for ratio in here if ratio.case.spec.job.gpus == size]
+            entered = tuple(dict.fromkeys([cases[0].peer, *(ratio.case for ratio in cases)]))
+            verdicts.append(finding_of(ranking_of(replace(setting, cases=entered), size)))
     shown = {ratio.case.number for ratio in found}
     flat = [
         {**row, **more}
         for case, row, more in zip(evidence.cases, as_rows(evidence), ratio_columns(evidence, a))
         if case.number in shown
     ]
-    sentences = [_sentence(ratio, a) for ratio in found] or [
-        f"Nothing to compare: no other case with the same number of ranks as {a} ended ok."
+    leads = [f"{one.title}: {one.lead}" if len(verdicts) > 1 else one.lead for one in verdicts]
+    sentences = [*leads, *(_sentence(ratio, a) for ratio in found)] or [
+        f"No verdict: no other case with the same number of ranks as {a} ended ok."
     ]
+    status = 0 if any(one.decides for one in verdicts) else NO_VERDICT
     intervals = [ratio.step_time for ratio in found if ratio.step_time and ratio.step_time.bounded]
     warnings = dict.fromkeys(warning for interval in intervals for warning in interval.warnings)
     return Answer(
@@ -81,29 +89,25 @@ def compare_strategies(evidence: Evidence, a: str, others: Sequence[str]) -> Ans
         rows=flat,
         columns=[*COLUMNS, *RATIO_COLUMNS],
         blocks=[*tables, Notes(sentences=[f"Caution: {one}." for one in warnings]), Verdict(sentences=sentences)],
+        status=status,
     )
 
 
 def _time(ratio: Ratio) -> Cell:
-    found = ratio.step_time
-    if found is None:
-        return times(ratio.calculated)
-    style: Style = "plain" if not (found.bounded and found.significant) else "bad" if found.ratio > 1 else "good"
-    return Marked(ratio_text(found), style)
+    found, style = ratio.step_time, _OUTCOMES.get(ratio.outcome, "plain")
+    return times(ratio.calculated) if found is None else Marked(ratio_text(found), style)
 
 
 def _sentence(ratio: Ratio, a: str) -> str:
-    time, found = ratio.step_time, ratio.step_time.ratio if ratio.step_time else ratio.calculated
-    if time is None:
-        how = f"{spelled(ratio.case.fidelity)}, so there is no interval"
-    else:
-        how = "significant" if time.bounded else no_interval(time)
-    if time is not None and time.bounded and not time.significant:
-        text = "a tie, since the interval of the step time's ratio includes 1"
-    elif found is None:
+    if ratio.time is None:
         text = "step time not compared"
+    elif ratio.step_time is None:
+        text = f"step time {_more(ratio.time, 'longer', 'shorter')} ({spelled(ratio.case.fidelity)})"
+    elif ratio.outcome == "tie":
+        text = "a tie in step time"
     else:
-        text = f"step time {_more(found, 'longer', 'shorter')} ({how})"
+        why = f", not decided: {undecided(ratio)}" if ratio.outcome == "not decided" else ""
+        text = f"step time {_more(ratio.time, 'longer', 'shorter')}{why}"
     memory = "" if ratio.peak_memory is None else f"; peak memory {_more(ratio.peak_memory, 'more', 'less')}"
     return f"{ratio.case.label} against {a}: {text}{memory}."
 
@@ -131,13 +135,20 @@ class Changed:
 
     @property
     def outcome(self) -> Outcome:
-        """How its time changed: unknown if the interval includes both no change and a relevant one."""
+        """How its time changed: unknown if the interval includes both no change and a relevant one, or the machine
+        drifted by more than the change.
+        """
         if self.ratio is None or self.why_not:
             return "not compared"
         low, high = (self.interval.low, self.interval.high) if self.interval else (self.ratio, self.ratio)
         if low >= 1 - RELEVANT and high <= 1 + RELEVANT:
             return "unchanged"
-        return "slower" if low > 1 else "faster" if high < 1 else "unknown"
+        return "unknown" if low <= 1 <= high or self.over.drift else "slower" if low > 1 else "faster"
+
+    @property
+    def over(self) -> Ratio:
+        """This case over the baseline's."""
+        return ratio_of(self.before, self.case)
 
     @property
     def broke(self) -> bool:
@@ -187,6 +198,11 @@ class Against:
         return any(one.outcome == "slower" or one.broke or one.regressed for one in self.changed)
 
     @property
+    def decides(self) -> bool:
+        """Whether anything is known to have changed, or not to have."""
+        return any(one.outcome not in ("unknown", "not compared") or one.broke or one.exact for one in self.changed)
+
+    @property
     def notes(self) -> Notes:
         """The caveats."""
         return Notes(sentences=[f"Caution: {caveat}." for caveat in self.caveats])
@@ -232,8 +248,9 @@ def compare_runs(a: Evidence, b: Evidence, machines: Sequence[str]) -> Answer:
             Notes(sentences=[f"{difference}." for difference in machines], title="Machine or software differ")
             if machines else Notes(sentences=["Both runs have the same machine and software."]),
             found.notes,
-            Verdict(sentences=found.sentences),
+            Verdict(sentences=found.sentences, style="strong" if found.decides else "doubtful"),
         ],
+        status=0 if found.decides else NO_VERDICT,
     )  # fmt: skip
 
 
@@ -283,7 +300,7 @@ def _changed(case: CaseResult, before: CaseResult, *, together: bool) -> Changed
     elif not mine or not its:
         why_not = "no step time"
     else:
-        interval = compared(before, case)
+        interval = ratio_of(before, case).step_time
         ratio = interval.ratio if interval else mine / its
         why_not = "" if interval is None or interval.bounded else no_interval(interval)
     exact = _exact(case, before, together=together)
@@ -310,7 +327,7 @@ def _exact_text(change: Change) -> str:
 
 def _sentences(found: Sequence[Changed], baseline: str) -> list[str]:
     if not found:
-        return [f"Nothing to compare: no case is also in {baseline}."]
+        return [f"No verdict: no case is also in {baseline}."]
     sentences = []
     for outcome in ("slower", "faster"):
         here = sorted((o for o in found if o.outcome == outcome), key=lambda o: -abs((o.ratio or 1.0) - 1.0))
@@ -321,12 +338,6 @@ def _sentences(found: Sequence[Changed], baseline: str) -> list[str]:
         more = f" and {len(here) - MOST_NAMED} more" if len(here) > MOST_NAMED else ""
         if here:
             sentences.append(f"{outcome.capitalize()} than in {baseline}: {'; '.join(named)}{more}.")
-    if busy := busy_between(
-        (one.before, one.case, one.ratio - 1)
-        for one in found
-        if one.ratio and one.interval and one.outcome in ("slower", "faster", "not compared")
-    ):
-        sentences.append(busy)
     if broke := [one.case.full_label for one in found if one.broke]:
         sentences.append(f"Ended ok in {baseline} but not here: {listed(broke)}.")
     if moved := [(one, one.exact) for one in found if one.exact]:
@@ -347,5 +358,12 @@ def _sentences(found: Sequence[Changed], baseline: str) -> list[str]:
         if (count := sum(one.outcome == outcome for one in found))
     ]
     if rest:
-        sentences.append(f"{len(found)} matching {'case' if len(found) == 1 else 'cases'}: {', '.join(rest)}.")
+        text = f"{len(found)} matching {'case' if len(found) == 1 else 'cases'}: {', '.join(rest)}."
+        sentences.append(
+            text if sentences or any(one.outcome == "unchanged" for one in found) else f"No verdict: {text}"
+        )
+    if drifted := [one for one in found if one.outcome == "unknown" and one.interval and one.interval.significant]:
+        first = max(drifted, key=lambda one: abs((one.ratio or 1.0) - 1.0))
+        more = _more(first.ratio or 1.0, "longer", "shorter")
+        sentences.append(f"{first.case.full_label} {more}, not decided: {undecided(first.over)}.")
     return sentences

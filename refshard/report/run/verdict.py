@@ -1,26 +1,29 @@
-"""The findings of a run: which strategy is fastest, which needs the least memory, by how much, and why."""
+"""The findings of a run: which strategy to use, how sure that is, and how the others compare."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from refshard.analysis.busy import drift_over
 from refshard.analysis.cases import FIDELITY, CaseResult, ranks
 from refshard.analysis.compare import Comparison
 from refshard.analysis.evidence import Evidence
-from refshard.analysis.rankings import ALIKE, RELEVANT, Ranking, rankings, step_time
-from refshard.analysis.sample import too_few
+from refshard.analysis.rankings import Ranking, rankings, step_time
+from refshard.analysis.ratios import ALIKE, Ratio, ratio_of
+from refshard.analysis.sample import MIN_LAUNCHES, too_few
 from refshard.plain import plain
 from refshard.quantities import format_bytes, format_percent, format_seconds
-from refshard.report.run.cells import STATES, no_interval, span
+from refshard.report.run.cells import STATES, no_interval, ratio_text, span
+from refshard.report.verdict import SAME_SPEED, TIMES, longer, use
 from refshard.specs.case import REPEATING, spelled
+from refshard.specs.choice import EQUAL_MEMORY, OWN
 
 MANY = 4
 """Comparisons from which on a sentence sums them up."""
 _MOST_NAMED = 3
-"""Strategies that a list of unranked cases names; of more it gives the number."""
+"""Strategies that a list names; of more it gives the number."""
+_FAMILIAR = "fsdp2"
+"""What users have: the strategy to use is compared with it if possible."""
 _ERROR_LENGTH = 120
-_TIMES = 2  # ratio from which "2.3 times as long" reads better than "130 % longer"
 _PARTS = {"compute": "compute_s", "exposed communication": "exposed_comm_s", "idle time": "idle_s"}
 
 
@@ -28,21 +31,25 @@ _PARTS = {"compute": "compute_s", "exposed communication": "exposed_comm_s", "id
 class Finding:
     """The outcome of one comparison in sentences, "" if there is nothing to say.
 
-    ``lead`` says who is fastest and who needs the least memory, ``margin`` by how much, ``why`` what the traces say,
-    ``busy`` that the machine drifted; ``caveats`` weaken them.
+    ``lead`` says what to use, ``margin`` how sure that is and how the others compare, ``why`` what the traces say;
+    ``caveats`` weaken them.
     """
 
     ranking: Ranking
     lead: str
     margin: str
     why: str
-    busy: str
     caveats: tuple[str, ...]
 
     @property
     def title(self) -> str:
         """The setting and the world size."""
         return f"{self.ranking.setting.label}, {ranks(self.ranking.world_size)}"
+
+    @property
+    def decides(self) -> bool:
+        """Whether it says what to use."""
+        return len(self.ranking.choices) == 1
 
     @property
     def summary(self) -> str:
@@ -57,85 +64,144 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
 
 def finding_of(ranking: Ranking) -> Finding:
     """The outcome of one comparison."""
-    caveats = [warning for rival in ranking.rivals if rival.comparison for warning in rival.comparison.warnings]
+    caveats = [warning for rival in ranking.rivals if rival.step_time for warning in rival.step_time.warnings]
     if len({id(case.header) for case in ranking.candidates if case.fidelity not in REPEATING}) > 1:
         caveats.insert(0, "the cases come from several runs, so machine drift between them looks like a difference")
     return Finding(
-        ranking=ranking, lead=_lead(ranking), margin=" ".join(_margin(ranking)), why=_why(ranking), busy=_busy(ranking),
+        ranking=ranking, lead=_lead(ranking), margin=" ".join(_margin(ranking)), why=_why(ranking),
         caveats=tuple(dict.fromkeys(caveats)),
     )  # fmt: skip
 
 
 def _lead(ranking: Ranking) -> str:
-    """Speed and memory."""
+    """What to use, or why that is not decided."""
     if not ranking.candidates:
-        return "No strategy finished, so there is nothing to rank."
+        return "No verdict: no strategy finished."
+    choices = ranking.choices
+    if not choices:
+        return f"No verdict: {_few(ranking.candidates)} ({MIN_LAUNCHES} launches of each give one)."
+    used = choices[0]
+    if len(choices) > 1:
+        each = [f"{case.strategy} ({', '.join(_figures(ranking, case))})" for case in choices]
+        rival = next((rival for rival in ranking.undecided if rival.case in choices), ranking.undecided[0])
+        return f"No verdict: {' or '.join(each)}; {rival.case.strategy} takes {_undecided(rival)}."
     if len(ranking.candidates) == 1:
-        (alone,) = ranking.candidates
-        time = format_seconds(step_time(alone))
-        return f"{alone.strategy} is the only strategy here that finished: {time} per step{_few((alone,))}."
-    memory = ""
-    fastest, least = ([case.strategy for case in cases] for cases in (ranking.fastest, ranking.lowest_memory))
-    if len(ranking.peaks) > 1:
-        size = format_bytes(min(ranking.peaks.values()))
-        kind = "reserved" if ranking.memory_metric == "peak_reserved_bytes" else "peak"
-        memory = f"{'needs' if len(least) == 1 else 'need'} the least memory ({size} per rank, {kind})."
-    if not fastest:
-        return f"{_by_time(ranking.candidates)}{f' {listed(least)} {memory}' if memory else ''}"
-    times = _between([step_time(case) for case in ranking.fastest])
-    speed = f"{listed(fastest)} {'is' if len(fastest) == 1 else 'tie for'} fastest ({times} per step)"
-    return f"{speed} and {memory}" if memory and fastest == least else (
-        f"{speed}; {listed(least)} {memory}" if memory else f"{speed}."
-    )  # fmt: skip
+        alone = len({case.strategy for case in ranking.cases}) == 1
+        return f"Nothing to compare: {used.strategy} ran alone." if alone else (
+            f"Use {used.strategy}: no other strategy here finished."
+        )  # fmt: skip
+    other, ratio = _compared_with(ranking, used)
+    speed = SAME_SPEED if used.fidelity in REPEATING else "; their step times tie"
+    if other in [rival.case for rival in ranking.undecided]:
+        speed = "; which one is faster is not decided"
+    return use(used.strategy, other.strategy, _sizes(ranking, used, other), ratio, speed)
+
+
+def _sizes(ranking: Ranking, a: CaseResult, b: CaseResult) -> tuple[float, float] | None:
+    """The memory of two candidates, if it is known of both."""
+    return (ranking.peaks[a], ranking.peaks[b]) if {a, b} <= ranking.peaks.keys() else None
+
+
+def _compared_with(ranking: Ranking, used: CaseResult) -> tuple[CaseResult, float | None]:
+    """The strategy that the one to use is compared with, and its step time over that of the one to use, None if both
+    are among the fastest. One that needs more memory if possible, then what users have, then a peer, then the fastest.
+    """
+    others = dict[CaseResult, float | None]()
+    for case in (*ranking.fastest, *(rival.case for rival in ranking.rivals)):
+        ratio = ratio_of(used, case)
+        if case is not used and (case in ranking.fastest or ratio.outcome == "slower"):
+            others[case] = None if case in ranking.fastest else ratio.time
+
+    def order(case: CaseResult) -> tuple[bool, ...]:
+        mine, its = _sizes(ranking, used, case) or (0, 0)
+        saves = its > mine * (1 + EQUAL_MEMORY)
+        return not saves, case.strategy != _FAMILIAR, case.strategy.startswith(OWN)
+
+    other = min(others, key=order)
+    return other, others[other]
+
+
+def _figures(ranking: Ranking, case: CaseResult) -> list[str]:
+    """Step time, and memory if it is known."""
+    peak = ranking.peaks.get(case)
+    return [format_seconds(step_time(case)), *([] if peak is None else [format_bytes(peak)])]
 
 
 def _margin(ranking: Ranking) -> Iterator[str]:
-    """Why the tied ones are tied, how much slower the next one is, which cases are not ranked, and the next in
-    memory.
-    """
-    if ranking.tied:
-        last = ranking.tied[-1]
-        if last.comparison is None:
-            yield f"Differences under {format_percent(ALIKE, 0)} are within the model's error."
-        else:
-            assert ranking.winner is not None
-            why = f"{_interval(last.comparison, as_ratio=True)}, which includes 1; more rounds would narrow it"
-            why = why if last.comparison.bounded else no_interval(last.comparison)
-            ratio = f"{last.ratio:.3f} times as long as {ranking.winner.strategy}{_pairing(last.comparison)}"
-            yield f"{last.case.strategy} takes {ratio} ({why})."
-    if (next_ := ranking.runner_up) is not None:
-        large = next_.ratio >= _TIMES
-        longer = f"{next_.ratio:.1f} times as long" if large else f"{format_percent(next_.ratio - 1)} longer"
-        basis = ""
-        if next_.comparison is not None:
-            size = (
-                "significant"
-                if next_.ratio - 1 >= RELEVANT
-                else f"significant, but under {format_percent(RELEVANT, 0)}"
-            )
-            basis = f"{_pairing(next_.comparison)} ({_interval(next_.comparison, as_ratio=large)}; {size})"
-        yield f"Next: {next_.case.strategy} takes {format_seconds(step_time(next_.case))}, {longer}{basis}."
-    if ranking.winner and len(ranking.ranked) < len(ranking.candidates):
-        yield _by_time([case for case in ranking.candidates if case not in ranking.ranked])
-    for case, peak in list(ranking.peaks.items())[len(ranking.lowest_memory) :][:1]:
-        more = format_percent(peak / min(ranking.peaks.values()) - 1)
-        yield f"Next in memory: {case.strategy} with {format_bytes(peak)}, {more} more."
+    """How sure the verdict is; then what ties, what is not decided, what is slower, and who needs the least memory."""
+    kind = "reserved" if ranking.memory_metric == "peak_reserved_bytes" else "peak"
+    choices, unclear = ranking.choices, list(ranking.undecided)
+    if len(choices) == 1:
+        (used,) = choices
+        time, *memory = _figures(ranking, used)
+        count = len(used.samples)
+        how = f"{used.fidelity} in {count} launch{'' if count == 1 else 'es'}"
+        how = f"by {spelled(used.fidelity)}" if used.fidelity in REPEATING else how
+        yield f"{time} per step{''.join(f' and {size} per rank ({kind})' for size in memory)}, {how}."
+    if ties := [rival for rival in ranking.unbeaten if rival not in unclear]:
+        first, timed = ranking.fastest[0], [one.step_time for one in ties if one.step_time]
+        how = f"ratio and 95 % interval{_pairing(timed[0])}" if timed else f"within {format_percent(ALIKE, 0)}"
+        each = [f"{one.case.strategy}{f' {ratio_text(one.step_time, 3)}' if one.step_time else ''}" for one in ties]
+        yield f"Ties with {first.strategy} ({format_seconds(step_time(first))} per step; {how}): {_shortened(each)}."
+    if len(choices) == 1 and unclear:
+        rival = unclear.pop(0)
+        yield f"{rival.case.strategy} takes {_undecided(rival)}."
+    if unclear := [rival for rival in unclear if rival.case not in choices]:
+        yield f"Not decided either: {_shortened([rival.case.strategy for rival in unclear])}."
+    if (next_ := ranking.runner_up) is not None and next_.time:
+        interval = f" ({_interval(next_.step_time)})" if next_.step_time else ""
+        time = format_seconds(step_time(next_.case))
+        yield f"Next: {next_.case.strategy} takes {time}, {longer(next_.time)}{interval}."
+    if len(ranking.candidates) > 1 and (rest := [case for case in ranking.candidates if case not in ranking.ranked]):
+        yield f"{f'Not ranked by time ({_few(rest)})' if ranking.ranked else 'Not ranked'}: {_by_time(rest)}"
+    if len(ranking.peaks) > 1:
+        least, (size, *_) = [case.strategy for case in ranking.lowest_memory], ranking.peaks.values()
+        after = [
+            f"; next {case.strategy}, {format_percent(peak / size - 1)} more"
+            for case, peak in list(ranking.peaks.items())[len(least) :][:1]
+        ]
+        within = format_percent(EQUAL_MEMORY, 0)
+        yield f"Least memory, within {within}: {listed(least)} ({format_bytes(size)}, {kind}){''.join(after)}."
+
+
+def _undecided(rival: Ratio) -> str:
+    """By how much a rival's step is longer, and why that decides nothing."""
+    interval = f" ({_interval(rival.step_time)})" if rival.step_time and rival.step_time.bounded else ""
+    return f"{longer(rival.time or 1.0)}{interval}, not decided: {undecided(rival)}"
+
+
+def undecided(rival: Ratio) -> str:
+    """Why a difference decides nothing."""
+    found, drift = rival.step_time, rival.drift
+    if found is None or not found.bounded:
+        return "not compared" if found is None else no_interval(found)
+    if not found.significant or drift is None:
+        return "the interval is too wide, and more rounds would narrow it"
+    what = f"the machine's speed drifted by {format_percent(drift.size)}"
+    if drift.kind == "other processes":
+        what = f"other processes took {format_percent(drift.size)} more of the machine during one of the two"
+    return f"{what}, more than the difference of {format_percent(abs(found.ratio - 1))}"
+
+
+def _shortened(names: Sequence[str]) -> str:
+    """The names, or the first ones and how many more there are."""
+    more = len(names) - _MOST_NAMED
+    return listed([*names[:_MOST_NAMED], f"{more} more"] if more > 1 else names)
 
 
 def _by_time(cases: Sequence[CaseResult]) -> str:
-    """Step times of unranked cases, in the suite's order; of many cases, their range."""
+    """Step times of cases, in the suite's order, or of many cases their range."""
     seconds = [step_time(case) for case in cases]
     if len(cases) > _MOST_NAMED:
         times = f"{len(cases)} strategies, {_between(seconds)}"
     else:
         times = listed([f"{case.strategy} {format_seconds(time)}" for case, time in zip(cases, seconds, strict=True)])
-    return f"Not ranked by time{_few(cases)}: {times} per step."
+    return f"{times} per step."
 
 
 def _few(cases: Sequence[CaseResult]) -> str:
-    """In brackets, that there are too few launches; empty for calculated times."""
-    launches = [len(case.samples) for case in cases if case.fidelity not in REPEATING]
-    return "".join(f" ({reason})" for reason in too_few(min(launches))) if launches else ""
+    """That there are too few launches."""
+    return "".join(too_few(min(len(case.samples) for case in cases)))
 
 
 def _between(seconds: Sequence[float]) -> str:
@@ -144,11 +210,12 @@ def _between(seconds: Sequence[float]) -> str:
     return high if low == high else span(low, high)
 
 
-def _interval(comparison: Comparison, *, as_ratio: bool) -> str:
-    """An interval of ratios, or of what they exceed 1 by."""
-    if as_ratio:
-        return f"95 % interval {comparison.low:.3f} to {comparison.high:.3f}"
-    return f"95 % interval {span(format_percent(comparison.low - 1), format_percent(comparison.high - 1))}"
+def _interval(comparison: Comparison) -> str:
+    """The interval of what a ratio exceeds 1 by, or of a large ratio."""
+    if comparison.ratio >= TIMES:
+        return f"95 % interval {comparison.low:.3f} to {comparison.high:.3f}{_pairing(comparison)}"
+    ends = span(format_percent(comparison.low - 1), format_percent(comparison.high - 1))
+    return f"95 % interval {ends}{_pairing(comparison)}"
 
 
 def _pairing(comparison: Comparison) -> str:
@@ -187,41 +254,8 @@ def _why(ranking: Ranking) -> str:
     )
 
 
-def _busy(ranking: Ranking) -> str:
-    """A sentence if the machine drifted by more than a difference to the fastest, or the range of unranked cases."""
-    if ranking.winner is not None:
-        return busy_between((ranking.winner, rival.case, rival.ratio - 1) for rival in ranking.rivals)
-    cases = ranking.candidates
-    if len(cases) < 2 or cases[0].fidelity in REPEATING:
-        return ""
-    least, most = min(cases, key=step_time), max(cases, key=step_time)
-    return busy_between([(least, most, step_time(most) / step_time(least) - 1)])
-
-
-def busy_between(pairs: Iterable[tuple[CaseResult, CaseResult, float]]) -> str:
-    """A sentence on the largest drift that exceeds the difference in step time of its pair of cases; empty if none
-    does.
-    """
-    drifts = [(drift, effect) for a, b, effect in pairs if (drift := drift_over(a, b, effect))]
-    if not drifts:
-        return ""
-    drift, effect = max(drifts, key=lambda pair: pair[0].size - abs(pair[1]))
-    if drift.kind == "other processes":
-        less, more = sorted((drift.before, drift.after))
-        what = f"other processes used {less:.1f} of {drift.cores} cores in one case, {more:.1f} in the other"
-    else:
-        inside = drift.kind == "within a launch"
-        where = f"within a launch of {drift.case.full_label}" if inside else "between the two cases"
-        ends = f"{format_seconds(drift.before)} to {format_seconds(drift.after)}"
-        what = f"its compute probe went from {ends} {where}"
-    return (
-        f"The machine was busy: {what} ({format_percent(drift.size)}). That is more than the difference in step time "
-        f"({format_percent(abs(effect))})."
-    )
-
-
 def overview(found: Sequence[Finding]) -> tuple[str, ...]:
-    """How often each strategy leads, a sentence per fidelity that has :data:`MANY` comparisons or more."""
+    """How often to use each strategy, a sentence per fidelity that has :data:`MANY` comparisons or more."""
     sentences = []
     fidelities = dict.fromkeys(one.ranking.cases[0].fidelity for one in found)
     for fidelity in fidelities:
@@ -230,29 +264,22 @@ def overview(found: Sequence[Finding]) -> tuple[str, ...]:
         if len(ranked) < MANY:
             continue
         count = f"{len(ranked)} {f'{spelled(fidelity)} ' if len(fidelities) > 1 else ''}comparisons"
-        alone, ties = _led([ranking.fastest for ranking in ranked])
-        unranked = sum(not ranking.fastest for ranking in ranked)
-        rest = [f"{ties} {'was a tie' if ties == 1 else 'were ties'}"] if ties else []
-        rest += [f"{unranked} {'was' if unranked == 1 else 'were'} not ranked"] if unranked else []
-        if alone:
-            (name, times), *others = alone
-            text = f"{name} was fastest in {times} of {count}{''.join(f', {other} in {n}' for other, n in others)}"
-            text += f"{'; ' if rest else ''}{', '.join(rest)}."
-        elif ties == len(ranked):
-            text = f"All {count} are ties for the fastest strategy."
-        else:
-            text = f"No strategy alone was fastest in {count}: {', '.join(rest)}."
+        used, open_ = _led([ranking.choices for ranking in ranked])
+        each = [f"{name} in {times}{'' if place else f' of {count}'}" for place, (name, times) in enumerate(used)]
+        text = f"Use {', '.join(each)}" if used else f"No verdict in any of {count}"
+        text += f"; no verdict in {open_}." if used and open_ else "."
         alone, ties = _led([ranking.lowest_memory for ranking in ranked])
         least = [f"{name} in {times}" for name, times in alone]
         least += [f"{ties} {'tie' if ties == 1 else 'ties'}"] if ties else []
-        sentences.append(f"{text} Lowest memory: {', '.join(least)}." if least else text)
+        within = format_percent(EQUAL_MEMORY, 0)
+        sentences.append(f"{text} Least memory, within {within}: {', '.join(least)}." if least else text)
     return tuple(sentences)
 
 
 def _led(leads: Sequence[tuple[CaseResult, ...]]) -> tuple[list[tuple[str, int]], int]:
-    """How often each strategy led alone, most often first, and the number of ties."""
+    """How often each strategy led alone, most often first, and how often none did."""
     alone = Counter(cases[0].strategy for cases in leads if len(cases) == 1)
-    return sorted(alone.items(), key=lambda item: (-item[1], item[0])), sum(len(cases) > 1 for cases in leads)
+    return sorted(alone.items(), key=lambda item: (-item[1], item[0])), sum(len(cases) != 1 for cases in leads)
 
 
 def notes(evidence: Evidence) -> list[str]:

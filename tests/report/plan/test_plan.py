@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from refshard.plan.plan import TIME_PARTS, Failures, KindSpread, Plan, Reader, Row, Size, Spread
+from refshard.plan.plan import TIME_PARTS, Failures, KindSpread, Plan, Reader, Row, Size, Spread, with_dry_rows
 from refshard.plan.search import search
 from refshard.plan.space import Space, candidates
 from refshard.quantities import GIB, format_bytes, format_seconds
@@ -91,6 +91,23 @@ def test_ties_are_within_the_median_error_of_the_bests_kind_and_the_next_is_not(
     piped = [row(one.step_s, pp=2, microbatches=2, tp=n) for n, one in zip((1, 2, 4), (best, tied, slower))]
     assert [sentence.partition(" ")[0] for sentence in plan_text.verdict(plan(size(*piped)), SPREAD)] == ["Use", "Tied"]
     assert plan_text.verdict(plan(size(best, slower)), SPREAD)[1] == "Next: fsdp2 with TP 2 x FSDP 8, 3 % slower."
+
+
+def test_the_first_sentence_names_the_memory_that_decided() -> None:
+    best, other = row(1.01, peak_gib=30, strategy="refshard-yafsdp"), row(1.0, peak_gib=35)
+    told = plan_text.verdict(plan(size(best, other)), SPREAD)
+    assert told[0] == (
+        "Use refshard-yafsdp with FSDP 16, 1 microbatch of 1 sequence, no checkpointing: 5.00 GiB (14 %) less memory "
+        "than fsdp2 at the same speed."
+    )
+    assert told[1].startswith("1.01 s (909 ms to 1.21 s) per step, 40 % MFU, 30.0 GiB of 70.0 GiB usable.")
+
+
+def test_a_lead_that_no_run_backs_is_named_as_the_models() -> None:
+    told = plan_text.verdict(plan(size(row(1.0), row(0.91, strategy="refshard-fsdp"))), Spread(kinds={}))
+    assert told[1] == (
+        "Next: refshard-fsdp with FSDP 16, 9 % faster by the model, whose error is not known for this kind."
+    )
 
 
 def test_values_that_are_varied_are_in_every_table_and_sentence_and_others_in_none() -> None:
@@ -222,13 +239,13 @@ def test_without_published_runs_of_a_kind_there_is_no_range_and_no_tie() -> None
     assert verdict(found) == [
         "Use fsdp2 with FSDP 16, 1 microbatch of 1 sequence, no checkpointing: 1.00 s (error not known) per step, "
         "40 % MFU, 35.0 GiB of 70.0 GiB usable.",
-        "Next: fsdp2 with TP 2 x FSDP 8, 0 % slower: whether that is so is not known.",
+        "Next: fsdp2 with TP 2 x FSDP 8, as fast by the model, whose error is not known for this kind.",
     ]
     assert [one["8 of 10 within"] for one in rows(tables(found, detail=False)[0])] == ["not known", "not known"]
     assert ("Error bars: not known: no published run of this kind (experts, bf16). No tie is claimed.") in notes(found)
     known, other = row(0.99), row(1.2, tp=2)
     assert plan_text.verdict(plan(size(known, best, other)), SPREAD)[1:] == [
-        "Next: fsdp2 with FSDP 16, 1 % slower: whether that is so is not known.",
+        "Next: fsdp2 with FSDP 16, 1 % slower by the model, whose error is not known for this kind.",
     ]
     (line,) = charts.scaling_chart(plan(size(best))).figure["data"]
     assert numbers(line["error_y"]["array"]) == [0]
@@ -381,3 +398,13 @@ def test_the_tradeoff_shows_the_front_and_the_best_once_each() -> None:
     assert "Shaded: within 3.1 % of the fastest" in found.alternative
     listed = re.findall(r"\((\d\.\d\d s), (\d\d\.\d GiB)\)", found.alternative)
     assert listed == [("1.00 s", "35.0 GiB"), ("1.30 s", "31.0 GiB")]
+
+
+@pytest.mark.parametrize(("reserved_gib", "first"), [(45, "refshard-yafsdp"), (50, "fsdp2")])
+def test_memory_decides_between_dry_runs_that_tie_on_one_mesh(reserved_gib: int, first: str) -> None:
+    """The own engine's lead in time counts for nothing, and neither does less memory on another mesh."""
+    peer = row(1.0).dried(1.0, 50 * GIB, 51 * GIB)
+    own = row(1.0, strategy="refshard-yafsdp").dried(0.98, 44 * GIB, reserved_gib * GIB)
+    divided = row(1.0, tp=2).dried(1.01, 30 * GIB, 30 * GIB)
+    found = with_dry_rows(size(), (divided, own, peer), SPREAD).rows
+    assert (found[0].job.strategy, found[0].job.tp) == (first, 1)

@@ -59,7 +59,8 @@ def test_an_interval_that_holds_no_change_and_a_large_one_is_unknown() -> None:
         noisy = with_record(noisy, place, step_times_s=((time,),))
     found = compared(later(noisy, "now"), before)
     assert by_label(found) == {"ddp": "unknown"}
-    assert found.sentences == ["1 matching case: 1 too noisy to tell."]
+    assert found.sentences == ["No verdict: 1 matching case: 1 too noisy to tell."]
+    assert not found.decides
     assert not found.worse
 
 
@@ -71,7 +72,7 @@ def test_under_three_launches_of_either_side_no_word_says_shorter(few: int, fact
     for now, then in ((short, short), (short, long), (long, short)):
         found = compared(later(quicker(now, factor), "now"), then)
         assert by_label(found) == {"ddp": "not compared"}
-        assert found.sentences == [f"1 matching case: 1 times not compared (n = {few}: no interval)."]
+        assert found.sentences == [f"No verdict: 1 matching case: 1 times not compared (n = {few}: no interval)."]
         assert ratios(found)[0].endswith(f" (n = {few}: no interval)")
         assert not found.worse
 
@@ -121,7 +122,7 @@ def test_what_one_side_alone_holds_is_counted() -> None:
     found = compared(later(run(CASES[:3], rounds=3, failed=False), "now"), BEFORE)
     assert found.caveats[-1] == "2 cases are only in the earlier run"
     strangers = compared(later(run(CASES[3:], rounds=3, failed=False), "now"), run(CASES[:2], rounds=3, failed=False))
-    assert strangers.sentences == ["Nothing to compare: no case is also in made."]
+    assert strangers.sentences == ["No verdict: no case is also in made."]
     assert strangers.changed == []
 
 
