@@ -177,8 +177,61 @@ const charts = (() => {
       box.on("plotly_afterplot", () => {
         if (box.labelledAt && box.labelledAt !== box.clientWidth) label(box, shown(element).data);
       });
+      box.on("plotly_click", ({ points: [point] }) => jumpOf(element, point.data.name)?.click());
     }
   };
+
+  // --- from a part of a bar to where it is longest in a timeline
+  const jumpOf = (element, part) => [...element.closest("figure")?.querySelectorAll("a.jump") ?? []].find((link) =>
+    link.dataset.part.startsWith(part.replaceAll("&lt;", "<").replaceAll("&gt;", ">").replaceAll("&amp;", "&")));
+  const zoom = (element, range, shapes = []) =>
+    Plotly.relayout(element.querySelector(".plot"), { "xaxis.range": range, shapes });
+  const reveal = (element, parent = element) => {
+    for (let at = parent; at; at = at.parentElement) if (at instanceof HTMLDetailsElement) at.open = true;
+    element.scrollIntoView({ block: "center" });
+  };
+  const goTo = async (link) => {
+    const element = document.getElementById(link.hash.slice(1));
+    const figure = element.closest("figure");
+    reveal(element);
+    near.unobserve(element);
+    await load();
+    await draw(element);
+    const [from, to] = figureOf(element).layout.xaxis.range;
+    const [begin, end] = [link.dataset.begin, link.dataset.end].map((share) => from + Number(share) * (to - from));
+    const around = Math.max(1.5 * (end - begin), (to - from) / 5000);
+    const mark = { type: "rect", x0: begin, x1: end, yref: "paper", y0: 0, y1: 1, line: { width: 2, color: "#e4002b" } };
+    await zoom(element, [Math.max(from, begin - around), Math.min(to, end + around)], [mark]);
+    figure.querySelector(".place")?.remove();
+    const place = document.createElement("p");
+    place.className = "place";
+    place.tabIndex = -1;
+    const button = (text, does) => {
+      const made = document.createElement("button");
+      made.type = "button";
+      made.textContent = text;
+      made.addEventListener("click", does);
+      return made;
+    };
+    const whole = button("Show all", () => { zoom(element, [from, to]); place.remove(); });
+    const back = button("Back to the bar", () => { reveal(link); link.focus(); });
+    place.append(`Framed: the longest of ${link.dataset.part}, ${link.dataset.note}. `, whole, " ", back);
+    element.before(place);
+    reveal(place, element);
+    place.focus({ preventScroll: true });
+  };
+  document.addEventListener("click", (event) => {
+    const link = event.target.closest?.("a.jump, a.part");
+    const jump = link?.matches(".part") ? jumpOf(document.getElementById(link.hash.slice(1)), link.dataset.part) : link;
+    if (!jump || !("DecompressionStream" in window)) return;
+    event.preventDefault();
+    goTo(jump);
+  });
+
+  for (const link of document.querySelectorAll("a.part")) {
+    const bar = document.getElementById(link.hash.slice(1));
+    if (!bar || !jumpOf(bar, link.dataset.part)) link.replaceWith(...link.childNodes);
+  }
 
   // --- saving; offered before anything is drawn, since buttons may take a line, and a page must not move later
   const offer = (element) => {

@@ -85,7 +85,7 @@ def trace_answer(analyses: Sequence[Analysis], checks: Sequence[Block] = (), mor
         if shown and members[0].unavailable is None:
             worst = max(shown, key=lambda one: fmean(part.breakdown.span_ns for part in parts(one.figures)))
             gains = sections.paying(worst.figures)
-            blocks += [_where(worst), *([gains] if gains.facts else [])]
+            blocks += [_where(worst, f"trace-{analyses.index(worst)}"), *([gains] if gains.facts else [])]
         blocks += [_job_table(ranks, f"{finding.title} ({_pattern(ranks)})"), Notes(sentences=finding.more)]
         if waits := sections.waits(members):
             name = "" if len(found) == 1 else f": {names[members[0].job]}"
@@ -122,8 +122,8 @@ def trace_answer(analyses: Sequence[Analysis], checks: Sequence[Block] = (), mor
     )  # fmt: skip
 
 
-def _where(one: Analysis) -> Charts:
-    return Charts(draw=lambda: [_charts().where_chart(one.figures, one.timeline)])
+def _where(one: Analysis, prefix: str) -> Charts:
+    return Charts(draw=lambda: [_charts().where_chart(one.figures, one.timeline, prefix)])
 
 
 def as_objects(traces: Sequence[TraceFigures]) -> list[dict[str, Any]]:

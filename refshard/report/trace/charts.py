@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from refshard.analysis.attribution import attribute, class_of_work
+from refshard.analysis.attribution import Attribution, Owner, Work, attribute, class_of_work
+from refshard.analysis.difference import label_of
 from refshard.analysis.figures import Breakdown, Cause, MemoryPoint, TraceFigures
-from refshard.events.timeline import Nanoseconds, Timeline
+from refshard.events.timeline import Nanoseconds, Timeline, Window
 from refshard.quantities import axis_unit, format_bytes, format_ns, format_percent
-from refshard.report.draw.charts import THEME, Bar, Chart, Row, chart, label_text, pattern, shortened, stacked
+from refshard.report.draw.charts import THEME, Bar, Chart, Jump, Row, chart, label_text, pattern, shortened, stacked
 from refshard.report.draw.palette import BLUE, INK, OKABE_ITO, RED, SPANS, STEP, Look, dimmed
 from refshard.report.draw.palette import WORK as PALETTE
 from refshard.report.trace.findings import WORK
@@ -93,39 +94,78 @@ def ranks_chart(figures: Sequence[TraceFigures]) -> list[Chart]:
     return [_on_cpu(drawn) if all(one.device == "cpu" for one in figures) else drawn]
 
 
-def where_chart(figures: TraceFigures, timeline: Timeline) -> Chart:
-    """One bar of the mean step, every nanosecond of it once: compute by class, what is exposed, idle time by cause."""
+WHERE = {
+    **PALETTE, "copies": SPANS["copy"], "preparation of a reduction": SPANS["prep"],
+    "communication: transfer": STEP["exposed communication"], "communication: waiting": Look(RED, "x"),
+    "communication: transfer or waiting": Look(RED, "."), **{name: STEP[name] for name in IDLE.values()},
+}  # fmt: skip
+"""Looks of the parts of :func:`where_parts`."""
+_CAUSES = {cause.replace("_", " "): name for cause, name in IDLE.items()}
+
+
+def where_parts(figures: TraceFigures, found: Attribution) -> dict[str, float]:
+    """The mean step in seconds, every nanosecond of it once: compute by class, what is exposed, idle time by cause."""
+    parts = dict.fromkeys(WHERE, 0.0)
+    for owner in found.owners:
+        for name, share in _parts_of(owner.work, figures).items():
+            parts[name] += share * owner.ns / found.steps / 1e9
+    return parts
+
+
+def _parts_of(work: Work, figures: TraceFigures) -> dict[str, float]:
+    """The parts that own the time of a work, with their shares of it."""
+    if work.kind == "idle":
+        return {_CAUSES.get(work.bound or "", IDLE[Cause.UNKNOWN]): 1.0}
+    if work.kind == "comm":
+        return {f"communication: {name}": share for name, share in _exposed_shares(figures).items()}
+    if work.kind in ("prep", "copy"):
+        return {"copies" if work.kind == "copy" else "preparation of a reduction": 1.0}
+    return {WORK.get(class_of_work(work), "other kernels") if work.kind == "compute" else "other kernels": 1.0}
+
+
+def where_chart(figures: TraceFigures, timeline: Timeline, prefix: str) -> Chart:
+    """One bar of the mean step by :func:`where_parts`. Each part leads to where it is longest in the timelines that
+    :func:`all_charts` draws under ``prefix``.
+    """
     found, report = attribute(timeline), figures.operators
     rates = {WORK[one.name]: one.of_roofline for one in report.classes if one.name in WORK} if report else {}
-    looks = {**PALETTE, "copies": SPANS["copy"], "preparation of a reduction": SPANS["prep"],
-             "communication: transfer": STEP["exposed communication"], "communication: waiting": Look(RED, "x"),
-             "communication: transfer or waiting": Look(RED, "."),
-             **{name: STEP[name] for name in IDLE.values()}}  # fmt: skip
-    causes = {cause.replace("_", " "): name for cause, name in IDLE.items()}
-    parts = dict.fromkeys(looks, 0.0)
-    for owner in found.owners:
-        work, seconds = owner.work, owner.ns / found.steps / 1e9
-        if work.kind == "idle":
-            parts[causes.get(work.bound or "", IDLE[Cause.UNKNOWN])] += seconds
-        elif work.kind == "comm":
-            for name, share in _exposed_shares(figures).items():
-                parts[f"communication: {name}"] += share * seconds
-        elif work.kind in ("prep", "copy"):
-            parts["copies" if work.kind == "copy" else "preparation of a reduction"] += seconds
-        else:
-            kind = WORK.get(class_of_work(work), "other kernels") if work.kind == "compute" else "other kernels"
-            parts[kind] += seconds
+    parts = where_parts(figures, found)
     step = sum(parts.values())
     parts = {name: value for name, value in parts.items() if value >= 0.001 * step}
     names = {name: name if rates.get(name) is None else f"{name} ({format_percent(rates[name], 0)} of roofline)"
-             for name in looks}  # fmt: skip
+             for name in WHERE}  # fmt: skip
     bar = Bar(place=0, name=who(figures), parts={names[name]: value for name, value in parts.items()})
-    figure = stacked([Row(text="")], [bar], {names[name]: look for name, look in looks.items()}, "s", per(figures))
-    said = [f"{names[name]} {format_ns(1e9 * value)}" for name, value in sorted(parts.items(), key=lambda p: -p[1])
-            if value >= 0.01 * step]  # fmt: skip
-    text = f"{'Mean ' if found.steps > 1 else ''}{each(figures)} of {who(figures)}, {format_ns(1e9 * step)}: "
-    drawn = chart(f"where-{figures.job}", f"Where the {each(figures)} goes", figure, f"{text}{', '.join(said)}.")
+    figure = stacked([Row(text="")], [bar], {names[name]: look for name, look in WHERE.items()}, "s", per(figures))
+    order = sorted(parts.items(), key=lambda part: -part[1])
+    said = {name: f"{names[name]} {format_ns(1e9 * value)}" for name, value in order if value >= 0.01 * step}
+    lead = f"{'Mean ' if found.steps > 1 else ''}{each(figures)} of {who(figures)}, {format_ns(1e9 * step)}"
+    title = f"Where the {each(figures)} goes"
+    drawn = chart(f"where-{figures.job}", title, figure, f"{lead}: {', '.join(said.values())}.")
+    places = _longest_places(figures, timeline, prefix)
+    jumps = [replace(place, part=names[name], text=said[name]) for name in said if (place := places.get(name))]
+    drawn = replace(drawn, lead=lead, jumps=jumps)
     return _on_cpu(drawn) if figures.device == "cpu" else drawn
+
+
+def _longest_places(figures: TraceFigures, timeline: Timeline, prefix: str) -> dict[str, Jump]:
+    """Where each part of the step is longest in the windows that are drawn."""
+    windows = drawn_windows(figures, timeline)
+    shown = tuple(Window(step=one.step, start=one.begin, end=one.close) for one in windows)
+    found = dict[str, Owner]()
+    for owner in attribute(replace(timeline, windows=shown)).owners:
+        for name in _parts_of(owner.work, figures) if owner.longest[0] else ():
+            found[name] = max(found.get(name, owner), owner, key=lambda one: one.longest)
+    places = {}
+    for name, owner in found.items():
+        ns, start, end = owner.longest
+        n = next(n for n, window in enumerate(windows) if start < window.close and end > window.begin)
+        window = windows[n]
+        begin, close = ((at - window.begin) / (window.close - window.begin) for at in (start, end))
+        note = f"{format_ns(ns)}: {label_of(owner.work)}"
+        places[name] = Jump(
+            part=name, text=name, chart=f"{prefix}-timeline-{n}", begin=max(0.0, begin), end=min(1.0, close), note=note
+        )
+    return places
 
 
 def _exposed_shares(figures: TraceFigures) -> dict[str, float]:
@@ -174,7 +214,13 @@ def _on_cpu(drawn: Chart) -> Chart:
     """The chart with a CPU's name for idle time between operators, in its legend and in what pointing shows."""
     text = json.dumps(drawn.figure).replace(IDLE[Cause.LAUNCH], ON_CPU)
     told = drawn.alternative.replace(IDLE[Cause.LAUNCH], ON_CPU)
-    return replace(drawn, figure=json.loads(text), alternative=told)
+    jumps = [
+        replace(
+            one, part=one.part.replace(IDLE[Cause.LAUNCH], ON_CPU), text=one.text.replace(IDLE[Cause.LAUNCH], ON_CPU)
+        )
+        for one in drawn.jumps
+    ]
+    return replace(drawn, figure=json.loads(text), alternative=told, jumps=jumps)
 
 
 def split(part: Breakdown) -> dict[str, int]:
