@@ -177,13 +177,13 @@ const charts = (() => {
       box.on("plotly_afterplot", () => {
         if (box.labelledAt && box.labelledAt !== box.clientWidth) label(box, shown(element).data);
       });
-      box.on("plotly_click", ({ points: [point] }) => jumpOf(element, point.data.name)?.click());
+      box.on("plotly_click", ({ points: [point] }) => jumpOf(element, point.data.name, point.y)?.click());
     }
   };
 
   // --- from a part of a bar to where it is longest in a timeline
-  const jumpOf = (element, part) => [...element.closest("figure")?.querySelectorAll("a.jump") ?? []].find((link) =>
-    link.dataset.part.startsWith(part.replaceAll("&lt;", "<").replaceAll("&gt;", ">").replaceAll("&amp;", "&")));
+  const jumpOf = (element, part, row = 0) => [...element.closest("figure")?.querySelectorAll("a.jump") ?? []].find((link) =>
+    Number(link.dataset.row) === row && link.dataset.part.startsWith(part.replaceAll("&lt;", "<").replaceAll("&gt;", ">").replaceAll("&amp;", "&")));
   const zoom = (element, range, shapes = []) =>
     Plotly.relayout(element.querySelector(".plot"), { "xaxis.range": range, shapes });
   const reveal = (element, parent = element) => {

@@ -44,7 +44,7 @@ const tables = (() => {
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), 1000);
   };
-  const MANY = 8; // rows, from which on they can be filtered
+  const MANY = 12; // rows, from which on they can be filtered
   const filter = (table) => {
     const field = document.createElement("input");
     field.type = "search";

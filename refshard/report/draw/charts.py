@@ -45,7 +45,7 @@ THEME = go.layout.Template(
 class Jump:
     """From a part of a figure of bars, ``text``, to its place on another chart's time axis, and what is there.
 
-    ``begin`` and ``end`` are shares of the axis of the chart with the id ``chart``.
+    ``begin`` and ``end`` are shares of the axis of the chart with the id ``chart``; ``row`` is that of the bar.
     """
 
     part: str
@@ -54,6 +54,7 @@ class Jump:
     begin: float
     end: float
     note: str
+    row: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from refshard.analysis.attribution import Attribution, Owner, Work, attribute, class_of_work
+from refshard.analysis.analyse import Analysis
+from refshard.analysis.attribution import Owner, attribute
 from refshard.analysis.difference import label_of
 from refshard.analysis.figures import Breakdown, Cause, MemoryPoint, TraceFigures
 from refshard.events.timeline import Nanoseconds, Timeline, Window
 from refshard.quantities import axis_unit, format_bytes, format_ns, format_percent
 from refshard.report.draw.charts import THEME, Bar, Chart, Jump, Row, chart, label_text, pattern, shortened, stacked
-from refshard.report.draw.palette import BLUE, INK, OKABE_ITO, RED, SPANS, STEP, Look, dimmed
-from refshard.report.draw.palette import WORK as PALETTE
+from refshard.report.draw.palette import BLUE, INK, OKABE_ITO, SPANS, STEP, Look, dimmed
 from refshard.report.trace.findings import WORK
 from refshard.report.trace.lanes import (
     NAMES,
@@ -47,6 +47,7 @@ from refshard.report.trace.text import (
     per,
     who,
 )
+from refshard.report.trace.where import LOOKS, parts_of, where_means, where_parts
 
 MOST_STEPS, MOST_RANKS, MOST_POINTS = 60, 40, 1500
 MOST_SPANS, MOST_BLOCKS = 20_000, 2_000
@@ -94,35 +95,6 @@ def ranks_chart(figures: Sequence[TraceFigures]) -> list[Chart]:
     return [_on_cpu(drawn) if all(one.device == "cpu" for one in figures) else drawn]
 
 
-WHERE = {
-    **PALETTE, "copies": SPANS["copy"], "preparation of a reduction": SPANS["prep"],
-    "communication: transfer": STEP["exposed communication"], "communication: waiting": Look(RED, "x"),
-    "communication: transfer or waiting": Look(RED, "."), **{name: STEP[name] for name in IDLE.values()},
-}  # fmt: skip
-"""Looks of the parts of :func:`where_parts`."""
-_CAUSES = {cause.replace("_", " "): name for cause, name in IDLE.items()}
-
-
-def where_parts(figures: TraceFigures, found: Attribution) -> dict[str, float]:
-    """The mean step in seconds, every nanosecond of it once: compute by class, what is exposed, idle time by cause."""
-    parts = dict.fromkeys(WHERE, 0.0)
-    for owner in found.owners:
-        for name, share in _parts_of(owner.work, figures).items():
-            parts[name] += share * owner.ns / found.steps / 1e9
-    return parts
-
-
-def _parts_of(work: Work, figures: TraceFigures) -> dict[str, float]:
-    """The parts that own the time of a work, with their shares of it."""
-    if work.kind == "idle":
-        return {_CAUSES.get(work.bound or "", IDLE[Cause.UNKNOWN]): 1.0}
-    if work.kind == "comm":
-        return {f"communication: {name}": share for name, share in _exposed_shares(figures).items()}
-    if work.kind in ("prep", "copy"):
-        return {"copies" if work.kind == "copy" else "preparation of a reduction": 1.0}
-    return {WORK.get(class_of_work(work), "other kernels") if work.kind == "compute" else "other kernels": 1.0}
-
-
 def where_chart(figures: TraceFigures, timeline: Timeline, prefix: str) -> Chart:
     """One bar of the mean step by :func:`where_parts`. Each part leads to where it is longest in the timelines that
     :func:`all_charts` draws under ``prefix``.
@@ -133,9 +105,9 @@ def where_chart(figures: TraceFigures, timeline: Timeline, prefix: str) -> Chart
     step = sum(parts.values())
     parts = {name: value for name, value in parts.items() if value >= 0.001 * step}
     names = {name: name if rates.get(name) is None else f"{name} ({format_percent(rates[name], 0)} of roofline)"
-             for name in WHERE}  # fmt: skip
+             for name in LOOKS}  # fmt: skip
     bar = Bar(place=0, name=who(figures), parts={names[name]: value for name, value in parts.items()})
-    figure = stacked([Row(text="")], [bar], {names[name]: look for name, look in WHERE.items()}, "s", per(figures))
+    figure = stacked([Row(text="")], [bar], {names[name]: look for name, look in LOOKS.items()}, "s", per(figures))
     order = sorted(parts.items(), key=lambda part: -part[1])
     said = {name: f"{names[name]} {format_ns(1e9 * value)}" for name, value in order if value >= 0.01 * step}
     lead = f"{'Mean ' if found.steps > 1 else ''}{each(figures)} of {who(figures)}, {format_ns(1e9 * step)}"
@@ -147,13 +119,39 @@ def where_chart(figures: TraceFigures, timeline: Timeline, prefix: str) -> Chart
     return _on_cpu(drawn) if figures.device == "cpu" else drawn
 
 
+def sides_chart(names: Sequence[str], sides: Sequence[Sequence[Analysis]], prefixes: Sequence[str]) -> Chart:
+    """The bars of two jobs on one scale, means over the ranks of each. A part leads to where it is longest in the
+    timelines of a job's first rank, which are drawn under its prefix.
+    """
+    means = [where_means(side) for side in sides]
+    steps = [sum(parts.values()) for parts in means]
+    shown = [name for name in LOOKS if any(parts[name] >= 0.001 * step for parts, step in zip(means, steps))]
+    bars = [
+        Bar(place=n, name=name, parts={part: parts[part] for part in shown})
+        for n, (name, parts) in enumerate(zip(names, means))
+    ]
+    figure = stacked([Row(text=name) for name in names], bars, {name: LOOKS[name] for name in shown}, "s", "per step")
+    jumps = list[Jump]()
+    for row, (name, side, prefix) in enumerate(zip(names, sides, prefixes)):
+        places = {} if side[0].kept is None else _longest_places(side[0].figures, side[0].kept, prefix)
+        for part in sorted(shown, key=lambda part: -means[row][part]):
+            if (place := places.get(part)) and means[row][part] >= 0.01 * steps[row]:
+                text = f"{name}: {part} {format_ns(1e9 * means[row][part])}"
+                jumps.append(replace(place, row=row, text=text, note=f"{name}, {place.note}"))
+    lead = ", ".join(f"{name} {format_ns(1e9 * step)}" for name, step in zip(names, steps))
+    lead = f"Mean steps on one scale, {lead}"
+    told = f"{lead}{': ' if jumps else ''}{', '.join(one.text for one in jumps)}."
+    drawn = replace(chart("sides", "Both steps", figure, told), lead=lead, jumps=jumps)
+    return _on_cpu(drawn) if all(one.figures.device == "cpu" for side in sides for one in side) else drawn
+
+
 def _longest_places(figures: TraceFigures, timeline: Timeline, prefix: str) -> dict[str, Jump]:
     """Where each part of the step is longest in the windows that are drawn."""
     windows = drawn_windows(figures, timeline)
     shown = tuple(Window(step=one.step, start=one.begin, end=one.close) for one in windows)
     found = dict[str, Owner]()
     for owner in attribute(replace(timeline, windows=shown)).owners:
-        for name in _parts_of(owner.work, figures) if owner.longest[0] else ():
+        for name in parts_of(owner.work, figures) if owner.longest[0] else ():
             found[name] = max(found.get(name, owner), owner, key=lambda one: one.longest)
     places = {}
     for name, owner in found.items():
@@ -166,18 +164,6 @@ def _longest_places(figures: TraceFigures, timeline: Timeline, prefix: str) -> d
             part=name, text=name, chart=f"{prefix}-timeline-{n}", begin=max(0.0, begin), end=min(1.0, close), note=note
         )
     return places
-
-
-def _exposed_shares(figures: TraceFigures) -> dict[str, float]:
-    """Shares of exposed communication that are transfer, waiting for other ranks, or either."""
-    found = figures.communication
-    every = () if found is None else found.steps or (found.whole,)
-    sums = {
-        "transfer": sum(one.transfer_ns or 0 for one in every), "waiting": sum(one.waiting_ns or 0 for one in every),
-        "transfer or waiting": sum(one.undivided_ns for one in every),
-    }  # fmt: skip
-    total = sum(sums.values())
-    return {name: ns / total for name, ns in sums.items()} if total else {"transfer or waiting": 1.0}
 
 
 def all_charts(figures: TraceFigures, timeline: Timeline | None, prefix: str) -> list[Chart]:
