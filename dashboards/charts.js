@@ -87,19 +87,23 @@ const charts = (() => {
     return figure.layout.meta?.rows ? takeBars(figure) : takeCurves(figure);
   };
 
-  // --- labels of points: each where nothing else is; one without room goes, since pointing tells it too
+  // --- labels of points: each where nothing else is, one for points that lie on each other; one without room goes,
+  // since pointing tells it too
   const AROUND = [
     ["middle right", 1, 0], ["middle left", -1, 0], ["top center", 0, -1], ["bottom center", 0, 1],
     ["top right", 1, -1], ["bottom right", 1, 1], ["top left", -1, -1], ["bottom left", -1, 1],
   ];
-  const HIGH = 15; // of a label, px
+  const HIGH = 17; // of a label's line, px
   const FAR = 9; // from a point's middle to its label, px
+  const SAME = 10; // points that are nearer lie on each other, px
+  const WIDE = 260; // names of points that lie on each other share a line of at most this, px
   const pen = document.createElement("canvas").getContext("2d");
   pen.font = "13px system-ui, sans-serif";
+  const wide = (text) => pen.measureText(text.replaceAll("&lt;", "<").replaceAll("&amp;", "&")).width + 4;
 
-  const boxAt = (x, y, width, [, right, down]) => ({
-    left: x + (right > 0 ? FAR : right < 0 ? -FAR - width : -width / 2), width, height: HIGH,
-    top: y + (down > 0 ? FAR : down < 0 ? -FAR - HIGH : -HIGH / 2),
+  const boxAt = ([x, y], width, height, [, right, down]) => ({
+    left: x + (right > 0 ? FAR : right < 0 ? -FAR - width : -width / 2), width, height,
+    top: y + (down > 0 ? FAR : down < 0 ? -FAR - height : -height / 2),
   });
   const meet = (a, b) => a.left < b.left + b.width && b.left < a.left + a.width
     && a.top < b.top + b.height && b.top < a.top + a.height;
@@ -113,6 +117,7 @@ const charts = (() => {
     }));
   });
 
+  // Of each point with a label, its text and side.
   const placed = (box, trace, front) => {
     const { xaxis, yaxis, shapes, _size: size } = box._fullLayout;
     const points = trace.x.map((x, place) => [xaxis.d2p(x), yaxis.d2p(trace.y[place])]);
@@ -121,24 +126,36 @@ const charts = (() => {
       taken.push({ left: xaxis.d2p(shape.x0) - 3, top: 0, width: 6, height: size.h });
     }
     const { array = [], arrayminus = [], visible } = trace.error_y ?? {};
-    for (const [place, [x, y]] of visible ? points.entries() : []) {
+    const errors = (visible ? [...points.entries()] : []).map(([place, [x]]) => {
       const top = yaxis.d2p(trace.y[place] + array[place]);
-      taken.push({ left: x - 3, top, width: 6, height: yaxis.d2p(trace.y[place] - arrayminus[place]) - top });
-    }
+      return { left: x - 3, top, width: 6, height: yaxis.d2p(trace.y[place] - arrayminus[place]) - top };
+    });
     const line = dots(front.x.map((x, at) => [xaxis.d2p(x), yaxis.d2p(front.y[at])]));
-    const place = ([x, y], name) => {
-      const width = pen.measureText(name.replaceAll("&lt;", "<").replaceAll("&amp;", "&")).width + 4;
-      const free = AROUND.map((side) => [side, boxAt(x, y, width, side)]).filter(([, at]) => at.left >= 0 && at.top >= 0
-        && at.left + width <= size.w && at.top + HIGH <= size.h && !taken.some((other) => meet(at, other)));
-      const [side, at] = free.find(([, one]) => !line.some((dot) => meet(one, dot))) ?? free[0] ?? [];
-      if (at) taken.push(at);
-      return side?.[0];
-    };
-    // Lower points first: they are the better ones.
-    const order = points.map((_, at) => at).sort((a, b) => points[b][1] - points[a][1]);
-    const sides = [];
-    for (const at of order) sides[at] = place(points[at], trace.text[at]);
-    return sides;
+    // Those on the front first, then lower points: they are the better ones.
+    const onFront = points.map((_, at) => front.x.some((x, n) => x === trace.x[at] && front.y[n] === trace.y[at]));
+    const order = points.map((_, at) => at).sort((a, b) => onFront[b] - onFront[a] || points[b][1] - points[a][1]);
+    const together = [];
+    for (const at of order) {
+      const near = together.find(([first]) =>
+        Math.hypot(points[at][0] - points[first][0], points[at][1] - points[first][1]) < SAME);
+      if (near) near.push(at);
+      else together.push([at]);
+    }
+    const labels = [];
+    for (const members of together) {
+      const names = members.map((at) => trace.text[at]);
+      const lines = wide(names.join(", ")) <= WIDE ? [names.join(", ")] : names;
+      const [width, height] = [Math.max(...lines.map(wide)), HIGH * lines.length];
+      const free = AROUND.map((side) => [side, boxAt(points[members[0]], width, height, side)]).filter(([, at]) =>
+        at.left >= 0 && at.top >= 0 && at.left + width <= size.w && at.top + height <= size.h
+        && !taken.some((other) => meet(at, other)));
+      const clear = (obstacles) => free.find(([, one]) => !obstacles.some((other) => meet(one, other)));
+      const [side, at] = clear([...errors, ...line]) ?? clear(errors) ?? (onFront[members[0]] ? free[0] : null) ?? [];
+      if (!at) continue;
+      taken.push(at);
+      labels[members[0]] = { text: lines.join("<br>"), side: side[0] };
+    }
+    return labels;
   };
 
   const label = (box, traces) => {
@@ -146,10 +163,10 @@ const charts = (() => {
     if (at < 0) return undefined;
     box.labelledAt = box.clientWidth;
     const trace = traces[at];
-    const sides = placed(box, trace, traces.find((one) => one.meta?.front));
+    const labels = placed(box, trace, traces.find((one) => one.meta?.front));
     return Plotly.restyle(box, {
-      text: [trace.text.map((text, place) => (sides[place] ? text : ""))],
-      textposition: [sides.map((side) => side ?? "middle right")],
+      text: [trace.text.map((_, place) => labels[place]?.text ?? "")],
+      textposition: [trace.text.map((_, place) => labels[place]?.side ?? "middle right")],
     }, [at]);
   };
 
