@@ -144,16 +144,18 @@ const charts = (() => {
     const labels = [];
     for (const members of together) {
       const names = members.map((at) => trace.text[at]);
-      const lines = wide(names.join(", ")) <= WIDE ? [names.join(", ")] : names;
-      const [width, height] = [Math.max(...lines.map(wide)), HIGH * lines.length];
-      const free = AROUND.map((side) => [side, boxAt(points[members[0]], width, height, side)]).filter(([, at]) =>
-        at.left >= 0 && at.top >= 0 && at.left + width <= size.w && at.top + height <= size.h
+      const forms = names.length > 1 && wide(names.join(", ")) <= WIDE ? [[names.join(", ")], names] : [names];
+      const free = forms.flatMap((lines) => {
+        const [width, height] = [Math.max(...lines.map(wide)), HIGH * lines.length];
+        return AROUND.map((side) => ({ text: lines.join("<br>"), side: side[0],
+          at: boxAt(points[members[0]], width, height, side) }));
+      }).filter(({ at }) => at.left >= 0 && at.top >= 0 && at.left + at.width <= size.w && at.top + at.height <= size.h
         && !taken.some((other) => meet(at, other)));
-      const clear = (obstacles) => free.find(([, one]) => !obstacles.some((other) => meet(one, other)));
-      const [side, at] = clear([...errors, ...line]) ?? clear(errors) ?? (onFront[members[0]] ? free[0] : null) ?? [];
-      if (!at) continue;
-      taken.push(at);
-      labels[members[0]] = { text: lines.join("<br>"), side: side[0] };
+      const clear = (obstacles) => free.find(({ at }) => !obstacles.some((other) => meet(at, other)));
+      const label = clear([...errors, ...line]) ?? clear(errors) ?? (onFront[members[0]] ? free[0] : undefined);
+      if (!label) continue;
+      taken.push(label.at);
+      labels[members[0]] = label;
     }
     return labels;
   };

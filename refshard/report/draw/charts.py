@@ -46,6 +46,7 @@ class Jump:
     """From a part of a figure of bars, ``text``, to its place on another chart's time axis, and what is there.
 
     ``begin`` and ``end`` are shares of the axis of the chart with the id ``chart``; ``row`` is that of the bar.
+    Without a ``chart`` it leads nowhere.
     """
 
     part: str

@@ -10,6 +10,7 @@ import json
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import plotly.graph_objects as go
 from refshard.analysis.analyse import Analysis
 from refshard.analysis.attribution import Owner, attribute
 from refshard.analysis.difference import label_of
-from refshard.analysis.figures import Breakdown, Cause, MemoryPoint, TraceFigures
+from refshard.analysis.figures import Breakdown, Cause, MemoryPoint, OperatorClass, TraceFigures
 from refshard.events.timeline import Nanoseconds, Timeline, Window
 from refshard.quantities import axis_unit, format_bytes, format_ns, format_percent
 from refshard.report.draw.charts import THEME, Bar, Chart, Jump, Row, chart, label_text, pattern, shortened, stacked
@@ -47,11 +48,12 @@ from refshard.report.trace.text import (
     per,
     who,
 )
-from refshard.report.trace.where import LOOKS, parts_of, where_means, where_parts
+from refshard.report.trace.where import LOOKS, RECOMPUTATION, parts_of, where_means, where_parts
 
 MOST_STEPS, MOST_RANKS, MOST_POINTS = 60, 40, 1500
 MOST_SPANS, MOST_BLOCKS = 20_000, 2_000
 """Limits for a timeline, which then takes about 1 MB of its page and is drawn in 0.1 s, and for a layer."""
+_NONE: Mapping[OperatorClass, float] = MappingProxyType({})
 PARTS = ("compute alone", "compute over communication", "exposed communication", "other", *IDLE.values())
 """Parts of a step; they add up to it."""
 _ROW, _NARROW, _LABEL, _PAUSE, _AXIS, _MODES, _LEGEND = 24, 12, 17, 5, 48, 26, 26
@@ -95,13 +97,22 @@ def ranks_chart(figures: Sequence[TraceFigures]) -> list[Chart]:
     return [_on_cpu(drawn) if all(one.device == "cpu" for one in figures) else drawn]
 
 
-def where_chart(figures: TraceFigures, timeline: Timeline, prefix: str) -> Chart:
+def where_chart(
+    figures: TraceFigures,
+    timeline: Timeline,
+    prefix: str,
+    recomputed: Mapping[OperatorClass, float] = _NONE,
+) -> Chart:
     """One bar of the mean step by :func:`where_parts`. Each part leads to where it is longest in the timelines that
-    :func:`all_charts` draws under ``prefix``.
+    :func:`all_charts` draws under ``prefix``. ``recomputed`` seconds of classes of work are a part of their own.
     """
     found, report = attribute(timeline), figures.operators
     rates = {WORK[one.name]: one.of_roofline for one in report.classes if one.name in WORK} if report else {}
     parts = where_parts(figures, found)
+    for one, seconds in recomputed.items():
+        name = WORK.get(one, "other kernels")
+        taken = min(parts[name], seconds)
+        parts[name], parts[RECOMPUTATION] = parts[name] - taken, parts[RECOMPUTATION] + taken
     step = sum(parts.values())
     parts = {name: value for name, value in parts.items() if value >= 0.001 * step}
     names = {name: name if rates.get(name) is None else f"{name} ({format_percent(rates[name], 0)} of roofline)"
@@ -114,7 +125,8 @@ def where_chart(figures: TraceFigures, timeline: Timeline, prefix: str) -> Chart
     title = f"Where the {each(figures)} goes"
     drawn = chart(f"where-{figures.job}", title, figure, f"{lead}: {', '.join(said.values())}.")
     places = _longest_places(figures, timeline, prefix)
-    jumps = [replace(place, part=names[name], text=said[name]) for name in said if (place := places.get(name))]
+    nowhere = Jump(part="", text="", chart="", begin=0, end=0, note="")
+    jumps = [replace(places.get(name, nowhere), part=names[name], text=told) for name, told in said.items()]
     drawn = replace(drawn, lead=lead, jumps=jumps)
     return _on_cpu(drawn) if figures.device == "cpu" else drawn
 

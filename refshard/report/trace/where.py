@@ -11,8 +11,10 @@ from refshard.report.draw.palette import WORK as WORKS
 from refshard.report.trace.findings import WORK
 from refshard.report.trace.text import IDLE
 
+RECOMPUTATION = "recomputation"
+"""The part that a dry run knows apart; in a trace it is work of its class."""
 LOOKS = {
-    **WORKS, "copies": SPANS["copy"], "preparation of a reduction": SPANS["prep"],
+    **WORKS, RECOMPUTATION: Look("#4d4d9f", "x"), "copies": SPANS["copy"], "preparation of a reduction": SPANS["prep"],
     "communication: transfer": STEP["exposed communication"], "communication: waiting": Look(RED, "x"),
     "communication: transfer or waiting": Look(RED, "."), **{name: STEP[name] for name in IDLE.values()},
 }  # fmt: skip
