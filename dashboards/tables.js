@@ -120,7 +120,7 @@ const tables = (() => {
     for (const table of all("main table")) arrange(table);
   };
   const state = () => [...sorted].map(([key, [column, way]]) => `${key}.${column}.${way}`).join("|");
-  return { add, arrange, restore, state };
+  return { add, arrange, restore, said, state, value };
 })();
 
 // A link to what is folded unfolds it; the button on top copies the address.
