@@ -99,7 +99,8 @@ const charts = (() => {
   const WIDE = 260; // names of points that lie on each other share a line of at most this, px
   const pen = document.createElement("canvas").getContext("2d");
   pen.font = "13px system-ui, sans-serif";
-  const wide = (text) => pen.measureText(text.replaceAll("&lt;", "<").replaceAll("&amp;", "&")).width + 4;
+  const plain = (text) => text.replaceAll("&lt;", "<").replaceAll("&gt;", ">").replaceAll("&amp;", "&");
+  const wide = (text) => pen.measureText(plain(text)).width + 4;
 
   const boxAt = ([x, y], width, height, [, right, down]) => ({
     left: x + (right > 0 ? FAR : right < 0 ? -FAR - width : -width / 2), width, height,
@@ -173,13 +174,18 @@ const charts = (() => {
   };
 
   // --- drawing
-  const draw = async (element) => {
+  // Lines of a legend over a figure whose height has room for two; plotly gives each name the width of the widest.
+  const linesOf = (names, width) =>
+    Math.ceil(names.length / Math.max(1, Math.floor(width / (Math.max(...names.map(wide)) + 45))));
+  const draw = async (element, width = element.clientWidth) => {
     const { data: traces, layout } = shown(element);
     // On a narrow screen the legend takes a line for each name, which would leave the figure no room; plotly gives it
     // at most half of the height.
-    const named = traces.filter((trace) => trace.showlegend !== false).length;
-    const more = element.clientWidth < 600 && layout.showlegend !== false ? 22 * named : 0;
-    const height = Math.max(layout.height + more, 2 * more);
+    const named = layout.showlegend === false ? []
+      : traces.filter((trace) => trace.showlegend !== false && trace.name).map(({ name }) => name);
+    const isAbove = named.length && !layout.meta?.texts;
+    const more = width < 600 ? 22 * named.length : isAbove ? 20 * Math.max(0, linesOf(named, width) - 2) : 0;
+    const height = width < 600 ? Math.max(layout.height + more, 2 * more) : layout.height + more;
     let box = element.querySelector(".plot");
     if (!box) box = element.appendChild(document.createElement("div"));
     box.className = "plot";
@@ -201,8 +207,8 @@ const charts = (() => {
   };
 
   // --- from a part of a bar to where it is longest in a timeline
-  const jumpOf = (element, part, row = 0) => [...element.closest("figure")?.querySelectorAll("a.jump") ?? []].find((link) =>
-    Number(link.dataset.row) === row && link.dataset.part.startsWith(part.replaceAll("&lt;", "<").replaceAll("&gt;", ">").replaceAll("&amp;", "&")));
+  const jumpOf = (element, part, row = 0) => [...element.closest("figure")?.querySelectorAll("a.jump") ?? []]
+    .find((link) => Number(link.dataset.row) === row && link.dataset.part.startsWith(plain(part)));
   const zoom = (element, range, shapes = []) =>
     Plotly.relayout(element.querySelector(".plot"), { "xaxis.range": range, shapes });
   const reveal = (element, parent = element) => {
@@ -313,14 +319,15 @@ const charts = (() => {
   add(document);
   if ("DecompressionStream" in window) (window.requestIdleCallback ?? setTimeout)(load); // print does not wait for it
 
+  const PAPER = 680; // width of a chart on paper, px
   window.addEventListener("beforeprint", () => {
     if (!window.Plotly) return;
     for (const element of document.querySelectorAll(".chart")) {
       if (!element.offsetParent) continue;
-      draw(element);
-      Plotly.relayout(element.querySelector(".plot"), { width: 680 });
+      draw(element, PAPER);
+      Plotly.relayout(element.querySelector(".plot"), { width: PAPER });
     }
   });
-  window.addEventListener("afterprint", () => drawn.forEach(draw));
+  window.addEventListener("afterprint", () => drawn.forEach((element) => draw(element)));
   return { data, filter, add, forget };
 })();
