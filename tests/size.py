@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 SLACK = 100
 """Most lines that a budget may exceed its package by."""
 BUDGETS = {
-    "refshard/analysis": 12_220,
+    "refshard/analysis": 12_240,
     "refshard/commands": 3_700,
     "refshard/dryrun": 8_120,
     "refshard/emit": 940,
@@ -24,11 +24,11 @@ BUDGETS = {
     "refshard/measure": 8_615,
     "refshard/models": 1_300,
     "refshard/plan": 3_470,
-    "refshard/report": 10_600,
+    "refshard/report": 10_640,
     "refshard/specs": 2_970,
     "refshard/strategies": 3_190,
     "refshard/*.py": 2_420,
-    "tests": 81_060,
+    "tests": 81_160,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

@@ -202,7 +202,8 @@ def all_charts(figures: TraceFigures, timeline: Timeline | None, prefix: str) ->
     if timeline is not None and windows and (layer := find_layer(timeline, windows[0].begin, windows[0].close)):
         found.append(layer_chart(layer, figures, f"{prefix}-layer"))
     title = "Where each step goes" if has_steps(figures) else "Where the time goes"
-    found.append(chart(f"{prefix}-steps", title, step_bars(figures), _steps_sentence(figures)))
+    drawn = chart(f"{prefix}-steps", title, step_bars(figures), _steps_sentence(figures))
+    found.append(replace(drawn, folded=bool(windows)))  # the bar of the mean step stands above
     if figures.memory:
         found.append(chart(f"{prefix}-memory", "Memory", _memory_curves(figures), memory_sentence(figures.memory)))
     return list(map(_on_cpu, found)) if figures.device == "cpu" else found

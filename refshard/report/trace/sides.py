@@ -120,10 +120,10 @@ def beside(both: Sequence[Table], names: tuple[str, str], keys: Sequence[str], c
         for head in shown:
             found |= {f"{head}, {name}": row.get(head) for name, row in zip(names, pair)}
             if head == changing:
-                x, y = (_amount(row.get(head)) for row in pair)
-                delta = Quantity(y.value - x.value, x.unit) if x and y else None
-                found[_delta(names)] = None if delta is None else _signed(delta)
-                change = -1.0 if delta is None else abs(delta.value)
+                amounts = [amount for row in pair if (amount := _amount(row.get(head)))]
+                delta = (amounts[1].value or 0) - (amounts[0].value or 0) if len(amounts) == len(pair) else None
+                found[_delta(names)] = None if delta is None else _signed(Quantity(delta, amounts[0].unit))
+                change = -1.0 if delta is None else abs(delta)
         made.append((change, found))
     ordered = [row for _, row in sorted(made, key=lambda pair: -pair[0])]
     left = {column.head for one in both for column in one.columns if column.align == "left"}
