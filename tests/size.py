@@ -28,7 +28,7 @@ BUDGETS = {
     "refshard/specs": 2_970,
     "refshard/strategies": 3_190,
     "refshard/*.py": 2_420,
-    "tests": 81_160,
+    "tests": 81_220,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 
