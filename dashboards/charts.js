@@ -87,19 +87,24 @@ const charts = (() => {
     return figure.layout.meta?.rows ? takeBars(figure) : takeCurves(figure);
   };
 
-  // --- labels of points: each where nothing else is; one without room goes, since pointing tells it too
+  // --- labels of points: each where nothing else is, one for points that lie on each other; one without room goes,
+  // since pointing tells it too
   const AROUND = [
     ["middle right", 1, 0], ["middle left", -1, 0], ["top center", 0, -1], ["bottom center", 0, 1],
     ["top right", 1, -1], ["bottom right", 1, 1], ["top left", -1, -1], ["bottom left", -1, 1],
   ];
-  const HIGH = 15; // of a label, px
+  const HIGH = 17; // of a label's line, px
   const FAR = 9; // from a point's middle to its label, px
+  const SAME = 10; // points that are nearer lie on each other, px
+  const WIDE = 260; // names of points that lie on each other share a line of at most this, px
   const pen = document.createElement("canvas").getContext("2d");
   pen.font = "13px system-ui, sans-serif";
+  const plain = (text) => text.replaceAll("&lt;", "<").replaceAll("&gt;", ">").replaceAll("&amp;", "&");
+  const wide = (text) => pen.measureText(plain(text)).width + 4;
 
-  const boxAt = (x, y, width, [, right, down]) => ({
-    left: x + (right > 0 ? FAR : right < 0 ? -FAR - width : -width / 2), width, height: HIGH,
-    top: y + (down > 0 ? FAR : down < 0 ? -FAR - HIGH : -HIGH / 2),
+  const boxAt = ([x, y], width, height, [, right, down]) => ({
+    left: x + (right > 0 ? FAR : right < 0 ? -FAR - width : -width / 2), width, height,
+    top: y + (down > 0 ? FAR : down < 0 ? -FAR - height : -height / 2),
   });
   const meet = (a, b) => a.left < b.left + b.width && b.left < a.left + a.width
     && a.top < b.top + b.height && b.top < a.top + a.height;
@@ -113,6 +118,7 @@ const charts = (() => {
     }));
   });
 
+  // Of each point with a label, its text and side.
   const placed = (box, trace, front) => {
     const { xaxis, yaxis, shapes, _size: size } = box._fullLayout;
     const points = trace.x.map((x, place) => [xaxis.d2p(x), yaxis.d2p(trace.y[place])]);
@@ -121,24 +127,38 @@ const charts = (() => {
       taken.push({ left: xaxis.d2p(shape.x0) - 3, top: 0, width: 6, height: size.h });
     }
     const { array = [], arrayminus = [], visible } = trace.error_y ?? {};
-    for (const [place, [x, y]] of visible ? points.entries() : []) {
+    const errors = (visible ? [...points.entries()] : []).map(([place, [x]]) => {
       const top = yaxis.d2p(trace.y[place] + array[place]);
-      taken.push({ left: x - 3, top, width: 6, height: yaxis.d2p(trace.y[place] - arrayminus[place]) - top });
-    }
+      return { left: x - 3, top, width: 6, height: yaxis.d2p(trace.y[place] - arrayminus[place]) - top };
+    });
     const line = dots(front.x.map((x, at) => [xaxis.d2p(x), yaxis.d2p(front.y[at])]));
-    const place = ([x, y], name) => {
-      const width = pen.measureText(name.replaceAll("&lt;", "<").replaceAll("&amp;", "&")).width + 4;
-      const free = AROUND.map((side) => [side, boxAt(x, y, width, side)]).filter(([, at]) => at.left >= 0 && at.top >= 0
-        && at.left + width <= size.w && at.top + HIGH <= size.h && !taken.some((other) => meet(at, other)));
-      const [side, at] = free.find(([, one]) => !line.some((dot) => meet(one, dot))) ?? free[0] ?? [];
-      if (at) taken.push(at);
-      return side?.[0];
-    };
-    // Lower points first: they are the better ones.
-    const order = points.map((_, at) => at).sort((a, b) => points[b][1] - points[a][1]);
-    const sides = [];
-    for (const at of order) sides[at] = place(points[at], trace.text[at]);
-    return sides;
+    // Those on the front first, then lower points: they are the better ones.
+    const onFront = points.map((_, at) => front.x.some((x, n) => x === trace.x[at] && front.y[n] === trace.y[at]));
+    const order = points.map((_, at) => at).sort((a, b) => onFront[b] - onFront[a] || points[b][1] - points[a][1]);
+    const together = [];
+    for (const at of order) {
+      const near = together.find(([first]) =>
+        Math.hypot(points[at][0] - points[first][0], points[at][1] - points[first][1]) < SAME);
+      if (near) near.push(at);
+      else together.push([at]);
+    }
+    const labels = [];
+    for (const members of together) {
+      const names = members.map((at) => trace.text[at]);
+      const forms = names.length > 1 && wide(names.join(", ")) <= WIDE ? [[names.join(", ")], names] : [names];
+      const free = forms.flatMap((lines) => {
+        const [width, height] = [Math.max(...lines.map(wide)), HIGH * lines.length];
+        return AROUND.map((side) => ({ text: lines.join("<br>"), side: side[0],
+          at: boxAt(points[members[0]], width, height, side) }));
+      }).filter(({ at }) => at.left >= 0 && at.top >= 0 && at.left + at.width <= size.w && at.top + at.height <= size.h
+        && !taken.some((other) => meet(at, other)));
+      const clear = (obstacles) => free.find(({ at }) => !obstacles.some((other) => meet(at, other)));
+      const label = clear([...errors, ...line]) ?? clear(errors) ?? (onFront[members[0]] ? free[0] : undefined);
+      if (!label) continue;
+      taken.push(label.at);
+      labels[members[0]] = label;
+    }
+    return labels;
   };
 
   const label = (box, traces) => {
@@ -146,21 +166,26 @@ const charts = (() => {
     if (at < 0) return undefined;
     box.labelledAt = box.clientWidth;
     const trace = traces[at];
-    const sides = placed(box, trace, traces.find((one) => one.meta?.front));
+    const labels = placed(box, trace, traces.find((one) => one.meta?.front));
     return Plotly.restyle(box, {
-      text: [trace.text.map((text, place) => (sides[place] ? text : ""))],
-      textposition: [sides.map((side) => side ?? "middle right")],
+      text: [trace.text.map((_, place) => labels[place]?.text ?? "")],
+      textposition: [trace.text.map((_, place) => labels[place]?.side ?? "middle right")],
     }, [at]);
   };
 
   // --- drawing
-  const draw = async (element) => {
+  // Lines of a legend over a figure whose height has room for two; plotly gives each name the width of the widest.
+  const linesOf = (names, width) =>
+    Math.ceil(names.length / Math.max(1, Math.floor(width / (Math.max(...names.map(wide)) + 45))));
+  const draw = async (element, width = element.clientWidth) => {
     const { data: traces, layout } = shown(element);
     // On a narrow screen the legend takes a line for each name, which would leave the figure no room; plotly gives it
     // at most half of the height.
-    const named = traces.filter((trace) => trace.showlegend !== false).length;
-    const more = element.clientWidth < 600 && layout.showlegend !== false ? 22 * named : 0;
-    const height = Math.max(layout.height + more, 2 * more);
+    const named = layout.showlegend === false ? []
+      : traces.filter((trace) => trace.showlegend !== false && trace.name).map(({ name }) => name);
+    const isAbove = named.length && !layout.meta?.texts;
+    const more = width < 600 ? 22 * named.length : isAbove ? 20 * Math.max(0, linesOf(named, width) - 2) : 0;
+    const height = width < 600 ? Math.max(layout.height + more, 2 * more) : layout.height + more;
     let box = element.querySelector(".plot");
     if (!box) box = element.appendChild(document.createElement("div"));
     box.className = "plot";
@@ -177,8 +202,61 @@ const charts = (() => {
       box.on("plotly_afterplot", () => {
         if (box.labelledAt && box.labelledAt !== box.clientWidth) label(box, shown(element).data);
       });
+      box.on("plotly_click", ({ points: [point] }) => jumpOf(element, point.data.name, point.y)?.click());
     }
   };
+
+  // --- from a part of a bar to where it is longest in a timeline
+  const jumpOf = (element, part, row = 0) => [...element.closest("figure")?.querySelectorAll("a.jump") ?? []]
+    .find((link) => Number(link.dataset.row) === row && link.dataset.part.startsWith(plain(part)));
+  const zoom = (element, range, shapes = []) =>
+    Plotly.relayout(element.querySelector(".plot"), { "xaxis.range": range, shapes });
+  const reveal = (element, parent = element) => {
+    for (let at = parent; at; at = at.parentElement) if (at instanceof HTMLDetailsElement) at.open = true;
+    element.scrollIntoView({ block: "center" });
+  };
+  const goTo = async (link) => {
+    const element = document.getElementById(link.hash.slice(1));
+    const figure = element.closest("figure");
+    reveal(element);
+    near.unobserve(element);
+    await load();
+    await draw(element);
+    const [from, to] = figureOf(element).layout.xaxis.range;
+    const [begin, end] = [link.dataset.begin, link.dataset.end].map((share) => from + Number(share) * (to - from));
+    const around = Math.max(1.5 * (end - begin), (to - from) / 5000);
+    const mark = { type: "rect", x0: begin, x1: end, yref: "paper", y0: 0, y1: 1, line: { width: 2, color: "#e4002b" } };
+    await zoom(element, [Math.max(from, begin - around), Math.min(to, end + around)], [mark]);
+    figure.querySelector(".place")?.remove();
+    const place = document.createElement("p");
+    place.className = "place";
+    place.tabIndex = -1;
+    const button = (text, does) => {
+      const made = document.createElement("button");
+      made.type = "button";
+      made.textContent = text;
+      made.addEventListener("click", does);
+      return made;
+    };
+    const whole = button("Show all", () => { zoom(element, [from, to]); place.remove(); });
+    const back = button("Back to the bar", () => { reveal(link); link.focus(); });
+    place.append(`Framed: the longest of ${link.dataset.part}, ${link.dataset.note}. `, whole, " ", back);
+    element.before(place);
+    reveal(place, element);
+    place.focus({ preventScroll: true });
+  };
+  document.addEventListener("click", (event) => {
+    const link = event.target.closest?.("a.jump, a.part");
+    const jump = link?.matches(".part") ? jumpOf(document.getElementById(link.hash.slice(1)), link.dataset.part) : link;
+    if (!jump || !("DecompressionStream" in window)) return;
+    event.preventDefault();
+    goTo(jump);
+  });
+
+  for (const link of document.querySelectorAll("a.part")) {
+    const bar = document.getElementById(link.hash.slice(1));
+    if (!bar || !jumpOf(bar, link.dataset.part)) link.replaceWith(...link.childNodes);
+  }
 
   // --- saving; offered before anything is drawn, since buttons may take a line, and a page must not move later
   const offer = (element) => {
@@ -241,14 +319,15 @@ const charts = (() => {
   add(document);
   if ("DecompressionStream" in window) (window.requestIdleCallback ?? setTimeout)(load); // print does not wait for it
 
+  const PAPER = 680; // width of a chart on paper, px
   window.addEventListener("beforeprint", () => {
     if (!window.Plotly) return;
     for (const element of document.querySelectorAll(".chart")) {
       if (!element.offsetParent) continue;
-      draw(element);
-      Plotly.relayout(element.querySelector(".plot"), { width: 680 });
+      draw(element, PAPER);
+      Plotly.relayout(element.querySelector(".plot"), { width: PAPER });
     }
   });
-  window.addEventListener("afterprint", () => drawn.forEach(draw));
+  window.addEventListener("afterprint", () => drawn.forEach((element) => draw(element)));
   return { data, filter, add, forget };
 })();

@@ -57,6 +57,13 @@ const perfetto = (() => {
         if (chooser) chooser.click();
         else hand(button, bytesOf(document.getElementById(box.dataset.content).textContent), box.dataset.name);
       });
+      box.querySelector(".save")?.addEventListener("click", () => {
+        const link = document.createElement("a");
+        link.href = URL.createObjectURL(new Blob([bytesOf(document.getElementById(box.dataset.content).textContent)]));
+        link.download = box.dataset.name;
+        link.click();
+        setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+      });
       chooser?.addEventListener("change", () => {
         const [file] = chooser.files;
         if (file) hand(button, file.arrayBuffer(), file.name);

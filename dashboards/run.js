@@ -1,5 +1,6 @@
 "use strict";
-// The comparison that is shown, the strategies that are shown, and the base of column "vs"; the address holds all.
+// The comparison that is shown, the strategies that are shown, the base of column "vs", and two cases side by side; the
+// address holds all.
 (() => {
   const { cases, pairs, bases } = charts.data;
   const all = (selector, within = document) => [...within.querySelectorAll(selector)];
@@ -8,6 +9,7 @@
   const slots = { top: document.getElementById("view-top"), body: document.getElementById("view") };
   const kept = new Map(); // by id, a comparison's parts as they came: [top, body]
   let shown = "v0";
+  let picked = []; // at most two cases, by number
   let base = null; // the strategy that the reader chose, null for the comparison's own
 
   // --- state in the address
@@ -17,6 +19,7 @@
     if (shown !== "v0") state.set("of", shown);
     for (const box of filters ? all("input", filters) : []) if (!box.checked) state.append("without", box.value);
     if (base) state.set("base", base);
+    if (picked.length) state.set("pair", picked.join("."));
     if (tables.state()) state.set("sort", tables.state());
     if (section) state.set("at", section);
     const text = state.toString();
@@ -48,6 +51,20 @@
       compare();
       write();
     });
+    for (const row of all("#headline tbody tr", slots.body)) {
+      const box = document.createElement("input");
+      box.type = "checkbox";
+      box.className = "pick";
+      box.value = row.dataset.case;
+      box.setAttribute("aria-label", `Compare ${tables.said(row.cells[0])}`);
+      box.addEventListener("change", () => {
+        const others = picked.filter((one) => one !== Number(box.value));
+        picked = box.checked ? [...others, Number(box.value)].slice(-2) : others;
+        pair();
+        write();
+      });
+      row.cells[0].prepend(box);
+    }
     for (const link of all(".bar nav a")) link.hidden = !document.getElementById(link.hash.slice(1));
   };
 
@@ -98,6 +115,60 @@
     }
   };
 
+  // --- two cases side by side: each figure that a table has of both
+  const figuresOf = (both) => {
+    const found = new Map();
+    for (const table of all(".first table, #why table, #memory table, #power table", slots.body)) {
+      const [mine, other] = both.map((one) => table.querySelector(`tbody tr[data-case="${one}"]`));
+      const fold = table.closest("details")?.querySelector("summary");
+      [...(mine && other ? table.tHead.rows[0].cells : [])].slice(1).forEach((head, n) => {
+        const texts = [mine, other].map((row) => tables.said(row.cells[n + 1]));
+        const name = tables.said(head);
+        if (name.startsWith("vs ") || found.get(name)?.every((text, place) => text === texts[place])) return;
+        found.set(found.has(name) ? `${name} (${tables.said(fold ?? table.caption)})` : name, texts);
+      });
+    }
+    return found;
+  };
+  const pair = () => {
+    document.getElementById("pair")?.remove();
+    const rows = all("#headline tbody tr", slots.body);
+    picked = picked.filter((one) => rows.some((row) => Number(row.dataset.case) === one));
+    for (const box of all(".pick", slots.body)) box.checked = picked.includes(Number(box.value));
+    if (picked.length < 2) return;
+    const [a, b] = picked;
+    const names = picked.map((one) => tables.said(rows.find((row) => Number(row.dataset.case) === one).cells[0]));
+    const box = document.createElement("div");
+    box.id = "pair";
+    box.className = "scroll";
+    box.tabIndex = 0;
+    box.setAttribute("role", "region");
+    box.setAttribute("aria-label", `${names[0]} and ${names[1]} side by side`);
+    const table = box.appendChild(document.createElement("table"));
+    const title = document.createElement("span");
+    title.textContent = box.getAttribute("aria-label");
+    table.createCaption().append(title);
+    const cell = (row, tag, text, scope) => {
+      const made = row.appendChild(document.createElement(tag));
+      made.textContent = text;
+      if (scope) made.scope = scope;
+    };
+    const head = table.createTHead().insertRow();
+    for (const name of ["figure", ...names, `${names[1]} / ${names[0]}`]) cell(head, "th", name, "col");
+    const body = table.createTBody();
+    for (const [name, texts] of figuresOf(picked)) {
+      const row = body.insertRow();
+      cell(row, "th", name, "row");
+      for (const text of texts) cell(row, "td", text);
+      const [x, y] = texts.map(tables.value);
+      const quotient = x && y ? number(y / x) : "-";
+      cell(row, "td", name.startsWith("step time") && ratio(b, a) !== "-" ? ratio(b, a) : quotient);
+    }
+    for (const row of table.rows) row.cells[0].className = "text";
+    document.getElementById("headline").closest(".first").after(box);
+    tables.add(box, `${shown}-pair`);
+  };
+
   // --- begin
   const restore = () => {
     const state = read();
@@ -106,8 +177,10 @@
     const without = new Set(state.getAll("without"));
     for (const box of filters ? all("input", filters) : []) box.checked = !without.has(box.value);
     base = state.get("base");
+    picked = (state.get("pair") ?? "").split(".").filter(Boolean).map(Number).slice(0, 2);
     tables.restore(state.get("sort") ?? "");
     apply();
+    pair();
     document.getElementById(state.get("at") ?? "")?.scrollIntoView();
   };
   if (slots.body.firstElementChild) {
@@ -115,7 +188,7 @@
     dress();
   }
   for (const section of all("#verdict, #against, #dry-runs, #record")) tables.add(section, `${section.id}-`);
-  of?.addEventListener("change", () => { show(of.value); tables.restore(""); apply(); write(); });
+  of?.addEventListener("change", () => { show(of.value); tables.restore(""); apply(); pair(); write(); });
   filters?.addEventListener("change", () => { apply(); write(); });
   filters?.addEventListener("reset", () => setTimeout(() => { apply(); write(); }));
   filters?.addEventListener("submit", (event) => event.preventDefault());

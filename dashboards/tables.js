@@ -1,5 +1,5 @@
 "use strict";
-// Tables: sort by a column, save as CSV. Commands: copy.
+// Tables: sort by a column, filter rows by words, save as CSV. Commands: copy.
 const tables = (() => {
   const all = (selector, within = document) => [...within.querySelectorAll(selector)];
   const sorted = new Map(); // a table's place on the page: [column, direction]
@@ -36,13 +36,32 @@ const tables = (() => {
   };
   const title = (table) => said(table.caption.querySelector("span").firstChild);
   const save = (table) => {
-    const rows = all("tr", table).filter((row) => !row.hidden);
+    const rows = all("tr", table).filter((row) => !row.hidden && !row.classList.contains("out"));
     const lines = rows.map((row) => [...row.cells].filter((c) => !c.hidden).map((c) => quote(said(c))).join(","));
     const link = document.createElement("a");
     link.href = URL.createObjectURL(new Blob([`${lines.join("\r\n")}\r\n`], { type: "text/csv" }));
     link.download = `${title(table).replace(/[^\w]+/g, "-").slice(0, 60)}.csv`;
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+  };
+  const MANY = 12; // rows, from which on they can be filtered
+  const filter = (table) => {
+    const field = document.createElement("input");
+    field.type = "search";
+    field.className = "tool";
+    field.placeholder = "filter rows";
+    field.setAttribute("aria-label", `Show only rows with these words: ${title(table)}`);
+    const count = document.createElement("span");
+    count.setAttribute("role", "status");
+    field.addEventListener("input", () => {
+      const words = field.value.toLowerCase().split(/\s+/).filter(Boolean);
+      const rows = came.get(table);
+      const texts = rows.map((row) => said(row).toLowerCase());
+      rows.forEach((row, place) => row.classList.toggle("out", !words.every((word) => texts[place].includes(word))));
+      const left = rows.filter((row) => !row.classList.contains("out")).length;
+      count.textContent = words.length ? `${left} of ${rows.length} rows` : "";
+    });
+    return [" ", field, " ", count];
   };
   const dress = (table) => {
     came.set(table, [...table.tBodies[0].rows]);
@@ -63,7 +82,8 @@ const tables = (() => {
     tool.textContent = "CSV";
     tool.setAttribute("aria-label", `Save as CSV: ${title(table)}`);
     tool.addEventListener("click", () => save(table));
-    table.caption.querySelector("span").append(" ", tool);
+    const more = came.get(table).length >= MANY ? filter(table) : [];
+    table.caption.querySelector("span").append(" ", tool, ...more);
   };
 
   // --- copying
@@ -100,7 +120,7 @@ const tables = (() => {
     for (const table of all("main table")) arrange(table);
   };
   const state = () => [...sorted].map(([key, [column, way]]) => `${key}.${column}.${way}`).join("|");
-  return { add, arrange, restore, state };
+  return { add, arrange, restore, said, state, value };
 })();
 
 // A link to what is folded unfolds it; the button on top copies the address.

@@ -225,13 +225,15 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     """What owns ``ns`` nanoseconds of all steps together.
 
     ``count`` is the number of its spans that start in the steps, even if they own no time; for idle, of gaps.
-    ``kernels`` are the names of its spans, each with the nanoseconds that it owns, the greatest first.
+    ``kernels`` are the names of its spans, each with the nanoseconds that it owns, the greatest first. ``longest`` is
+    the span, or the gap, that owns most: the nanoseconds that it owns, its start and its end.
     """
 
     work: Work
     ns: int
     count: int
     kernels: tuple[tuple[str, int], ...] = ()
+    longest: tuple[int, int, int] = (0, 0, 0)
 
 
 def class_of_work(work: Work) -> OperatorClass:
@@ -277,7 +279,8 @@ def attribute(timeline: Timeline) -> Attribution:
     for one in (*of_spans, *_of_idle(timeline, works, work_of, starts, ends)):
         old = found.get(one.work, Owner(work=one.work, ns=0, count=0))
         ns, count, kernels = old.ns + one.ns, old.count + one.count, (*old.kernels, *one.kernels)
-        found[one.work] = Owner(work=one.work, ns=ns, count=count, kernels=kernels)
+        longest = max(old.longest, one.longest)
+        found[one.work] = Owner(work=one.work, ns=ns, count=count, kernels=kernels, longest=longest)
     return Attribution(
         step_ns=tuple((ends - starts).tolist()),
         owners=tuple(sorted(found.values(), key=lambda o: (-o.ns, o.work.kind, o.work.operator))),
@@ -312,9 +315,11 @@ def _of_spans(
     for key, ns, count in sorted(_sums(work_of * several + spans.names, owned, begun), key=lambda row: -row[1]):
         if ns or count:
             kernels[key // several].append((spans.name_table[key % several], ns))
+    longest = _longest(work_of, owned, spans.starts, spans.ends)
     for work, ns, count in _sums(work_of, owned, begun.astype(np.int64)):
         if ns or count:
-            yield Owner(work=works[work], ns=ns, count=count, kernels=tuple(kernels[work]))
+            most = longest[work]
+            yield Owner(work=works[work], ns=ns, count=count, kernels=tuple(kernels[work]), longest=most)
 
 
 def _of_idle(
@@ -327,12 +332,23 @@ def _of_idle(
     # What never comes has number -1, and so the work that is last.
     followers = np.append(work_of, len(works))[gaps.followers]
     keys, found = followers * len(CAUSES) + gaps.causes.astype(np.int64), knows_launches(timeline.spans)
-    for key, ns, count in _sums(keys, gaps.ends - gaps.starts, np.ones_like(followers)):
+    lengths = gaps.ends - gaps.starts
+    longest = _longest(keys, lengths, gaps.starts, gaps.ends)
+    for key, ns, count in _sums(keys, lengths, np.ones_like(followers)):
         follower, cause = divmod(key, len(CAUSES))
         after = works[follower] if follower < len(works) else Work(kind=IDLE, operator=END)
         bound = CAUSES[cause].replace("_", " ") if found else None
         work = Work(kind=IDLE, operator=after.operator, unit=after.unit, phase=after.phase, bound=bound)
-        yield Owner(work=work, ns=ns, count=count)
+        yield Owner(work=work, ns=ns, count=count, longest=longest[key])
+
+
+def _longest(
+    keys: Nanoseconds, ns: Nanoseconds, starts: Nanoseconds, ends: Nanoseconds
+) -> dict[int, tuple[int, int, int]]:
+    """The most nanoseconds of each key, with their start and end."""
+    rows = np.lexsort((ns, keys))  # a later row replaces an earlier one
+    last = rows[np.append(keys[rows][1:] != keys[rows][:-1], True)] if len(rows) else rows
+    return dict(zip(keys[last].tolist(), zip(*(column[last].tolist() for column in (ns, starts, ends)))))
 
 
 def _sums(keys: Nanoseconds, ns: Nanoseconds, counts: npt.NDArray[np.generic]) -> list[tuple[int, int, int]]:

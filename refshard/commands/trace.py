@@ -82,7 +82,7 @@ def trace(
     analyse_file = partial(
         analyse,
         calibration=None if calibration is None else timeline_of(read_events(calibration), communication=own),
-        keep_timeline=against is None and (page is not None or cross_check is not None),
+        keep_timeline=page is not None or cross_check is not None,
         communicating=own,
         window=chosen,
         device=device,
@@ -242,6 +242,7 @@ def _compare(
         interval=change_of_means(*scatter),
         warnings=pairing.warnings,
         unlike=pairing.unlike,
+        sides=(pairing.a, pairing.b),
     )
 
 

@@ -4,13 +4,15 @@ Times are answered by the code that answers for traces: the replay becomes the e
 analyses.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from refshard.analysis import analyse as tracing
+from refshard.analysis.figures import CLASSES, OperatorClass
+from refshard.analysis.names import class_of_operator
 from refshard.dryrun.as_trace import as_trace
 from refshard.dryrun.device import Rates
 from refshard.dryrun.measured_prices import Coverage, MeasuredTrace, coverage, seconds_of
@@ -150,13 +152,15 @@ class Analysis:
         return sum(step.breakdown.exposed_ns for step in steps) / len(steps) / NS
 
     @property
-    def recomputed_s(self) -> float:
-        """Seconds of the last step's kernels that recompute activations."""
-        if self.step is None:
-            return 0.0
-        rows = slice(self.step.first, self.step.end)
-        again = self.run.recording.phases[rows] == Phase.RECOMPUTE
-        return float(self.prices.seconds[rows][again].sum())
+    def recomputed(self) -> dict[OperatorClass, float]:
+        """Seconds of the last step's kernels that recompute activations, by class."""
+        found = defaultdict[OperatorClass, float](float)
+        if self.step is not None:
+            rows, recording = slice(self.step.first, self.step.end), self.run.recording
+            again = recording.phases[rows] == Phase.RECOMPUTE
+            for name, seconds in zip(recording.names[rows][again].tolist(), self.prices.seconds[rows][again].tolist()):
+                found[CLASSES[class_of_operator(recording.name_table[name])]] += seconds
+        return dict(found)
 
     @property
     def tokens_per_s(self) -> float | None:

@@ -152,12 +152,16 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """One figure to read first."""
+    """One figure to read first. ``part`` is the beginning of a part's name in the chart with the id ``chart``, which
+    the fact is about.
+    """
 
     label: str
     value: str
     detail: str
     style: Style = "plain"
+    chart: str = ""
+    part: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

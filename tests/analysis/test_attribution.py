@@ -68,6 +68,26 @@ def test_every_nanosecond_has_the_owner_that_its_point_says(found: list[Row], wi
 
 
 @given(rows, steps)
+def test_the_longest_part_of_an_owner_is_one_of_its_spans_or_gaps(
+    found: list[Row], windows: tuple[Window, ...]
+) -> None:
+    owned: Counter[int] = Counter()
+    for t in (t for window in windows for t in range(window.start, window.end)):
+        if running := [(PRIORITY.index(r.kind), r.start, r.lane, i) for i, r in enumerate(found) if t in r.points]:
+            owned[min(running)[-1]] += 1
+    for owner in attribute(with_collectives(found, windows)).owners:
+        ns, start, end = owner.longest
+        assert ns <= end - start
+        assert ns <= owner.ns
+        if owner.work.kind != "idle":
+            mine = [(owned[i], r.start, r.end) for i, r in enumerate(found) if work(r) == owner.work]
+            assert (ns, start, end) in mine
+            assert ns == max(mine)[0]
+        else:
+            assert ns == end - start > 0
+
+
+@given(rows, steps)
 def test_idle_owners_add_up_to_the_breakdown(found: list[Row], windows: tuple[Window, ...]) -> None:
     timeline = with_collectives(found, windows)
     idle = [o for o in attribute(timeline).owners if o.work.kind == "idle"]

@@ -66,6 +66,27 @@ def test_a_screen_of_any_width_scrolls_down_only(
     visit.page.context.close()
 
 
+def test_two_ticked_rows_are_compared_and_the_address_holds_them(visit: Visit) -> None:
+    def tick(name: str) -> None:
+        visit.page.get_by_role("checkbox", name=f"Compare {name}", exact=True).click()
+
+    names = visit.page.locator("#headline tbody th").all_inner_texts()[:3]
+    tick(names[0])
+    assert visit.page.locator("#pair").count() == 0
+    tick(names[1])
+    assert visit.page.locator("#pair thead th").all_inner_texts() == ["figure", *names[:2], f"{names[1]} / {names[0]}"]
+    first = visit.page.locator("#headline tbody tr").nth(1).locator("td").all_inner_texts()
+    shown = dict(visit.page.locator("#pair tbody tr").evaluate_all(
+        "(rows) => rows.map((row) => [row.cells[0].textContent, row.cells[2].textContent])"
+    ))  # fmt: skip
+    assert shown["step time (95 % interval)"] == first[0]
+    state = visit.state
+    tick(names[2])
+    assert visit.page.locator("#pair thead th").all_inner_texts()[1:3] == names[1:3]
+    visit.open(state)
+    assert visit.page.locator("#pair thead th").all_inner_texts()[1:3] == names[:2]
+
+
 def test_text_in_charts_follows_a_change_of_the_colour_scheme(visit: Visit) -> None:
     visit.draw("v0-tradeoff")
     colour = "getComputedStyle(document.querySelector('.plot .ytick text')).fill"

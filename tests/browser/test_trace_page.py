@@ -152,6 +152,30 @@ def test_perfetto_gets_the_very_bytes_of_the_trace_or_of_the_chosen_file(
     page.context.close()
 
 
+def test_a_part_of_the_bar_leads_to_where_it_is_longest(visit: Visit) -> None:
+    visit.open()
+    visit.draw("where-0")
+    box = visit.page.locator("#where-0 .nsewdrag").bounding_box()
+    assert box is not None
+    visit.page.mouse.click(box["x"] + 0.3 * box["width"], box["y"] + box["height"] / 2)
+    visit.until("() => document.activeElement.className === 'place'")
+    assert str(visit.run("document.activeElement.textContent")).startswith("Framed: the longest of other kernels")
+    shown = "document.querySelector('.place + .chart .plot').layout"
+    (low, high), (mark,) = visit.run(f"{shown}.xaxis.range"), visit.run(f"{shown}.shapes")
+    assert low <= mark["x0"] < mark["x1"] <= high < 5 * (mark["x1"] - mark["x0"]) + low
+    for _ in range(2):
+        visit.page.keyboard.press("Tab")
+    visit.page.keyboard.press("Enter")
+    assert visit.run("document.activeElement.dataset.part") == "other kernels"
+    idle = visit.page.locator("#where-0 + figcaption a", has_text="idle, launch-bound")
+    idle.focus()
+    visit.page.keyboard.press("Enter")
+    visit.until("() => document.activeElement.textContent.startsWith('Framed: the longest of idle, launch-bound')")
+    visit.page.get_by_role("button", name="Show all").click()
+    assert visit.page.locator(".place").count() == 0
+    visit.check_silence()
+
+
 def test_hostile_names_and_all_do_so_in_silence_and_without_a_network(browser: "Browser", trace_address: str) -> None:
     visit = visiting(browser, trace_address, viewport={"width": 360, "height": 800})
     visit.open("trace-2")

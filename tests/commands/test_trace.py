@@ -107,6 +107,9 @@ def test_a_difference_adds_up_to_the_change_in_step_time_and_is_a_page_too(folde
     assert len(as_csv(answer)) == len(found["changes"])
     shown = Page(page.read_text()).text.replace("\N{NO-BREAK SPACE}", " ")
     assert all(sentence in shown for sentence in verdict(answer))
+    charts = [box["id"] for box in Page(page.read_text()).having("div") if box.get("class") == "chart"]
+    assert charts[0] == "sides"
+    assert {"side-0-timeline-0", "side-1-timeline-0"} <= set(charts)
     with pytest.raises(SpecError, match="is one of the traces, which the page would overwrite"):
         trace([folder / "rank0.json"], against=slower, page=slower)
 

@@ -42,14 +42,36 @@ THEME = go.layout.Template(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Jump:
+    """From a part of a figure of bars, ``text``, to its place on another chart's time axis, and what is there.
+
+    ``begin`` and ``end`` are shares of the axis of the chart with the id ``chart``; ``row`` is that of the bar.
+    Without a ``chart`` it leads nowhere.
+    """
+
+    part: str
+    text: str
+    chart: str
+    begin: float
+    end: float
+    note: str
+    row: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A figure as plotly's JSON without its theme, and a sentence that says what it shows; a page may fold it."""
+    """A figure as plotly's JSON without its theme, and a sentence that says what it shows; a page may fold it.
+
+    With ``jumps``, a page shows ``lead`` and a link for each, which together say what the sentence does.
+    """
 
     id: str
     title: str
     figure: dict[str, Any]
     alternative: str
     folded: bool = False
+    lead: str = ""
+    jumps: Sequence[Jump] = ()
 
     @property
     def height_px(self) -> int:

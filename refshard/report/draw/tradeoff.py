@@ -63,12 +63,14 @@ def shows_limit(points: Sequence[Point], frame: Frame) -> bool:
     return frame.limit is not None and frame.limit <= _FAR * max(point.memory for point in points)
 
 
-def tradeoff_figure(points: Sequence[Point], frame: Frame, predicted: Sequence[Point] = ()) -> go.Figure:
-    """``predicted`` are dry runs of the same strategies, drawn hollow."""
+def tradeoff_figure(
+    points: Sequence[Point], frame: Frame, predicted: Sequence[Point] = (), line: Sequence[Point] = ()
+) -> go.Figure:
+    """``predicted`` are dry runs of the same strategies, drawn hollow. The line joins :func:`front`, or ``line``."""
     drawn = [*points, *predicted]
     unit_x, size_x = axis_unit("B", max(point.memory for point in points))
     unit_y, size_y = axis_unit("s", max(point.time for point in points))
-    line = front(points)
+    line = line or front(points)
     figure = go.Figure()
     figure.add_scatter(
         name="Pareto front", x=short(point.memory / size_x for point in line),

@@ -42,7 +42,7 @@ from refshard.report.dryrun.categories import CATEGORIES
 from refshard.report.dryrun.phases import lead_of, phases_as_object, phases_blocks, why_unreached
 from refshard.report.dryrun.prices import as_object as prices_as_object
 from refshard.report.dryrun.prices import compared, measured_sentences
-from refshard.report.trace.answer import as_objects, job_blocks, rank_blocks
+from refshard.report.trace.answer import as_objects, job_blocks, rank_blocks, where_block
 from refshard.report.trace.findings import Finding, findings
 from refshard.report.verdict import NO_VERDICT
 
@@ -394,9 +394,10 @@ def _time(found: Analysis) -> Iterator[Block]:
 
     drawn = msgspec.structs.replace(figures, memory=())  # the section on memory has a better picture
     packed = TraceFile(id="trace", name="dryrun.json.gz", content=content)
+    goes = where_block(figures, traced.timeline, "replayed", found.recomputed)
     yield Section(
         title=f"Replayed: {_steps_of(figures)}", id="time", nav="Time", blocks=[
-            *_job(found, figures),
+            goes, *_job(found, figures),
             *rank_blocks(drawn, traced.kept, "replayed", packed),
         ],
     )  # fmt: skip
@@ -616,10 +617,11 @@ def _advice(found: Analysis) -> Iterator[str]:
     if not found.fits:
         return
     unused = found.headroom_bytes > 0.1 * found.usable_bytes
-    if unused and found.recomputed_s > 0.01 * found.step_s:
+    again = sum(found.recomputed.values())
+    if unused and again > 0.01 * found.step_s:
         yield (
-            f"Recomputation takes {format_seconds(found.recomputed_s)} per step "
-            f"({format_percent(found.recomputed_s / found.step_s)}), and {format_bytes(found.headroom_bytes)} of "
+            f"Recomputation takes {format_seconds(again)} per step "
+            f"({format_percent(again / found.step_s)}), and {format_bytes(found.headroom_bytes)} of "
             "memory are unused."
         )
     elif found.headroom_bytes > 0.2 * found.usable_bytes:

@@ -54,14 +54,14 @@ def plan_answer(plan: Plan, spread: Spread, title: str, *, model: str, cluster: 
         if len(plan.sizes) > 1:
             several = sum(bool(size.rows) for size in plan.sizes) > 1
             section("By number of ranks", "sizes", table(_scaling(plan)), "scaling" if several else "")
-    if len(shown.front) > 1:
+    if len(best := text.front(shown)) > 1:
         front = [
             {
                 **_which(row, varied),
-                "step time": Quantity(row.step_s, "s"),
-                "peak memory": Quantity(row.peak_bytes, "B"),
+                "step time": Quantity(row.time_s, "s"),
+                "peak memory": Quantity(row.memory_bytes, "B"),
             }
-            for row in shown.front
+            for row in best
         ]
         section("Step time against memory (Pareto front)", "front", table(front, left=2))
     if rows:

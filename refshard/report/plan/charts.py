@@ -5,7 +5,7 @@ from typing import Literal
 
 import plotly.graph_objects as go
 
-from refshard.plan.plan import Plan, Row, Size, Spread
+from refshard.plan.plan import LESS, Plan, Row, Size, Spread
 from refshard.quantities import axis_unit, format_bytes, format_percent, format_seconds
 from refshard.report.draw.charts import THEME, Bar, Chart, chart, label_text, stacked
 from refshard.report.draw.charts import Row as Line
@@ -19,24 +19,31 @@ _CUT = 1.6
 
 def tradeoff(size: Size, plan: Plan, spread: Spread) -> Chart:
     """Step time against memory, of the best configurations and the Pareto front."""
-    rows = [*size.rows, *(row for row in size.front if row not in size.rows)]
+    rows = text.listed(size)
     points = [_point(row, place, plan.varied) for place, row in enumerate(rows)]
+    front = [(rows.index(row), row) for row in text.front(size)]
     error = spread.of(rows[0].kind)
     frame = Frame(
         memory="peak memory", limit=size.usable_bytes, limit_text=f"{format_bytes(size.usable_bytes)} usable",
         tie=(1 + error.median) * points[0].time if error else None,
     )  # fmt: skip
-    front = "; ".join(
-        f"{text.short_text(row.job, plan.varied)} ({format_seconds(row.step_s)}, {format_bytes(row.peak_bytes)})"
-        for row in size.front
+    listed = "; ".join(
+        f"{place + 1} {text.short_text(row.job, plan.varied)} ({format_seconds(row.time_s)}, "
+        f"{format_bytes(row.memory_bytes)})"
+        for place, row in front
     )
     shaded = (
         f"Shaded: within {format_percent(error.median)} of the fastest, the model's median error."
         if error
         else "The model's error is not known here."
     )
-    sentence = f"Lower left is better. Dotted, the Pareto front: {front}. {shaded}"
-    return chart("tradeoff", "Step time against memory", tradeoff_figure(points, frame), sentence)
+    saved = format_percent(1 - LESS, 0)
+    told = f"Dotted, the Pareto front, each with {saved} less memory than the last: {listed}."
+    if len(front) < 2:
+        told = f"Fastest: {listed}; no other needs {saved} less memory."
+    sentence = f"Lower left is better. {told} {shaded}"
+    figure = tradeoff_figure(points, frame, line=[points[place] for place, _ in front])
+    return chart("tradeoff", "Step time against memory", figure, sentence)
 
 
 def _point(row: Row, place: int, varied: Sequence[str]) -> Point:

@@ -73,7 +73,7 @@ def why(setting: Setting, traced: Mapping[CaseResult, Traced], prefix: str, *, w
         return []
     rows = table(
         [_row(one) for one in here], text=["bus bandwidth"], cases=numbers([one.case for one in here]),
-        caption="Rank 0's trace, per step (click a case to open its trace)",
+        caption="Rank 0's trace, per step (a case leads to its trace)",
     )  # fmt: skip
     blocks: list[Block] = [Section(title="Rank 0's trace in numbers", folded=True, blocks=[rows])]
     # The same layer of each case of one world size, with one scale and one zero.
@@ -108,7 +108,7 @@ def _row(one: Traced) -> Row:
     steps, idle = len(parts), sum(part.idle_host_ns or 0 for part in parts)
     exposed = sum(part.exposed_ns for part in parts) / max(sum(part.span_ns for part in parts), 1)
     return {
-        "case": Marked(one.case.full_label, href=one.link),
+        "case": Marked(one.case.full_label, href=f"#trace-of-{one.case.number}"),
         "exposed communication": Quantity(exposed, "share"),
         "late reductions (give-way)": Quantity(figures.giveway.index, "share", 2),
         "blocking gaps": blocking(figures.collectives, steps),

@@ -4,16 +4,16 @@ trace, warnings, and each job's largest loss as the verdict.
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import msgspec
 
 from refshard.analysis.analyse import Analysis
-from refshard.analysis.figures import Breakdown, TraceFigures
+from refshard.analysis.figures import Breakdown, OperatorClass, TraceFigures
 from refshard.analysis.hta import HtaFailure, HtaFigures
 from refshard.analysis.overlap import mean_ratio
 from refshard.events.timeline import Timeline
@@ -45,6 +45,7 @@ _OPTIONAL = (
     "device", "exposed to all", "copies alone", "idle, host late", "late reductions (give-way)", "warnings",
 )  # fmt: skip
 """Columns of a job's table that are left out without values."""
+_NONE: Mapping[OperatorClass, float] = MappingProxyType({})
 _FEW_WARNINGS = 3
 """So many are shown without ``--verbose``."""
 _DEFINITIONS = {
@@ -85,7 +86,8 @@ def trace_answer(analyses: Sequence[Analysis], checks: Sequence[Block] = (), mor
         if shown and members[0].unavailable is None:
             worst = max(shown, key=lambda one: fmean(part.breakdown.span_ns for part in parts(one.figures)))
             gains = sections.paying(worst.figures)
-            blocks += [_where(worst), *([gains] if gains.facts else [])]
+            place = analyses.index(worst)
+            blocks += [where_block(worst.figures, worst.timeline, f"trace-{place}"), *([gains] if gains.facts else [])]
         blocks += [_job_table(ranks, f"{finding.title} ({_pattern(ranks)})"), Notes(sentences=finding.more)]
         if waits := sections.waits(members):
             name = "" if len(found) == 1 else f": {names[members[0].job]}"
@@ -122,8 +124,16 @@ def trace_answer(analyses: Sequence[Analysis], checks: Sequence[Block] = (), mor
     )  # fmt: skip
 
 
-def _where(one: Analysis) -> Charts:
-    return Charts(draw=lambda: [_charts().where_chart(one.figures, one.timeline)])
+def where_block(
+    figures: TraceFigures,
+    timeline: Timeline,
+    prefix: str,
+    recomputed: Mapping[OperatorClass, float] = _NONE,
+) -> Charts:
+    """Where the step goes; the timelines of the trace are drawn under ``prefix``. ``recomputed`` are the seconds of a
+    step that recomputation takes, by class of work.
+    """
+    return Charts(draw=lambda: [_charts().where_chart(figures, timeline, prefix, recomputed)])
 
 
 def as_objects(traces: Sequence[TraceFigures]) -> list[dict[str, Any]]:

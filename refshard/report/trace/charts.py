@@ -10,18 +10,20 @@ import json
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 
-from refshard.analysis.attribution import attribute, class_of_work
-from refshard.analysis.figures import Breakdown, Cause, MemoryPoint, TraceFigures
-from refshard.events.timeline import Nanoseconds, Timeline
+from refshard.analysis.analyse import Analysis
+from refshard.analysis.attribution import Owner, attribute
+from refshard.analysis.difference import label_of
+from refshard.analysis.figures import Breakdown, Cause, MemoryPoint, OperatorClass, TraceFigures
+from refshard.events.timeline import Nanoseconds, Timeline, Window
 from refshard.quantities import axis_unit, format_bytes, format_ns, format_percent
-from refshard.report.draw.charts import THEME, Bar, Chart, Row, chart, label_text, pattern, shortened, stacked
-from refshard.report.draw.palette import BLUE, INK, OKABE_ITO, RED, SPANS, STEP, Look, dimmed
-from refshard.report.draw.palette import WORK as PALETTE
+from refshard.report.draw.charts import THEME, Bar, Chart, Jump, Row, chart, label_text, pattern, shortened, stacked
+from refshard.report.draw.palette import BLUE, INK, OKABE_ITO, SPANS, STEP, Look, dimmed
 from refshard.report.trace.findings import WORK
 from refshard.report.trace.lanes import (
     NAMES,
@@ -46,10 +48,12 @@ from refshard.report.trace.text import (
     per,
     who,
 )
+from refshard.report.trace.where import LOOKS, RECOMPUTATION, parts_of, where_means, where_parts
 
 MOST_STEPS, MOST_RANKS, MOST_POINTS = 60, 40, 1500
 MOST_SPANS, MOST_BLOCKS = 20_000, 2_000
 """Limits for a timeline, which then takes about 1 MB of its page and is drawn in 0.1 s, and for a layer."""
+_NONE: Mapping[OperatorClass, float] = MappingProxyType({})
 PARTS = ("compute alone", "compute over communication", "exposed communication", "other", *IDLE.values())
 """Parts of a step; they add up to it."""
 _ROW, _NARROW, _LABEL, _PAUSE, _AXIS, _MODES, _LEGEND = 24, 12, 17, 5, 48, 26, 26
@@ -93,51 +97,85 @@ def ranks_chart(figures: Sequence[TraceFigures]) -> list[Chart]:
     return [_on_cpu(drawn) if all(one.device == "cpu" for one in figures) else drawn]
 
 
-def where_chart(figures: TraceFigures, timeline: Timeline) -> Chart:
-    """One bar of the mean step, every nanosecond of it once: compute by class, what is exposed, idle time by cause."""
+def where_chart(
+    figures: TraceFigures,
+    timeline: Timeline,
+    prefix: str,
+    recomputed: Mapping[OperatorClass, float] = _NONE,
+) -> Chart:
+    """One bar of the mean step by :func:`where_parts`. Each part leads to where it is longest in the timelines that
+    :func:`all_charts` draws under ``prefix``. ``recomputed`` seconds of classes of work are a part of their own.
+    """
     found, report = attribute(timeline), figures.operators
     rates = {WORK[one.name]: one.of_roofline for one in report.classes if one.name in WORK} if report else {}
-    looks = {**PALETTE, "copies": SPANS["copy"], "preparation of a reduction": SPANS["prep"],
-             "communication: transfer": STEP["exposed communication"], "communication: waiting": Look(RED, "x"),
-             "communication: transfer or waiting": Look(RED, "."),
-             **{name: STEP[name] for name in IDLE.values()}}  # fmt: skip
-    causes = {cause.replace("_", " "): name for cause, name in IDLE.items()}
-    parts = dict.fromkeys(looks, 0.0)
-    for owner in found.owners:
-        work, seconds = owner.work, owner.ns / found.steps / 1e9
-        if work.kind == "idle":
-            parts[causes.get(work.bound or "", IDLE[Cause.UNKNOWN])] += seconds
-        elif work.kind == "comm":
-            for name, share in _exposed_shares(figures).items():
-                parts[f"communication: {name}"] += share * seconds
-        elif work.kind in ("prep", "copy"):
-            parts["copies" if work.kind == "copy" else "preparation of a reduction"] += seconds
-        else:
-            kind = WORK.get(class_of_work(work), "other kernels") if work.kind == "compute" else "other kernels"
-            parts[kind] += seconds
+    parts = where_parts(figures, found)
+    for one, seconds in recomputed.items():
+        name = WORK.get(one, "other kernels")
+        taken = min(parts[name], seconds)
+        parts[name], parts[RECOMPUTATION] = parts[name] - taken, parts[RECOMPUTATION] + taken
     step = sum(parts.values())
     parts = {name: value for name, value in parts.items() if value >= 0.001 * step}
     names = {name: name if rates.get(name) is None else f"{name} ({format_percent(rates[name], 0)} of roofline)"
-             for name in looks}  # fmt: skip
+             for name in LOOKS}  # fmt: skip
     bar = Bar(place=0, name=who(figures), parts={names[name]: value for name, value in parts.items()})
-    figure = stacked([Row(text="")], [bar], {names[name]: look for name, look in looks.items()}, "s", per(figures))
-    said = [f"{names[name]} {format_ns(1e9 * value)}" for name, value in sorted(parts.items(), key=lambda p: -p[1])
-            if value >= 0.01 * step]  # fmt: skip
-    text = f"{'Mean ' if found.steps > 1 else ''}{each(figures)} of {who(figures)}, {format_ns(1e9 * step)}: "
-    drawn = chart(f"where-{figures.job}", f"Where the {each(figures)} goes", figure, f"{text}{', '.join(said)}.")
+    figure = stacked([Row(text="")], [bar], {names[name]: look for name, look in LOOKS.items()}, "s", per(figures))
+    order = sorted(parts.items(), key=lambda part: -part[1])
+    said = {name: f"{names[name]} {format_ns(1e9 * value)}" for name, value in order if value >= 0.01 * step}
+    lead = f"{'Mean ' if found.steps > 1 else ''}{each(figures)} of {who(figures)}, {format_ns(1e9 * step)}"
+    title = f"Where the {each(figures)} goes"
+    drawn = chart(f"where-{figures.job}", title, figure, f"{lead}: {', '.join(said.values())}.")
+    places = _longest_places(figures, timeline, prefix)
+    nowhere = Jump(part="", text="", chart="", begin=0, end=0, note="")
+    jumps = [replace(places.get(name, nowhere), part=names[name], text=told) for name, told in said.items()]
+    drawn = replace(drawn, lead=lead, jumps=jumps)
     return _on_cpu(drawn) if figures.device == "cpu" else drawn
 
 
-def _exposed_shares(figures: TraceFigures) -> dict[str, float]:
-    """Shares of exposed communication that are transfer, waiting for other ranks, or either."""
-    found = figures.communication
-    every = () if found is None else found.steps or (found.whole,)
-    sums = {
-        "transfer": sum(one.transfer_ns or 0 for one in every), "waiting": sum(one.waiting_ns or 0 for one in every),
-        "transfer or waiting": sum(one.undivided_ns for one in every),
-    }  # fmt: skip
-    total = sum(sums.values())
-    return {name: ns / total for name, ns in sums.items()} if total else {"transfer or waiting": 1.0}
+def sides_chart(names: Sequence[str], sides: Sequence[Sequence[Analysis]], prefixes: Sequence[str]) -> Chart:
+    """The bars of two jobs on one scale, means over the ranks of each. A part leads to where it is longest in the
+    timelines of a job's first rank, which are drawn under its prefix.
+    """
+    means = [where_means(side) for side in sides]
+    steps = [sum(parts.values()) for parts in means]
+    shown = [name for name in LOOKS if any(parts[name] >= 0.001 * step for parts, step in zip(means, steps))]
+    bars = [
+        Bar(place=n, name=name, parts={part: parts[part] for part in shown})
+        for n, (name, parts) in enumerate(zip(names, means))
+    ]
+    figure = stacked([Row(text=name) for name in names], bars, {name: LOOKS[name] for name in shown}, "s", "per step")
+    jumps = list[Jump]()
+    for row, (name, side, prefix) in enumerate(zip(names, sides, prefixes)):
+        places = {} if side[0].kept is None else _longest_places(side[0].figures, side[0].kept, prefix)
+        for part in sorted(shown, key=lambda part: -means[row][part]):
+            if (place := places.get(part)) and means[row][part] >= 0.01 * steps[row]:
+                text = f"{name}: {part} {format_ns(1e9 * means[row][part])}"
+                jumps.append(replace(place, row=row, text=text, note=f"{name}, {place.note}"))
+    lead = ", ".join(f"{name} {format_ns(1e9 * step)}" for name, step in zip(names, steps))
+    lead = f"Mean steps on one scale, {lead}"
+    told = f"{lead}{': ' if jumps else ''}{', '.join(one.text for one in jumps)}."
+    drawn = replace(chart("sides", "Both steps", figure, told), lead=lead, jumps=jumps)
+    return _on_cpu(drawn) if all(one.figures.device == "cpu" for side in sides for one in side) else drawn
+
+
+def _longest_places(figures: TraceFigures, timeline: Timeline, prefix: str) -> dict[str, Jump]:
+    """Where each part of the step is longest in the windows that are drawn."""
+    windows = drawn_windows(figures, timeline)
+    shown = tuple(Window(step=one.step, start=one.begin, end=one.close) for one in windows)
+    found = dict[str, Owner]()
+    for owner in attribute(replace(timeline, windows=shown)).owners:
+        for name in parts_of(owner.work, figures) if owner.longest[0] else ():
+            found[name] = max(found.get(name, owner), owner, key=lambda one: one.longest)
+    places = {}
+    for name, owner in found.items():
+        ns, start, end = owner.longest
+        n = next(n for n, window in enumerate(windows) if start < window.close and end > window.begin)
+        window = windows[n]
+        begin, close = ((at - window.begin) / (window.close - window.begin) for at in (start, end))
+        note = f"{format_ns(ns)}: {label_of(owner.work)}"
+        places[name] = Jump(
+            part=name, text=name, chart=f"{prefix}-timeline-{n}", begin=max(0.0, begin), end=min(1.0, close), note=note
+        )
+    return places
 
 
 def all_charts(figures: TraceFigures, timeline: Timeline | None, prefix: str) -> list[Chart]:
@@ -164,7 +202,8 @@ def all_charts(figures: TraceFigures, timeline: Timeline | None, prefix: str) ->
     if timeline is not None and windows and (layer := find_layer(timeline, windows[0].begin, windows[0].close)):
         found.append(layer_chart(layer, figures, f"{prefix}-layer"))
     title = "Where each step goes" if has_steps(figures) else "Where the time goes"
-    found.append(chart(f"{prefix}-steps", title, step_bars(figures), _steps_sentence(figures)))
+    drawn = chart(f"{prefix}-steps", title, step_bars(figures), _steps_sentence(figures))
+    found.append(replace(drawn, folded=bool(windows)))  # the bar of the mean step stands above
     if figures.memory:
         found.append(chart(f"{prefix}-memory", "Memory", _memory_curves(figures), memory_sentence(figures.memory)))
     return list(map(_on_cpu, found)) if figures.device == "cpu" else found
@@ -174,7 +213,13 @@ def _on_cpu(drawn: Chart) -> Chart:
     """The chart with a CPU's name for idle time between operators, in its legend and in what pointing shows."""
     text = json.dumps(drawn.figure).replace(IDLE[Cause.LAUNCH], ON_CPU)
     told = drawn.alternative.replace(IDLE[Cause.LAUNCH], ON_CPU)
-    return replace(drawn, figure=json.loads(text), alternative=told)
+    jumps = [
+        replace(
+            one, part=one.part.replace(IDLE[Cause.LAUNCH], ON_CPU), text=one.text.replace(IDLE[Cause.LAUNCH], ON_CPU)
+        )
+        for one in drawn.jumps
+    ]
+    return replace(drawn, figure=json.loads(text), alternative=told, jumps=jumps)
 
 
 def split(part: Breakdown) -> dict[str, int]:

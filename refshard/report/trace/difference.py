@@ -2,18 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
+from refshard.analysis.analyse import Analysis
 from refshard.analysis.attribution import IDLE
 from refshard.analysis.difference import Change, Difference, Unlike
 from refshard.quantities import format_ns, format_percent
-from refshard.report.blocks import Answer, Block, Charts, Cover, Notes, Row, Table, Text, Verdict, table
+from refshard.report.blocks import Answer, Block, Cover, Notes, Row, Section, Table, Text, Verdict, table
+from refshard.report.trace.sides import side_by_side
 from refshard.report.trace.text import counted, cut, ns
-
-if TYPE_CHECKING:
-    from refshard.report.draw.charts import Chart
 
 _SHOWN_CHANGES, _SHOWN_RANKS, _MOST_CHANGES = 25, 8, 400
 _LONGEST_LABEL, _LONGEST_KERNEL = 80, 40
@@ -30,7 +29,7 @@ class Compared:
     """A difference of two jobs, ``names`` and ``steps`` (how many) of each, and what makes it uncertain.
 
     ``unlike`` lists how the jobs are not like for like. ``interval`` bounds the change in nanoseconds given the scatter
-    of steps (95 %); None with too few steps.
+    of steps (95 %); None with too few steps. ``sides`` are the traces of each, for a page.
     """
 
     names: tuple[str, str]
@@ -39,6 +38,7 @@ class Compared:
     interval: tuple[float, float] | None = None
     warnings: Sequence[str] = ()
     unlike: Sequence[Unlike] = ()
+    sides: tuple[Sequence[Analysis], Sequence[Analysis]] = ((), ())
 
     @property
     def is_noise(self) -> bool:
@@ -64,12 +64,17 @@ def difference_answer(found: Compared, more: str = "") -> Answer:
         for name, path, steps, mean in zip("AB", found.names, found.steps, (whole.a_ns, whole.b_ns))
     ]
     blocks: list[Block] = [Text(text="\n".join(sides)), Notes(sentences=not_alike(found))]
+    both = side_by_side(("A", "B"), found.sides) if all(found.sides) else []
     if any(change.delta_ns for change in whole.changes):
+        every = by_work(whole, _MOST_CHANGES, where="page")
+        folded = [Section(title="All changes", blocks=[every], folded=True, where="page")]
+        changes: list[Block] = [by_work(whole, _SHOWN_CHANGES), *(folded if len(every.rows) > _SHOWN_CHANGES else [])]
         blocks += [
-            Charts(draw=lambda: [_bars(whole)]), by_class(whole),
-            by_work(whole, _SHOWN_CHANGES, where="terminal"), by_work(whole, _MOST_CHANGES, where="page"),
+            *both[:2], by_class(whole),
+            Section(title="Largest changes", id="changes", nav="Changes", blocks=changes, heading=False),
             *by_rank(whole), Notes(sentences=remarks(found)),
         ]  # fmt: skip
+    blocks += both[2:]
     blocks += [Verdict(sentences=lead), *([Text(text=more, where="terminal")] if more else [])]
     rows = [flat(change) for change in whole.changes]
     return Answer(data=data, rows=rows, blocks=blocks, cover=Cover(title="Difference of two jobs"))
@@ -81,24 +86,6 @@ def flat(change: Change) -> dict[str, Any]:
     work = built.pop("work")
     kernels = {side: "; ".join(built.pop(side)) for side in ("a_kernels", "b_kernels")}
     return {**built, **{key: value for key, value in work.items() if key != "kind"}, **kernels}
-
-
-def _bars(whole: Difference) -> "Chart":
-    """The mean step of each side, cut into classes that add up to it."""
-    from refshard.report.draw.charts import Bar, Row, chart, stacked  # plotly takes a second to import
-    from refshard.report.draw.palette import GREY, STEP, Look
-
-    looks = {
-        "compute": STEP["compute alone"], "communication": STEP["exposed communication"],
-        "preparation": STEP["compute over communication"], "copy": STEP["copy, preparation, other"],
-        "unclassified": Look(GREY, "+"), "idle": STEP["idle"],
-    }  # fmt: skip
-    bars = [
-        Bar(place=place, name=name, parts={part: ns[place] / 1e9 for part, ns in class_sums(whole).items()})
-        for place, name in enumerate("AB")
-    ]
-    figure = stacked([Row(text=bar.name) for bar in bars], bars, looks, "s", "of the mean step")
-    return chart("sides", "Both steps", figure, f"Mean steps: A {format_ns(whole.a_ns)}, B {format_ns(whole.b_ns)}.")
 
 
 def _unlike(named: Sequence[str]) -> list[str]:

@@ -11,6 +11,7 @@ from refshard.analysis.prediction import HOST, Part, part_of, parts
 from refshard.quantities import format_ns, format_percent
 from refshard.report.blocks import Answer, Block, Cover, Notes, Row, Table, Text, Verdict, table
 from refshard.report.trace.difference import Compared, flat, not_alike, signed
+from refshard.report.trace.sides import side_by_side
 from refshard.report.trace.text import counted, cut, ns
 
 _SHOWN, _LONGEST, _NAMED = 15, 60, 3
@@ -36,8 +37,10 @@ def prediction_answer(found: Compared, more: str = "") -> Answer:
             ("real (A)", "predicted (B)"), found.names, found.steps, (whole.a_ns, whole.b_ns)
         )
     ]
+    both = side_by_side(("real", "predicted"), found.sides) if all(found.sides) else []
     blocks: list[Block] = [
-        Text(text="\n".join(sides)), Notes(sentences=not_alike(found)), _by_part(of_step, whole.a_ns, whole.b_ns),
+        Text(text="\n".join(sides)), Notes(sentences=not_alike(found)), *both,
+        _by_part(of_step, whole.a_ns, whole.b_ns),
         _by_work(whole.changes), Notes(sentences=found.warnings),
         Verdict(sentences=lead), *([Text(text=more, where="terminal")] if more else []),
     ]  # fmt: skip

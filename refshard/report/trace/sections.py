@@ -9,6 +9,7 @@ from refshard.analysis import figures as whatif
 from refshard.analysis.figures import (
     TOLERATED_ERROR,
     Category,
+    Cause,
     CollectiveFigures,
     ExposedSplit,
     Holder,
@@ -38,6 +39,7 @@ from refshard.report.trace.findings import (
 from refshard.report.trace.lanes import idle_by_cause
 from refshard.report.trace.text import (
     HOST_WORK,
+    IDLE,
     count_per,
     counted,
     cut,
@@ -179,6 +181,11 @@ _CHANGES = {
     whatif.NO_MODES: "no dispatch modes in Python",
     whatif.NO_SYNC: "no synchronisation with the host",
 }
+_PART = {
+    whatif.OVERLAPPED: "communication", whatif.ON_TIME: "communication: waiting", whatif.FAST_HOST: IDLE[Cause.LAUNCH],
+    whatif.NO_MODES: IDLE[Cause.LAUNCH], whatif.NO_SYNC: IDLE[Cause.CALL],
+}  # fmt: skip
+"""The part of the step that a change shortens."""
 _ON_PATH = {"copy": "copies and preparation", "host": "host and launches", "between_kernels": "between kernels"}
 _SMALL_GAIN = 0.005
 """A gain, or a part of the critical path, under this share of the step is not named."""
@@ -221,25 +228,30 @@ def what_ifs(figures: TraceFigures) -> Section | None:
 
 def paying(one: TraceFigures) -> Facts:
     """The three changes that gain most: replays, and of a step bound by compute its kernels at good rates."""
-    found, span = list[tuple[float, str, str]](), mean([one], lambda part: part.span_ns)
+    found, span = list[tuple[float, str, str, str]](), mean([one], lambda part: part.span_ns)
     if one.what_if is not None and one.what_if.replay_error <= TOLERATED_ERROR:
         found += [
-            (what.gain_ns, _CHANGES[what.what], f"the {each(one)} would take {format_ns(what.step_ns)}")
+            (
+                what.gain_ns,
+                _CHANGES[what.what],
+                f"the {each(one)} would take {format_ns(what.step_ns)}",
+                _PART.get(what.what, ""),
+            )
             for what in one.what_if.what_ifs
             if what.what in _CHANGES and what.what != whatif.LAUNCHES
         ]
     if one.operators is not None and mean([one], lambda part: part.compute_ns) >= COMPUTE_BOUND * span:
         found += [
             (of.good_gain_ns / one.operators.steps, f"{WORK[of.name]} at rates that good kernels reach",
-             f"now at {format_percent(of.of_roofline, 0)} of the roofline")
+             f"now at {format_percent(of.of_roofline, 0)} of the roofline", WORK[of.name])
             for of in one.operators.classes
             if of.known_ns
         ]  # fmt: skip
     most = sorted(found, key=lambda fact: -fact[0])[:3]
     return Facts(facts=[
         Fact(label=label[:1].upper() + label[1:], value=f"-{format_ns(gain)} ({format_percent(gain / span)})",
-             detail=text)
-        for gain, label, text in most
+             detail=text, chart=f"where-{one.job}" if part else "", part=part)
+        for gain, label, text, part in most
         if gain >= _SMALL_GAIN * span
     ])  # fmt: skip
 

@@ -15,13 +15,13 @@ from refshard.dryrun.races import find_races
 from refshard.dryrun.recording import Category, Phase
 from refshard.dryrun.request import Choice
 from refshard.quantities import axis_unit, format_percent, format_seconds
-from refshard.report.blocks import Fact, Facts
+from refshard.report.blocks import Fact, Facts, Section
 from refshard.report.dryrun.answer import dryrun_answer, sentences
 from refshard.report.dryrun.categories import CATEGORIES
 from refshard.report.dryrun.memory_picture import memory_charts
 from refshard.report.page import as_page
 from refshard.report.trace.findings import findings
-from tests.dryrun.made import Made
+from tests.dryrun.made import Made, sharded_step
 from tests.dryrun.touching import GATHER, MAIN, Touching
 from tests.report import printed
 from tests.report.dryruns import GIB, SITE, analysed, doubtful, trained
@@ -191,6 +191,25 @@ def test_the_timeline_is_that_of_the_last_step(found: Analysis, seen: Page) -> N
 
 
 @pytest.mark.slow
+def test_recomputation_is_a_part_of_the_bar_of_the_step() -> None:
+    made = Made()
+    of = made.group(range(8))
+    for _ in range(2):
+        for phase, gib in ((Phase.FORWARD, 4), (Phase.RECOMPUTE, 3), (Phase.BACKWARD, 8)):
+            made.phase = phase
+            made.launch("aten::mul", writes=gib * GIB)
+        sharded_step(made, of)
+    found = analysed(made)
+    (again,) = found.recomputed.values()
+    section = next(block for block in dryrun_answer(found).blocks if isinstance(block, Section) and block.id == "time")
+    (bar,) = section.blocks[0].draw()  # type: ignore[union-attr]
+    parts = {part["name"]: part["x"][0] for part in bar.figure["data"]}
+    assert parts["recomputation"] == pytest.approx(1e3 * again, rel=1e-4)
+    assert f"recomputation {format_seconds(again)}" in bar.alternative
+    whole = next(value for name, value in parts.items() if name.startswith("elementwise"))
+    assert whole == pytest.approx(4 * parts["recomputation"], rel=0.1)  # without what is recomputed
+
+
 def test_hostile_names_stay_text() -> None:
     made = trained(module=HOSTILE, operator=HOSTILE)
     made.synchronise(stream=0, why=HOSTILE, site=HOSTILE)

@@ -111,7 +111,10 @@ def test_a_lead_that_no_run_backs_is_named_as_the_models() -> None:
 
 
 def test_values_that_are_varied_are_in_every_table_and_sentence_and_others_in_none() -> None:
-    best, other = row(1.0, precision="fp8", compiled=True, tp=2), row(1.5, strategy="megatron", compiled=True)
+    best, other = (
+        row(1.0, precision="fp8", compiled=True, tp=2),
+        row(1.5, strategy="megatron", compiled=True, peak_gib=31),
+    )
     eager = row(2.0)
     made = msgspec.structs.replace(
         plan(size(best, other, eager, unfit=(row(1.0, peak_gib=90),), front=(best, other))),
@@ -408,3 +411,22 @@ def test_memory_decides_between_dry_runs_that_tie_on_one_mesh(reserved_gib: int,
     divided = row(1.0, tp=2).dried(1.01, 30 * GIB, 30 * GIB)
     found = with_dry_rows(size(), (divided, own, peer), SPREAD).rows
     assert (found[0].job.strategy, found[0].job.tp) == (first, 1)
+
+
+def test_the_line_of_the_tradeoff_joins_what_its_text_and_the_table_name_by_dry_runs() -> None:
+    slow, fast, small = row(1.0), row(1.1, strategy="fsdp1"), row(1.3, strategy="ddp", peak_gib=31)
+    dried = [slow.dried(1.2, 30 * GIB, 40 * GIB), fast.dried(1.05, 30 * GIB, 36 * GIB)]
+    shown = size(*dried, front=(slow, small))
+    chart = charts.tradeoff(shown, plan(shown), SPREAD)
+    line = next(trace for trace in chart.figure["data"] if trace["name"] == "Pareto front")
+    assert (line["x"], line["y"]) == ([36, 31], [1.05, 1.3])
+    assert "2 fsdp1 with FSDP 16 (1.05 s, 36.0 GiB); 3 ddp with DP 16 (1.30 s, 31.0 GiB)" in chart.alternative
+    front = next(table for table in tables(answer(shown)) if "Pareto" in table.caption)
+    assert [line["step time"] for line in rows(front)] == ["1.05 s", "1.30 s"]
+    assert len(next(t for t in chart.figure["data"] if t["name"] == "measured (filled)")["x"]) == 3
+
+
+def test_of_one_point_no_line_is_drawn() -> None:
+    shown = size(row(1.0), row(1.1, peak_gib=34))
+    chart = charts.tradeoff(shown, plan(shown), SPREAD)
+    assert "Dotted" not in chart.alternative

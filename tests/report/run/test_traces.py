@@ -2,6 +2,7 @@
 
 import gzip
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from refshard.analysis.evidence import Evidence, gather
 from refshard.measure.store import read_run
 from refshard.records import Run
 from refshard.report.blocks import Section
+from refshard.report.draw.embed import MOST_EMBEDDED
 from refshard.report.run.page import Extras, page
 from refshard.report.run.traces import MOST_TRACED, Traced, read_traces, why
 from tests.report.pages import Page
@@ -59,7 +61,7 @@ def test_a_trace_that_is_damaged_keeps_its_link_alone(recorded: Run, evidence: E
     (one,) = read_traces(evidence, [(recorded, tmp_path / "run")], tmp_path / "page.html").values()
     assert one.analysis is None
     text = "".join(page(evidence, Extras(traces={one.case: one})))
-    assert f'href="run/traces/{first.name}"' in text
+    assert f'data-name="{first.name}"' in text
 
 
 def test_two_runs_of_one_name_keep_their_own_traces(recorded: Run, tmp_path: Path) -> None:
@@ -75,9 +77,21 @@ def test_two_runs_of_one_name_keep_their_own_traces(recorded: Run, tmp_path: Pat
 def test_the_page_has_the_layers_and_the_links(evidence: Evidence, traced: list[Traced]) -> None:
     seen = Page("".join(page(evidence, Extras(traces={one.case: one for one in traced}))))
     links = {link["href"] for link in seen.having("a")}
-    assert {one.link for one in traced} <= links
+    assert not {one.link for one in traced} & links, "a page that is mailed has its traces in it"
+    entries = {f"#{item.get('id')}" for item in seen.having("li")}
+    assert {f"#trace-of-{one.case.number}" for one in traced} <= links & entries
     drawn = {one.case.number for one in traced if one.view}
     boxes = [str(box["id"]) for box in seen.having("div") if box.get("class") == "chart"]
     assert {int(name.rpartition("-")[2]) for name in boxes if "-layer-" in name} == drawn
     assert drawn
     assert len(traced) <= MOST_TRACED
+
+
+def test_a_trace_too_large_for_the_page_is_a_link_that_says_where_it_works(
+    evidence: Evidence, traced: list[Traced], tmp_path: Path
+) -> None:
+    (tmp_path / "large.json.gz").write_bytes(b"\x1f\x8b" + bytes(MOST_EMBEDDED))
+    large = {one.case: replace(one, path=tmp_path / "large.json.gz") for one in traced}
+    seen = Page("".join(page(evidence, Extras(traces=large))))
+    assert {one.link for one in traced} <= {link["href"] for link in seen.having("a")}
+    assert seen.text.count("beside this page, where it was made: trace file") == len(traced)

@@ -37,6 +37,20 @@ def test_the_parts_of_a_step_add_up_to_it(figures: TraceFigures) -> None:
     assert list(charts.split(made().whole).values())[:4] == [30 * MS, 30 * MS, 20 * MS, 5 * MS]
 
 
+def test_a_part_of_the_bar_leads_to_its_longest_place() -> None:
+    timeline = traces.gpu(layers=6)
+    drawn = charts.where_chart(traces.figures(timeline), timeline, "t")
+    assert drawn.alternative == f"{drawn.lead}: {', '.join(one.text for one in drawn.jumps)}."
+    parts = {bar["name"] for bar in drawn.figure["data"]}
+    assert {"other kernels", "communication: transfer or waiting", "idle, launch-bound"} <= parts
+    assert {one.part for one in drawn.jumps} <= parts
+    late = next(one for one in drawn.jumps if one.part == "idle, launch-bound")
+    assert late.note.startswith("906 us: idle before ncclDevKernel_AllGather_RING_LL in model.layers.0")
+    assert (late.chart, late.begin) == ("t-timeline-1", 0.0)
+    window = timeline.windows[2]
+    assert late.end == pytest.approx(906 * US / (window.end - window.start))
+
+
 def test_a_trace_without_steps_is_one_bar_of_the_whole() -> None:
     figures = made(steps=(msgspec.structs.replace(made().steps[0], step=None),))
     bars = charts.step_bars(figures)
