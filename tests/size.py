@@ -19,7 +19,7 @@ BUDGETS = {
     "refshard/emit": 940,
     "refshard/emulate": 1_400,
     "refshard/engine": 9_400,
-    "refshard/events": 2_365,
+    "refshard/events": 2_368,
     "refshard/fakecuda": 1_985,
     "refshard/measure": 8_615,
     "refshard/models": 1_300,

@@ -183,9 +183,9 @@ class _Categories(dict[str, int]):
     """Codes by the name that a trace uses."""
 
     def __missing__(self, name: str) -> int:
-        """The first known one of several categories, separated by commas."""
-        several = [CATEGORIES[part] for one in name.lower().split(",") if (part := one.strip()) in CATEGORIES]
-        self[name] = code = several[0] if several else UNUSED
+        """The first that is used of several categories, separated by commas."""
+        several = (CATEGORIES.get(one.strip(), UNUSED) for one in name.lower().split(","))
+        self[name] = code = next((one for one in several if one != UNUSED), UNUSED)
         return code
 
 
