@@ -1,4 +1,4 @@
-"""Which torch refshard accepts and is tested with, and that its page lists all that is private of torch's."""
+"""Which torch refshard accepts and what ran on it, and that its page lists all that is private of torch's."""
 
 import ast
 import re
@@ -12,6 +12,7 @@ import torch
 
 import refshard
 from refshard.dryrun.environments import OLDEST_TORCH
+from refshard.fakecuda.build import TRIED
 
 pytestmark = pytest.mark.slow
 
@@ -35,17 +36,21 @@ def bounds() -> tuple[tuple[int, int], tuple[int, int]]:
     return minor(least), minor(most)
 
 
-def test_the_newest_torch_that_is_accepted_is_the_one_that_tests_run_on(
+def test_the_page_says_what_ran_on_each_torch_that_is_accepted(
     bounds: tuple[tuple[int, int], tuple[int, int]],
 ) -> None:
-    """Raise the bound and the pin together."""
+    """Raise the bound, the pin and the table together."""
     pinned = re.search(r"^torch==([\d.]+)$", (ROOT / "constraints.txt").read_text(), re.M)
     assert pinned is not None
-    assert bounds[1] == (minor(pinned[1])[0], minor(pinned[1])[1] + 1)
     assert bounds[0] <= minor(torch.__version__) < bounds[1], f"these tests run on torch {torch.__version__}"
-    assert f"torch {pinned[1]}" in PAGE
+    assert f"torch {pinned[1]}" in PAGE.replace("\n", " ")
     assert bounds[0] == OLDEST_TORCH
+    assert minor(pinned[1]) == TRIED
     assert f"`torch>={'.'.join(map(str, bounds[0]))},<{'.'.join(map(str, bounds[1]))}`" in PAGE
+    rows = {version: row for row in re.findall(r"^\| 2\.\d+.*$", PAGE, re.M) for version in re.findall(r"\d\.\d+", row)}
+    assert {minor(version) for version in rows} >= {(2, number) for number in range(bounds[0][1], bounds[1][1])}
+    tried = {minor(row.split()[1].strip(",")) for row in rows.values() if "not tried" not in row}
+    assert tried == {TRIED}
 
 
 def dotted(node: ast.AST) -> list[str]:

@@ -10,18 +10,20 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from refshard.errors import RefshardError
 from refshard.fakecuda.build import NAME, extension, torch_library
-from refshard.specs.hardware import HardwareSpec
+
+if TYPE_CHECKING:  # building a wheel needs nothing but torch
+    from refshard.specs.hardware import HardwareSpec
 
 DeviceMode = Literal["dry", "host"]
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def activate(
-    hardware: HardwareSpec, *, mode: DeviceMode = "dry", devices: int = 8, context_bytes: int = 0,
+    hardware: "HardwareSpec", *, mode: DeviceMode = "dry", devices: int = 8, context_bytes: int = 0,
     communicator_bytes: tuple[int, int] = (0, 0),
 ) -> ModuleType:  # fmt: skip
     """Give this process a node of ``devices`` fake GPUs of this ``hardware``, and return the extension.

@@ -22,6 +22,8 @@ NAME = "refshard_fakecuda"
 SOURCES = Path(__file__).parent / "csrc"
 IN_WHEEL = Path(__file__).parent / "built"
 """Where a wheel has the extension, if it was built with it."""
+TRIED = (2, 13)
+"""The newest torch on which dry runs were tried."""
 _FILE = f"{NAME}.so"
 _ENVIRONMENT = (
     "create an environment with the CPU build, from a checkout of refshard: python3 -m venv .dryrun && "
@@ -117,6 +119,10 @@ def _check_tools() -> None:
 
 
 def _build(folder: Path) -> None:
+    version = _torch()[1]
+    if (read := re.match(r"(\d+)\.(\d+)", version)) and (int(read[1]), int(read[2])) > TRIED:
+        tried = ".".join(map(str, TRIED))
+        print(f"refshard: dry runs were tried on torch up to {tried}, not on {version}", file=sys.stderr)
     says = "refshard: building the fake CUDA device, once per torch version, about 30 s"
     print(says, file=sys.stderr, end="" if sys.stderr.isatty() else "\n", flush=True)
     began = time.monotonic()
@@ -147,3 +153,16 @@ def _runs(process: subprocess.Popen[bytes]) -> bool:
     except subprocess.TimeoutExpired:
         return True
     return False
+
+
+def main() -> None:
+    """Print the path of the extension and its place in a wheel, for ``hatch_build.py``."""
+    try:
+        path = extension()
+    except RefshardError as error:
+        sys.exit(str(error))
+    print(path, (IN_WHEEL / build_name() / _FILE).relative_to(SOURCES.parents[2]), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
