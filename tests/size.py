@@ -20,7 +20,7 @@ BUDGETS = {
     "refshard/emulate": 1_400,
     "refshard/engine": 9_400,
     "refshard/events": 2_368,
-    "refshard/fakecuda": 1_985,
+    "refshard/fakecuda": 2_002,
     "refshard/measure": 8_615,
     "refshard/models": 1_300,
     "refshard/plan": 3_475,

@@ -19,7 +19,7 @@ ACTIVITY_TYPES = [
     "privateuse1_driver", "xpu_scope_profiler", "xpu_sync", "hardware_counters", "mtia_workloadd",
 ]  # fmt: skip
 
-DEVICE = {"stream": 7, "device": 0}
+DEVICE: dict[str, Any] = {"stream": 7, "device": 0}
 PLAIN = [
     step(1, 0, 100), event("aten::mm", 1, 9), event("cudaLaunchKernel", 2, 1, cat="cuda_runtime", correlation=1),
     event("gemm", 10, 50, cat="kernel", tid=7, correlation=1, **DEVICE),
@@ -59,6 +59,6 @@ def test_a_wait_for_a_stream_has_the_stream_of_its_arguments(tmp_path: Path) -> 
 @pytest.mark.parametrize("cat", ["mtia_ccp_events", "mtia_insight", "mtia_workloadd"])
 def test_events_of_an_mtia_device_are_counted(tmp_path: Path, cat: str) -> None:
     """Since August 2026 its collectives name their process group; what else is there is not documented."""
-    found = event("hccl::all_reduce", 5, 9, cat=cat, tid=1, **{"Collective name": "allreduce", "Group size": 2})
+    found = event("hccl::all_reduce", 5, 9, cat=cat, collective="allreduce", Group_size=2)
     figures = analyse(write(tmp_path / "t.json", [step(1, 0, 100), event("aten::mm", 1, 9), found])).figures
     assert "1 events of an MTIA device are not read" in (figures.unavailable or "")
