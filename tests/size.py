@@ -28,7 +28,7 @@ BUDGETS = {
     "refshard/specs": 2_995,
     "refshard/strategies": 3_190,
     "refshard/*.py": 2_420,
-    "tests": 81_220,
+    "tests": 81_310,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 
