@@ -1,8 +1,4 @@
-"""The command line: parse, call one command, print.
-
-Exit status: 0 if all that was requested was done and every case ended ok or is unsupported, 1 if a case failed or
-nothing fits, 2 for a mistake in the arguments, 130 if interrupted. ``refshard gate`` has its own.
-"""
+"""The command line: parse, call one command, print. Exit statuses are :class:`refshard.errors.Status`."""
 
 import json
 import re
@@ -10,15 +6,16 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from msgspec.structs import replace
 
 from refshard import resources
 from refshard.commands.printing import OUTPUT_OPTIONS, printed
-from refshard.errors import RefshardError, SpecError
+from refshard.errors import RefshardError, SpecError, Status
 from refshard.measure.interruption import ignore_more, interruptible, mortal
 from refshard.report.blocks import Answer
 from refshard.specs.reading import tokens
@@ -27,6 +24,12 @@ from refshard.version import __version__
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
 )
+
+
+_SCRIPT = {"allow_interspersed_args": False}
+"""Of commands that run a script: what follows the first word that is no option belongs to the script."""
+_UsageError: Any = typer.BadParameter.__base__
+"""Of the click that typer uses, which may be its own."""
 
 
 def _starting_with(names: Callable[[], Sequence[str]]) -> Callable[[str], list[str]]:
@@ -105,19 +108,7 @@ def _interruptible(left: str) -> Iterator[None]:
         ignore_more()
         text = str(error) if " " in str(error) else left  # alone it is only the signal's name
         print(f"Interrupted: {text}", file=sys.stderr)
-        raise typer.Exit(130) from None
-
-
-@contextmanager
-def _errors_of_gate() -> Iterator[None]:
-    """An error that nobody foresaw must not end as a regression does, with status 1."""
-    try:
-        yield
-    except (RefshardError, typer.Exit):
-        raise
-    except Exception:
-        traceback.print_exc()
-        raise typer.Exit(2) from None
+        raise typer.Exit(Status.INTERRUPTED) from None
 
 
 @app.callback(invoke_without_command=True)
@@ -458,7 +449,7 @@ def plan(
     return command.plan(options, page=html, tool=emit, out=out)
 
 
-@app.command(context_settings={"ignore_unknown_options": True})
+@app.command(context_settings=_SCRIPT)
 @printed
 def dryrun(
     context: typer.Context,
@@ -618,7 +609,7 @@ def dryrun(
         return made.dryrun(replace(options, gpus=int(gpus) if gpus else None), trace=trace, html=html)
 
 
-@app.command(context_settings={"ignore_unknown_options": True})
+@app.command()
 @printed
 def upgrade_check(
     before: Annotated[
@@ -738,7 +729,7 @@ def noise(
         )  # fmt: skip
 
 
-@app.command(context_settings={"ignore_unknown_options": True})
+@app.command(context_settings=_SCRIPT)
 @printed
 def gate(
     context: typer.Context,
@@ -796,7 +787,7 @@ def gate(
         asked = script.Options(
             words=tuple(words), cluster=cluster, gpus=gpus, baseline=baseline, accept=accept, baselines=baselines
         )
-        with _interruptible("there is no verdict"), _errors_of_gate():
+        with _interruptible("there is no verdict"):
             return script.gate_script(asked, outputs)
     if extra := given & {"--cluster", "--gpus", "--accept"}:
         raise SpecError(f"gate: {', '.join(sorted(extra))} needs a script: refshard gate -- train.py --its args")
@@ -804,7 +795,7 @@ def gate(
         suite=suite, baseline=baseline, candidate=candidate, strategies=command.two_strategies(strategy),
         exact=exact, portable=portable, oversubscribe=oversubscribe, baselines=baselines,
     )  # fmt: skip
-    with _interruptible("finished launches are saved; there is no verdict"), _errors_of_gate():
+    with _interruptible("finished launches are saved; there is no verdict"):
         return command.gate(options, outputs)
 
 
@@ -833,7 +824,7 @@ def history(
     return command.history(runs, metric=metric, suite=suite)
 
 
-@app.command(context_settings={"ignore_unknown_options": True})
+@app.command()
 @printed
 def validate(
     run: Annotated[
@@ -923,26 +914,33 @@ _KINDS = ("strategies", "models", "modes", "suites", "clusters", "hardware")
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line, or ``arguments`` in its place; a user's mistake is one line on standard error."""
     try:
-        _check_names(sys.argv[1:] if arguments is None else arguments)
-        app(arguments)
+        status = app(arguments, standalone_mode=False)
+    except _UsageError as error:
+        print(f"refshard: {_mistake(error)}", file=sys.stderr)
+        status = Status.WRONG_CALL
     except RefshardError as error:
         print(f"refshard: {error}", file=sys.stderr)
-        sys.exit(2)
+        status = error.status
+    except Exception:  # a defect must not end as a "no" does
+        traceback.print_exc()
+        status = Status.NO_VERDICT
+    sys.exit(status)
 
 
-def _check_names(arguments: Sequence[str]) -> None:
-    """Point to an option's new name. A script and what follows it have options of their own.
-
-    Raises:
-        SpecError: an option has an old name.
-    """
-    renamed = _RENAMED.get(arguments[0], {}) if arguments else {}
-    for argument in arguments[1:]:
-        if argument in ("--", "-m") or argument.endswith(".py"):
-            return
-        name = argument.partition("=")[0]
-        if name in renamed:
-            raise SpecError(f"no option {name}: it is now {renamed[name]}")
+def _mistake(error: Any) -> str:
+    """What is wrong with the words of a command line, and the remedy."""
+    command = None if error.ctx is None or error.ctx.parent is None else error.ctx.command
+    where = "" if command is None else f"{command.name}: "
+    option = getattr(error, "option_name", None)
+    if command is None or option is None or not hasattr(error, "possibilities"):
+        text: str = error.format_message().replace("\n", " ").rstrip(".")
+        return f"{where}{text[0].lower()}{text[1:]}"
+    if (now := _RENAMED.get(command.name, {}).get(option)) is not None:
+        return f"{where}no option {option}: it is now {now}"
+    known = [name for parameter in command.params for name in parameter.opts if name.startswith("--")]
+    remedy = f"did you mean {close[0]}?" if (close := get_close_matches(option, known, n=1)) else "see --help"
+    script = "" if command.allow_interspersed_args else " (options of a script, and -m, go after --)"
+    return f"{where}no option {option}; {remedy}{script}"
 
 
 if __name__ == "__main__":
