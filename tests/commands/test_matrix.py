@@ -163,7 +163,7 @@ class TestMistakes:
         ],
     )
     def test_a_wrong_value_is_refused_before_anything_is_launched(self, words: list[str], message: str) -> None:
-        done = CliRunner().invoke(app, ["run", *words, "--dry-run"])
+        done = CliRunner().invoke(app, ["run", *words, "--list"])
         assert isinstance(done.exception, SpecError)
         assert message in str(done.exception)
 
@@ -172,14 +172,14 @@ class TestStandardInput:
     """``refshard run -``."""
 
     def test_a_suite_is_read_from_it(self) -> None:
-        done = CliRunner().invoke(app, ["run", "-", "--dry-run", "--json"], input=TWO_TABLES)
+        done = CliRunner().invoke(app, ["run", "-", "--list", "--json"], input=TWO_TABLES)
         found = json.loads(done.stdout)
         assert found["suite"] == "two"
         assert {row["strategy"] for row in found["cases"]} == {"single", "ddp", "fsdp2", "refshard-fsdp"}
 
     @pytest.mark.parametrize("text", ["name = ", "", "nmae = 'a'"])
     def test_what_is_no_suite_is_a_mistake_that_names_it(self, text: str) -> None:
-        done = CliRunner().invoke(app, ["run", "-", "--dry-run"], input=text)
+        done = CliRunner().invoke(app, ["run", "-", "--list"], input=text)
         assert isinstance(done.exception, SpecError)
         assert str(done.exception).startswith("standard input: ")
 
@@ -207,7 +207,7 @@ class TestWritten:
         assert [line for line in to_toml(made(strategies="ddp")).splitlines() if line.startswith("[")] == ["[matrix]"]
 
     def test_it_may_go_to_standard_output_and_the_list_then_goes_to_standard_error(self) -> None:
-        done = CliRunner().invoke(app, ["run", "--strategy", "ddp", "--dry-run", "--write", "-"])
+        done = CliRunner().invoke(app, ["run", "--strategy", "ddp", "--list", "--write", "-"])
         assert parse_suite(done.stdout, "stdout") == made(strategies="ddp")
         assert "2 launches" in done.stderr
 
@@ -217,10 +217,10 @@ class TestWritten:
 
 
 class TestDryRun:
-    """``--dry-run`` lists and launches nothing; a test without a marker may start no process."""
+    """``--list`` lists and launches nothing; a test without a marker may start no process."""
 
     def test_it_lists_cases_and_the_expected_duration(self, elsewhere: Path) -> None:
-        done = CliRunner().invoke(app, ["run", "quickstart", "--dry-run"])
+        done = CliRunner().invoke(app, ["run", "quickstart", "--list"])
         assert done.exit_code == 0, done.output
         assert done.stdout.startswith("quickstart: llama-tiny")
         assert "refshard-yafsdp-w2-llama-tiny-b2x256" in done.stdout
@@ -229,12 +229,12 @@ class TestDryRun:
         assert list(elsewhere.iterdir()) == []
 
     def test_rounds_are_as_many_as_asked_for(self, elsewhere: Path) -> None:
-        words = ["run", "--strategy", "ddp", "--set", "device=cpu", "--rounds", "3", "--dry-run"]
+        words = ["run", "--strategy", "ddp", "--set", "device=cpu", "--rounds", "3", "--list"]
         shown = CliRunner().invoke(app, words).stdout
         assert shown.splitlines()[-1].startswith("6 launches in 3 rounds, about ")
 
     def test_what_has_not_run_before_is_a_rough_estimate(self, elsewhere: Path) -> None:
-        words = ["run", "--strategy", "ddp", "--set", "seq_len=8", "--set", "device=cpu", "--dry-run"]
+        words = ["run", "--strategy", "ddp", "--set", "seq_len=8", "--set", "device=cpu", "--list"]
         done = CliRunner().invoke(app, words)
         assert done.stdout.splitlines()[-1].startswith("2 launches, about ")
         assert done.stdout.endswith("(a rough estimate).\n")
@@ -245,7 +245,7 @@ class TestDryRun:
         assert list(elsewhere.iterdir()) == []
 
     def test_more_ranks_than_the_machine_has_may_be_listed(self, elsewhere: Path) -> None:
-        words = ["run", "--strategy", "ddp", "--gpus", "4096", "--set", "device=cuda", "--dry-run"]
+        words = ["run", "--strategy", "ddp", "--gpus", "4096", "--set", "device=cuda", "--list"]
         done = CliRunner().invoke(app, words)
         assert done.exit_code == 0, done.output
         told = "2 launches; duration unknown for 2: no similar launch is recorded."
@@ -254,11 +254,11 @@ class TestDryRun:
         assert found["expected_s"] is None
 
     def test_cases_may_be_chosen_and_become_dry_runs(self) -> None:
-        words = ["run", "gate_cuda", "--dry-run", "--json"]
+        words = ["run", "gate_cuda", "--list", "--json"]
         every = json.loads(CliRunner().invoke(app, words).stdout)["cases"]
         only = json.loads(CliRunner().invoke(app, [*words, "--only", every[0]["case"]]).stdout)["cases"]
         assert only == every[:1]
-        quickstart = ["run", "quickstart", "--set", "device=auto", "--dry-run", "--json"]
+        quickstart = ["run", "quickstart", "--set", "device=auto", "--list", "--json"]
         chosen = ["--only", "ddp-w2-llama-tiny-b2x256"]
         found = json.loads(CliRunner().invoke(app, [*quickstart, *chosen]).stdout)["cases"]
         assert [row["strategy"] for row in found] == ["single", "ddp"]
@@ -267,12 +267,12 @@ class TestDryRun:
 
     def test_what_no_dry_run_can_be_is_a_mistake_whether_cases_are_chosen_or_not(self) -> None:
         for chosen in ([], ["--only", "ddp-w2-llama-tiny-b2x256"]):
-            done = CliRunner().invoke(app, ["run", "quickstart", *chosen, "--cluster", "dgx-h100", "--dry-run"])
+            done = CliRunner().invoke(app, ["run", "quickstart", *chosen, "--cluster", "dgx-h100", "--list"])
             assert isinstance(done.exception, SpecError)
             assert str(done.exception).startswith("case: device must be 'auto' or 'cuda' for dryrun cases")
 
     @pytest.mark.parametrize("name", ["gpu_8", "llama3_8b_h100", "emulated_gpu"])
     def test_a_suite_that_cannot_run_here_is_listed_all_the_same(self, name: str) -> None:
-        done = CliRunner().invoke(app, ["run", name, "--dry-run", "--json"])
+        done = CliRunner().invoke(app, ["run", name, "--list", "--json"])
         assert done.exit_code == 0, done.exception
         assert json.loads(done.stdout)["cases"]
