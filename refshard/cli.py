@@ -1026,10 +1026,10 @@ _RENAMED = {
 _KINDS = ("strategies", "models", "modes", "suites", "clusters", "hardware")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None, program: typer.Typer = app) -> None:
     """Run the command line, or ``arguments`` in its place; a user's mistake is one line on standard error."""
     try:
-        status = app(arguments, standalone_mode=False)
+        status = program(arguments, standalone_mode=False)
     except _UsageError as error:
         print(f"refshard: {_mistake(error)}", file=sys.stderr)
         status = Status.WRONG_CALL
@@ -1054,7 +1054,7 @@ def _mistake(error: Any) -> str:
         return f"{where}no option {option}: it is now {now}"
     known = [name for parameter in command.params for name in parameter.opts if name.startswith("--")]
     remedy = f"did you mean {close[0]}?" if (close := get_close_matches(option, known, n=1)) else "see --help"
-    script = "" if command.allow_interspersed_args else " (options of a script, and -m, go after --)"
+    script = "" if error.ctx.allow_interspersed_args else " (options of a script, and -m, go after --)"
     return f"{where}no option {option}; {remedy}{script}"
 
 

@@ -33,8 +33,8 @@ def fit(options: Options, *, html: Path | None = None) -> Answer:
     best, job = size["rows"][0], msgspec.convert(size["rows"][0]["job"], Job)
     training = training_of(job)
     chosen = (
-        f"{job.strategy} is the fastest of {size['fitting']} configurations that fit, by closed forms "
-        f"({format_seconds(best['step_s'])} per step)"
+        f"{job.strategy} is the fastest of {size['fitting']} configurations that fit {job.gpus:,} GPUs of "
+        f"{job.cluster}, by closed forms ({format_seconds(best['step_s'])} per step)"
     )
     tell(f"dry run: {job.strategy} on {job.gpus:,} of {job.cluster}")
     name, _, value = EXPANDABLE_SEGMENTS.partition("=")  # which the plan assumes

@@ -245,7 +245,11 @@ def _convert_case(given: dict[str, Any]) -> Case:
         fields["global_batch"] = prod((size, *(n for factor in factors if is_count(n := fields.get(factor)))))
     if fields.get("strategy") == REFERENCE_STRATEGY and is_count(fields.get("gpus")):
         fields["gpus"] = 1  # the reference is one rank in every row of the matrix
-    return Case.of(**fields)
+        return Case.of(**fields)
+    case = Case.of(**fields)
+    if key == "microbatch":  # ranks of other axes share their data
+        case = case.changed(global_batch=case.job.global_batch // case.job.gpus * case.job.data_ranks)
+    return case
 
 
 def find_suite(given: str) -> Path:

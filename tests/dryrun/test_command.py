@@ -436,7 +436,7 @@ def test_memory_on_several_gpus_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_compiling_can_be_switched_off(tmp_path: Path) -> None:
-    done = run(tmp_path, scripts.COMPILED, "--compile", "off", "--json")
+    done = run(tmp_path, scripts.COMPILED, "--compile", "no", "--json")
     assert json.loads(done.stdout)["answer"]["compiled"] is None
 
 
