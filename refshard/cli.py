@@ -60,6 +60,11 @@ _model_names = _starting_with(lambda: list(resources.model_profiles()))
 _some_strategies = _starting_with(_strategy_names)
 
 
+def _counted(text: str) -> Any:
+    """An option that takes a count, such as 8k."""
+    return typer.Option(parser=_count, metavar="N", help=text)
+
+
 def _count(text: object) -> int:
     try:
         return parse_count(str(text))
@@ -68,7 +73,7 @@ def _count(text: object) -> int:
 
 
 _Baselines = Annotated[Path, typer.Option(help="Folder of accepted baselines and of machines' noise.")]
-_SeqLen = Annotated[int, typer.Option(parser=_count, metavar="N", help="Tokens per sequence; 8k is 8,192.")]
+_SeqLen = Annotated[int, _counted("Tokens per sequence; 8k is 8,192.")]
 _OF_AXIS = "numbers or all (default: 1; all with --search)."
 _Html = Annotated[Path | None, typer.Option(help="Write a page with charts: one file, no network ('-': stdout).")]
 _Suite = Annotated[
@@ -183,11 +188,9 @@ def plan(
     seq_len: _SeqLen = 8192,
     tokens_per_step: Annotated[
         int | None,
-        typer.Option(
-            parser=_count,
-            metavar="N",
-            help="Tokens per step over all ranks; 4M is 2^22 (default: microbatch x microbatches x ranks x seq-len; "
-            "with --search 4M, 16M from 100 B parameters on).",
+        _counted(
+            "Tokens per step over all ranks; 4M is 2^22 (default: microbatch x microbatches x ranks x seq-len; "
+            "with --search 4M, 16M from 100 B parameters on)."
         ),
     ] = None,
     search: Annotated[
@@ -225,12 +228,7 @@ def plan(
             "(default: 1; all with --tokens-per-step or --search)."
         ),
     ] = None,
-    microbatches: Annotated[
-        int,
-        typer.Option(
-            parser=_count, metavar="N", help="Microbatches per rank and step, unless --tokens-per-step decides."
-        ),
-    ] = 1,
+    microbatches: Annotated[int, _counted("Microbatches per rank and step, unless --tokens-per-step decides.")] = 1,
     checkpointing: Annotated[
         str | None,
         typer.Option(
@@ -319,20 +317,13 @@ def dryrun(
     command: Annotated[
         list[str] | None, typer.Argument(help="After `--`: SCRIPT ARGS, -m MODULE ARGS, or a launcher's command line.")
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help=f"Instead of a script: {_MODEL[0].lower()}{_MODEL[1:]}"),
-    ] = None,
+    model: Annotated[str | None, typer.Option(help=f"Instead of a script: {_MODEL[0].lower()}{_MODEL[1:]}")] = None,
     strategy: Annotated[str, typer.Option(help="With --model: how it is sharded (`refshard list strategies`).")] = (
         "fsdp2"
     ),
     seq_len: _SeqLen = 8192,
-    microbatch: Annotated[
-        int, typer.Option(parser=_count, metavar="N", help="With --model: sequences per rank and microbatch.")
-    ] = 1,
-    microbatches: Annotated[
-        int, typer.Option(parser=_count, metavar="N", help="With --model: microbatches per rank and step.")
-    ] = 1,
+    microbatch: Annotated[int, _counted("With --model: sequences per rank and microbatch.")] = 1,
+    microbatches: Annotated[int, _counted("With --model: microbatches per rank and step.")] = 1,
     precision: Annotated[str, typer.Option(help="With --model: bf16 or fp32, for compute.")] = "bf16",
     checkpointing: Annotated[
         str, typer.Option(help="With --model: none, full, selective, every-K or first-N.")
@@ -370,12 +361,7 @@ def dryrun(
         ),
     ] = None,
     tokens_per_step: Annotated[
-        int | None,
-        typer.Option(
-            parser=_count,
-            metavar="N",
-            help="Tokens per step over all ranks (default: counted from the model's input).",
-        ),
+        int | None, _counted("Tokens per step over all ranks (default: counted from the model's input).")
     ] = None,
     routing: Annotated[
         str,
@@ -393,12 +379,10 @@ def dryrun(
         bool, typer.Option("--races", help="Report unordered accesses to the same memory from two streams.")
     ] = False,
     compile_: Annotated[
-        str,
-        typer.Option("--compile", help="Let the script's torch.compile compile: yes, no (run eagerly) or both."),
+        str, typer.Option("--compile", help="Let the script's torch.compile compile: yes, no (run eagerly) or both.")
     ] = "yes",
     against: Annotated[
-        str | None,
-        typer.Option(metavar="COMMAND", help="Also run another command, and report which modules differ."),
+        str | None, typer.Option(metavar="COMMAND", help="Also run another command, and report which modules differ.")
     ] = None,
     explain_oom: Annotated[
         Path | None,
@@ -424,10 +408,7 @@ def dryrun(
             help="Try what could make it fit, or use the memory that is left [default: if it does not fit].",
         ),
     ] = None,
-    jobs: Annotated[
-        int | None,
-        typer.Option(parser=_count, metavar="N", help="With several runs: how many at a time [default: one per core]."),
-    ] = None,
+    jobs: Annotated[int | None, _counted("With several runs: how many at a time [default: one per core].")] = None,
     resume: Annotated[
         Path | None, typer.Option(help="The folder of an interrupted sweep: run only what is missing.")
     ] = None,
@@ -573,8 +554,7 @@ def show(
 def compare(
     a: Annotated[str, typer.Argument(metavar="A", help="The baseline: a run's folder, or a strategy.")],
     b: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[B]...", help="Another run, or strategies (default: all of the run)."),
+        list[str] | None, typer.Argument(metavar="[B]...", help="Another run, or strategies (default: all of the run).")
     ] = None,
     run: Annotated[Path | None, typer.Option(help="With strategies: the run to take (default: latest).")] = None,
 ) -> Answer:
@@ -669,8 +649,7 @@ def trace(
         ),
     ] = None,
     json_schema: Annotated[  # noqa: ARG001 -- it has printed already
-        bool,
-        typer.Option("--json-schema", is_eager=True, callback=_trace_schema, help="Print the schema of --json."),
+        bool, typer.Option("--json-schema", is_eager=True, callback=_trace_schema, help="Print the schema of --json.")
     ] = False,
 ) -> Answer:
     """Analyse profiler traces: overlap, idle time, give-way, stragglers, and warnings about the trace.
@@ -726,10 +705,7 @@ def gate(
     cluster: Annotated[
         str, typer.Option(help="With a script: the cluster to dry-run it on.", autocompletion=_cluster_names)
     ] = "dgx-h100",
-    gpus: Annotated[
-        int | None,
-        typer.Option(parser=_count, metavar="N", help="With a script: number of GPUs (default: the whole cluster)."),
-    ] = None,
+    gpus: Annotated[int | None, _counted("With a script: number of GPUs (default: the whole cluster).")] = None,
     accept: Annotated[
         str | None, typer.Option(metavar="REASON", help="With a script: accept the figures of this run.")
     ] = None,
@@ -841,9 +817,7 @@ def upgrade_check(
     after: Annotated[str, typer.Argument(metavar="B", help="Another, to compare with A.")],
     command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="After `--`: as for `refshard dryrun`.")],
     cluster: _Cluster = "dgx-h100",
-    gpus: Annotated[
-        int | None, typer.Option(parser=_count, metavar="N", help="Number of GPUs (default: as `refshard dryrun`).")
-    ] = None,
+    gpus: Annotated[int | None, _counted("Number of GPUs (default: as `refshard dryrun`).")] = None,
     pip: Annotated[
         str, typer.Option(metavar="OPTIONS", help="More options for `pip install`, as in '--index-url URL'.")
     ] = "",
@@ -891,11 +865,7 @@ def calibrate(
     ] = None,
     gpus: Annotated[
         int | None,
-        typer.Option(
-            parser=_count,
-            metavar="N",
-            help="Number of GPUs, or of ranks on a CPU (default: all GPUs, or one per core; under torchrun, all).",
-        ),
+        _counted("Number of GPUs, or of ranks on a CPU (default: all GPUs, or one per core; under torchrun, all)."),
     ] = None,
     threads_per_rank: Annotated[int, typer.Option(help="Threads per rank, on a CPU.", min=1)] = 1,
     launcher: _Launcher = None,

@@ -381,7 +381,9 @@ def test_ranks_are_spread_evenly(hosts: int, world_size: int, per_host: int) -> 
 
 def test_a_case_needs_one_batch_size() -> None:
     for shared in ({}, {"global_batch": 2, "batch_per_rank": 2}):
-        with pytest.raises(SpecError, match="exactly one of global_batch and batch_per_rank must be given"):
+        with pytest.raises(
+            SpecError, match="exactly one of global_batch, batch_per_rank, microbatch must be given, got"
+        ):
             suite(case=shared).cases()
 
 

@@ -37,7 +37,7 @@ class Options:
     @property
     def given(self) -> bool:
         """Whether any was given."""
-        return bool(self.changes) or self.rounds is not None or any(self.keys.values())
+        return bool(self.changes) or self.rounds is not None or any(one is not None for one in self.keys.values())
 
 
 def chosen_suite(suite: str | None, options: Options) -> SuiteSpec | None:
