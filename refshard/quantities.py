@@ -68,7 +68,8 @@ def parse_bytes(text: str) -> int:
     found = re.fullmatch(r"(\d{1,12}(?:\.\d+)?) ?([kmg])(i?)b", text.strip(), re.IGNORECASE)
     if not found:
         raise ValueError(f"must be a size with a unit, got {text!r}; write 80GiB")
-    return round(float(found[1]) * (1024 if found[3] else 1000) ** (1 + "kmg".index(found[2].lower())))
+    thousand = 1024.0 if found[3] else 1000.0
+    return round(float(found[1]) * thousand ** (1 + "kmg".index(found[2].lower())))
 
 
 def format_bytes(n: float | None) -> str:
