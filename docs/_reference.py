@@ -11,6 +11,7 @@ import typer
 import refshard
 from refshard import resources
 from refshard.cli import app
+from refshard.errors import STATUSES
 from refshard.specs.case import Protocol
 from refshard.specs.gate import GateSpec, MetricRule, TimeLimits
 from refshard.specs.job import Job
@@ -43,7 +44,8 @@ MEANINGS: dict[Spec, dict[str, str]] = {
         "same keys.",
         "cluster": "A cluster profile or TOML file, `xN` for N nodes; or GPUs, `8xh100` "
         "([Name a cluster](../how-to/machines.md#name-a-cluster)). Required unless the case is measured.",
-        "global_batch": "Sequences per step over all ranks. Give this or `batch_per_rank` (sequences per rank).",
+        "global_batch": "Sequences per step over all ranks. Give this, `batch_per_rank` (sequences per step and rank) "
+        "or `microbatch` (sequences per microbatch and rank).",
         "seq_len": "Tokens per sequence: a number, or text with K for 2^10 (`\"8k\"`).",
         "workload": "`inference` is forward and loss under `no_grad`: no backward, no optimizer step.",
         "microbatches": "Parts of each rank's batch. Their gradients add up before one optimizer step.",
@@ -190,9 +192,10 @@ def commands_page() -> str:
     rows = [(f"[`{name}`](#{name.replace(' ', '-')})", _first_sentence(command.help)) for name, command in found]
     parts = [
         "# Command line\n\nEvery command and option, generated from the program. `refshard COMMAND --help` prints the "
-        "same. Exit status, unless a command says otherwise: 0 if every case ended ok, is unsupported or was skipped; "
-        "1 if one did not; 2 for a mistake in the command; 130 after Ctrl-C.",
+        "same.",
         _table(("command", ""), rows),
+        "## Exit status",
+        _table(("status", "of every command"), [(f"{status}", meaning) for status, meaning in STATUSES.items()]),
     ]
     return "\n\n".join(parts + [_command(name, command) for name, command in found])
 

@@ -1,16 +1,42 @@
-"""What refshard raises for a caller to catch.
+"""What refshard raises for a caller to catch, and the exit statuses of its commands.
 
 Every message states the rule that was broken, the value that broke it, and the remedy. The command line prints
-such an error as one line and exits with status 2; a traceback means a defect in refshard itself.
+such an error as one line and exits with its status; a traceback means a defect in refshard itself.
 """
+
+from enum import IntEnum
+
+
+class Status(IntEnum):
+    """Exit status of every command."""
+
+    YES = 0
+    NO = 1
+    WRONG_CALL = 2
+    NO_VERDICT = 3
+    INTERRUPTED = 130
+
+
+STATUSES = {
+    Status.YES: "yes: it fits, every case ended ok, nothing got worse, nothing is wrong",
+    Status.NO: "no: it does not fit, a case failed, something got worse, something is wrong",
+    Status.WRONG_CALL: "wrong call: an option, a name or a file is wrong; nothing ran",
+    Status.NO_VERDICT: "no verdict: too noisy, no baseline, or what had to run could not",
+    Status.INTERRUPTED: "interrupted: Ctrl-C or a signal; the last line says what is saved",
+}
+"""What each status means."""
 
 
 class RefshardError(Exception):
     """Root of everything that refshard raises on purpose."""
 
+    status = Status.NO_VERDICT
+
 
 class SpecError(RefshardError, ValueError):
     """A suite, case, preset or argument breaks a rule of its schema."""
+
+    status = Status.WRONG_CALL
 
 
 class EngineError(RefshardError):
@@ -24,17 +50,25 @@ class LaunchError(RefshardError):
 class CheckpointError(RefshardError):
     """A checkpoint or an exported model is missing, damaged or of another model, or could not be written."""
 
+    status = Status.WRONG_CALL
+
 
 class UnsupportedError(RefshardError):
     """A strategy cannot do what a case asks for; the case ends in the state ``unsupported`` with this reason."""
+
+    status = Status.WRONG_CALL
 
 
 class TraceError(RefshardError):
     """A trace file is damaged or is no trace, or what is to read it is missing."""
 
+    status = Status.WRONG_CALL
+
 
 class StoreError(RefshardError):
     """A run folder is missing, torn, or written by a newer refshard."""
+
+    status = Status.WRONG_CALL
 
 
 def first_line(error: BaseException) -> str:

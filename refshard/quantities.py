@@ -4,11 +4,72 @@ GiB is 2**30 bytes and is written GiB. TFLOPS is 10**12 floating-point operation
 """
 
 import math
+import re
 from typing import Literal
 
 KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
+
+
+_COUNT = r"([1-9]\d{0,11})([kKmM]?)"
+
+
+def parse_count(text: str) -> int:
+    """A number of tokens, sequences, ranks or anything else that is counted: k is 2^10, M is 2^20.
+
+    >>> parse_count("8k"), parse_count("4M"), parse_count("1000")
+    (8192, 4194304, 1000)
+
+    Raises:
+        ValueError: it is no such number.
+    """
+    found = re.fullmatch(_COUNT, text.strip())
+    if not found:
+        raise ValueError(f"must be a number >= 1, with k for 2^10 or M for 2^20, got {text!r}; write 8k")
+    return int(found[1]) * {"": 1, "k": 2**10, "m": 2**20}[found[2].lower()]
+
+
+def parse_counts(text: str) -> list[int]:
+    """Several numbers, each once: separated by commas, or doubling between two.
+
+    >>> parse_counts("1,2,4k"), parse_counts("64..512")
+    ([1, 2, 4096], [64, 128, 256, 512])
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if doubled := re.fullmatch(rf"({_COUNT})\.\.({_COUNT})", text.strip()):
+        count, most, found = parse_count(doubled[1]), parse_count(doubled[4]), []
+        if count > most:
+            raise ValueError(f"must ascend, got {text!r}; write, for example, 64..2048")
+        while count <= most:
+            found.append(count)
+            count *= 2
+        return found
+    try:
+        found = [parse_count(number) for number in text.split(",") if number.strip()]
+    except ValueError:
+        found = []
+    if not found:
+        raise ValueError(f"must be numbers from 1, separated by commas, got {text!r}; write, for example, 1,2,8k")
+    return list(dict.fromkeys(found))
+
+
+def parse_bytes(text: str) -> int:
+    """A size in bytes, with a unit: binary (KiB, MiB, GiB) or decimal (KB, MB, GB).
+
+    >>> parse_bytes("80GiB") == 80 * GIB, parse_bytes("1.5 MB")
+    (True, 1500000)
+
+    Raises:
+        ValueError: it is no size, or has no unit.
+    """
+    found = re.fullmatch(r"(\d{1,12}(?:\.\d+)?) ?([kmg])(i?)b", text.strip(), re.IGNORECASE)
+    if not found:
+        raise ValueError(f"must be a size with a unit, got {text!r}; write 80GiB")
+    thousand = 1024.0 if found[3] else 1000.0
+    return round(float(found[1]) * thousand ** (1 + "kmg".index(found[2].lower())))
 
 
 def format_bytes(n: float | None) -> str:

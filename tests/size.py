@@ -14,7 +14,7 @@ SLACK = 100
 """Most lines that a budget may exceed its package by."""
 BUDGETS = {
     "refshard/analysis": 12_250,
-    "refshard/commands": 3_700,
+    "refshard/commands": 3_795,
     "refshard/dryrun": 8_120,
     "refshard/emit": 940,
     "refshard/emulate": 1_400,
@@ -25,10 +25,10 @@ BUDGETS = {
     "refshard/models": 1_300,
     "refshard/plan": 3_475,
     "refshard/report": 10_640,
-    "refshard/specs": 2_995,
+    "refshard/specs": 3_015,
     "refshard/strategies": 3_190,
-    "refshard/*.py": 2_420,
-    "tests": 81_310,
+    "refshard/*.py": 2_600,
+    "tests": 81_600,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

@@ -78,7 +78,7 @@ COMMANDS = {
     "plan-does-not-fit": "plan --model llama3.1-405b --cluster dgx-h100 --tokens-per-step 1M",
     "plan-sizes": "plan --model llama3-8b --cluster dgx-h100 --gpus 8..32 --tokens-per-step 1M",
     "plan-variants": "plan --model llama3-8b --cluster dgx-h100x2 --tokens-per-step 1M --strategy fsdp2,megatron "
-    "--precision bf16,fp8 --compile no,yes --tp 1,2",
+    "--precision bf16,fp8 --compile both --tp 1,2",
     "plan-experts": "plan --model qwen3-30b-a3b --cluster dgx-h100x4 --tokens-per-step 1M --search --dry-runs 0",
     "list-strategies": "list strategies",
     "list-models": "list models",

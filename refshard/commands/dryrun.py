@@ -41,7 +41,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     ``phases`` are ranges of the script to account, and it stops when ``until_phase`` (``NAME`` or ``NAME:2``) ends.
     One of ``rank`` and ``ranks`` may be given; rank 0 is the default. ``prices`` is a trace that prices kernels, and
     ``explain_oom`` a memory snapshot of the real run, to explain by the dry run. ``advise`` says whether to try
-    remedies, None: if it does not fit. Several runs go on ``jobs`` at a time.
+    remedies, None: if it does not fit. ``environment`` is added to the script's variables. Several runs go on ``jobs``
+    at a time.
     """
 
     words: tuple[str, ...] = ()
@@ -56,7 +57,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     until_phase: str | None = None
     tokens_per_step: int | None = None
     races: bool = False
-    compile: str = "on"
+    compile: str = "yes"
+    environment: dict[str, str] = {}
     routing: str = "balanced"
     prices: Path | None = None
     advise: bool | None = None
@@ -136,7 +138,7 @@ def validate_prices(options: Options) -> Answer:
     measured = read_measured(options.prices)
     if measured.step_s is None:
         raise TraceError(
-            f"from-trace: the trace must show a step, got none in {options.prices}; record a whole optimizer step"
+            f"prices: the trace must show a step, got none in {options.prices}; record a whole optimizer step"
         )
     trial = trial_of(replace(options, gpus=measured.world_size))
     trial.check_prices()
@@ -144,7 +146,7 @@ def validate_prices(options: Options) -> Answer:
     found, alone = _analysed(trial, run, races=False)
     if alone is None:
         why = run.answer.error or "no optimizer step ran"
-        raise RefshardError(f"from-trace: the command must take an optimizer step, got: {why}; see `refshard dryrun`")
+        raise RefshardError(f"prices: the command must take an optimizer step, got: {why}; see `refshard dryrun`")
     return prices_answer(found, alone)
 
 
@@ -207,8 +209,8 @@ def trial_of(options: Options) -> Trial:
     Raises:
         SpecError: the command, the cluster or another value is wrong.
     """
-    if options.compile not in ("on", "off", "both"):
-        raise SpecError(f"dryrun: compile must be on, off or both, got '{options.compile}'")
+    if options.compile not in ("yes", "no", "both"):
+        raise SpecError(f"dryrun: compile must be yes, no or both, got '{options.compile}'")
     words, tokens = options.words, options.tokens_per_step
     if options.training is not None:
         words, tokens = training_command(options.training, options.cluster, options.gpus)
@@ -218,7 +220,7 @@ def trial_of(options: Options) -> Trial:
         options.cluster, gpus, command=command.command, module=command.module, rank=options.rank or 0,
         routing=options.routing, steps=MOST_STEPS if options.steps is None else options.steps,
         until_stable=options.steps is None,
-        environment={**command.environment, **(_EAGER if options.compile == "off" else {})},
+        environment={**options.environment, **command.environment, **(_EAGER if options.compile == "no" else {})},
         rank_variables=gpus != 1 or not command.python, phases=options.phases, until_phase=options.until_phase,
     )  # fmt: skip
     return Trial(request=request, global_tokens=tokens, prices=options.prices)

@@ -189,7 +189,7 @@ def _beside_accepted(options: Options) -> GateReport:
             *(() if own else (whose,)),
         ),
     )
-    if made.status != report.REGRESSION:
+    if made.outcome != "regression":
         return made
     remedy = f"if the change is intended, make it the baseline: refshard accept {folder} --reason ..."
     return replace(made, notes=(*made.notes, remedy))

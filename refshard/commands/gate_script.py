@@ -25,7 +25,7 @@ from refshard.measure.gate import folder_of, root_of
 from refshard.quantities import format_bytes
 from refshard.records import timestamp
 from refshard.report.blocks import Answer
-from refshard.report.gate.formats import REGRESSION, GateCase, GateReport
+from refshard.report.gate.formats import GateCase, GateReport
 from refshard.specs.cluster import cluster_name
 from refshard.specs.gate import RULES
 from refshard.version import __version__
@@ -99,7 +99,7 @@ def _report(options: Options, before: Accepted, now: Accepted, *notes: str) -> G
         baseline=options.baseline or "accepted", candidate=".", cases=(GateCase(name=name, changes=found),),
         must_accept=options.baseline is None, notes=(*about, *notes, *_accounts(before.modules, now.modules)),
     )  # fmt: skip
-    if report.status != REGRESSION or options.baseline is not None:
+    if report.outcome != "regression" or options.baseline is not None:
         return report
     remedy = f"if the change is intended, repeat the command with --accept REASON, and commit {_file(options)}"
     return replace(report, notes=(*report.notes, remedy))

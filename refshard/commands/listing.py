@@ -189,7 +189,7 @@ def _suites() -> tuple[Rows, Sequence[Block]]:
     cells = [[row["suite"], row["launches"], time or "needs GPUs", row["about"]] for row, time in zip(rows, times)]
     note = (
         "Times: recorded runs on two cores, or estimated from this machine's speed. `refshard run "
-        "SUITE --dry-run` lists a suite's cases."
+        "SUITE --list` lists a suite's cases."
     )
     return rows, [Table(columns=columns, rows=cells), Notes(sentences=[note])]
 

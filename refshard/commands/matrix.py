@@ -2,8 +2,8 @@
 
 import sys
 import tomllib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,34 +11,33 @@ import msgspec
 
 from refshard.errors import SpecError
 from refshard.folders import replace_file
-from refshard.specs.case import KEYS, check_keys
-from refshard.specs.reading import convert
-from refshard.specs.suite import BATCH_PER_RANK, SuiteSpec, find_suite, load_suite, parse_suite
+from refshard.quantities import parse_counts
+from refshard.specs.case import check_keys
+from refshard.specs.reading import convert, read_as
+from refshard.specs.suite import BATCH_KEYS, CASE_KEYS, SuiteSpec, find_suite, load_suite, parse_suite
 from refshard.specs.writing import to_toml
 
-_CASE_KEYS = (*KEYS, BATCH_PER_RANK)
 _SUITE_KEYS = ("name", "about", "rounds", "launcher", "dry_run_first")
 _TEXTS = ("name", "about")
 """Keys with values that may hold commas."""
-_DEFAULTS: dict[str, Any] = {"model": "llama-tiny", "gpus": 2, BATCH_PER_RANK: 1}
+_DEFAULTS: dict[str, Any] = {"model": "llama-tiny", "gpus": 2, "batch_per_rank": 1}
 """What options alone leave open."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options that describe a suite; lists come as text with commas, ``changes`` as ``key=value``."""
+    """Options that describe a suite: keys of cases with their values as text, several with commas, ``changes`` as
+    ``key=value``.
+    """
 
-    strategies: str | None = None
-    models: str | None = None
-    gpus: str | None = None
+    keys: Mapping[str, str | None] = field(default_factory=dict)
     rounds: int | None = None
     changes: Sequence[str] = ()
 
     @property
     def given(self) -> bool:
         """Whether any was given."""
-        lists = (self.strategies, self.models, self.gpus)
-        return bool(self.changes) or self.rounds is not None or any(one is not None for one in lists)
+        return bool(self.changes) or self.rounds is not None or any(one is not None for one in self.keys.values())
 
 
 def chosen_suite(suite: str | None, options: Options) -> SuiteSpec | None:
@@ -82,9 +81,7 @@ def _read(name: str) -> SuiteSpec:
 def _changes(options: Options) -> dict[str, Any]:
     """Keys and their values, those of ``--set`` last."""
     keys: dict[str, Any] = {}
-    for key, given in (
-        ("strategy", options.strategies), ("model", options.models), ("gpus", options.gpus),
-    ):  # fmt: skip
+    for key, given in options.keys.items():
         if given is not None:
             keys[key] = _values(key, given)
     if options.rounds is not None:
@@ -94,7 +91,7 @@ def _changes(options: Options) -> dict[str, Any]:
         key = key.strip()
         if not equals or not given.strip():
             raise SpecError(f"set: '{change}' given; write key=value, such as seq_len=512")
-        check_keys("set", [key], (*_CASE_KEYS, *_SUITE_KEYS))
+        check_keys("set", [key], (*CASE_KEYS, *_SUITE_KEYS))
         keys[key] = _values(key, given)
     return keys
 
@@ -109,6 +106,8 @@ def _values(key: str, given: str) -> Any:
         return given
     if given.strip().startswith("["):
         return [_value(given)]
+    if ".." in given and key == "gpus":
+        return read_as(parse_counts, key, given)
     words = [word.strip() for word in given.split(",")]
     if "" in words:
         raise SpecError(f"{key}: '{given}' has an empty value; separate values by single commas")
@@ -125,14 +124,14 @@ def _value(word: str) -> Any:
 
 
 def _defaults(keys: dict[str, Any]) -> dict[str, Any]:
-    """Without a batch per rank if the batch is given."""
-    return {key: value for key, value in _DEFAULTS.items() if key != BATCH_PER_RANK or "global_batch" not in keys}
+    """Without a batch if one is given."""
+    return {key: value for key, value in _DEFAULTS.items() if key not in BATCH_KEYS or not keys.keys() & BATCH_KEYS}
 
 
 def _replaced(table: dict[str, Any], keys: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
     """A table with the keys in place of its own and the shared ones; a batch replaces either kind of batch, and
     what is at the ``top`` of the suite its own.
     """
-    sizes = {"global_batch", BATCH_PER_RANK}
+    sizes = set(BATCH_KEYS)
     gone = {*keys, *top, *(sizes if sizes & keys.keys() else ())}
     return {**{key: value for key, value in table.items() if key not in gone}, **keys}

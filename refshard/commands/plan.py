@@ -10,7 +10,7 @@ from typing import Any, TypeVar, get_args
 import msgspec
 
 from refshard.commands.printing import tell, write_page
-from refshard.commands.sizes import numbers, sized
+from refshard.commands.sizes import sized
 from refshard.emit.table import POLICIES, RUNS, TOOLS, emit
 from refshard.emit.tool import Setting as EmitSetting
 from refshard.engine.placement import MODES
@@ -22,7 +22,7 @@ from refshard.plan.memory import FRAGMENTATION
 from refshard.plan.plan import VARIANTS, Failures, Plan, Reader, Row, Size, listed, load_spread, with_dry_rows
 from refshard.plan.search import AUTO, search
 from refshard.plan.space import ALL, Space, candidates
-from refshard.quantities import GIB
+from refshard.quantities import GIB, parse_counts
 from refshard.report.blocks import Answer, Text
 from refshard.report.plan.answer import plan_answer
 from refshard.report.plan.text import short_text
@@ -40,8 +40,7 @@ from refshard.specs.job import (
 )
 from refshard.specs.layers import POLICY
 from refshard.specs.model import ModelSpec, is_factory, load_model, model_name
-from refshard.specs.reading import convert, within
-from refshard.specs.reading import tokens as read_tokens
+from refshard.specs.reading import convert, read_as, within
 from refshard.specs.tuning import ALL_LINEAR, Lora, frozen_of, projections_of
 from refshard.strategies.table import ROWS
 
@@ -63,6 +62,8 @@ _OWN_OPTIONS = {
     "compiled": "use --compile", "reduction": "use --reduction", "reduce_each": "the plan tries both",
 }  # fmt: skip
 """Fields of the implementation that ``--implementation`` does not set, and what to do instead."""
+YES_NO_BOTH = ("yes", "no", "both")
+"""Values of ``--compile``."""
 UPSTREAM = "yafsdp"
 """Also the end of the name of one of the engine's strategies."""
 Name = TypeVar("Name", bound=str)
@@ -74,20 +75,19 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     Lists are separated by commas; ``all`` is every size that can run. An axis that is None is 1, or ``all`` with
     ``search``; ``dp_replicate`` is ``all`` in any case, and so are ``ep`` of a mixture of experts, and ``tp`` and
     microbatches of a given batch.
-    ``compiled`` is a list of ``no`` and ``yes``; None is ``no``. ``implementation`` has other fields of
+    ``compiled`` is ``no``, ``yes`` or ``both``. ``implementation`` has other fields of
     :class:`~refshard.specs.job.Implementation`, each as ``FIELD=VALUE``.
     """
 
     model: str
     cluster: str
     gpus: str | None = None
-    nodes: int | None = None
     seq_len: int = 8192
-    tokens_per_step: str | None = None
+    tokens_per_step: int | None = None
     search: bool = False
     strategies: str | None = None
     microbatch: str | None = None
-    accumulate: int = 1
+    microbatches: int = 1
     checkpointing: str | None = None
     dp_replicate: str | None = None
     tp: str | None = None
@@ -98,7 +98,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     ep: str | None = None
     precision: str | None = None
     reduction: str = "fp32"
-    compiled: str | None = None
+    compiled: str = "no"
     offload: bool = False
     tuning: str = "full"
     lora_rank: int = Lora().rank
@@ -118,16 +118,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             SpecError: one is out of range.
         """
         try:
-            for field in ("seq_len", "accumulate", "top", "lora_rank"):
+            for field in ("seq_len", "microbatches", "top", "lora_rank"):
                 within(_option(field), getattr(self, field), 1)
             within(_option("dry_runs"), self.dry_runs or 0, 0)
-            within(_option("nodes"), 1 if self.nodes is None else self.nodes, 1)
         except ValueError as error:
             raise SpecError(f"{error}; give a number in this range") from None
         if not 0 <= self.price_usd < float("inf"):
-            raise SpecError(
-                f"--price must be >= 0 USD per GPU-hour, and finite, got {self.price_usd}; give such a number"
-            )
+            raise SpecError(f"--usd-per-gpu-hour must be >= 0, and finite, got {self.price_usd}; give such a number")
         if not 0 < self.mtbf_hours < float("inf"):
             raise SpecError(f"--mtbf must be > 0 hours, and finite, got {self.mtbf_hours}; give such a number")
 
@@ -232,17 +229,8 @@ def _counted(options: Options, cluster: ClusterSpec, ranks: int) -> tuple[Counte
 
 
 def _with_names(options: Options) -> Options:
-    """The options with the model and the cluster by their profiles' names.
-
-    Raises:
-        SpecError: both the nodes and the GPUs are given.
-    """
-    cluster = cluster_name(options.cluster)
-    if options.nodes is not None:
-        if options.gpus is not None:
-            raise SpecError("plan: --nodes and --gpus exclude each other, got both; leave one out")
-        cluster = with_nodes(cluster, options.nodes)
-    return msgspec.structs.replace(options, model=model_name(options.model), cluster=cluster, nodes=None)
+    """The options with the model and the cluster by their profiles' names."""
+    return msgspec.structs.replace(options, model=model_name(options.model), cluster=cluster_name(options.cluster))
 
 
 def _for_tool(options: Options, tool: str | None, ranks: int) -> Options:
@@ -408,12 +396,12 @@ def _searched(name: str, options: Options, model: AnyModel, cluster: ClusterSpec
 def _axis(name: str, given: str | None, *, searched: bool) -> tuple[int, ...]:
     if given is None:
         return ALL if searched else (1,)
-    return ALL if given.strip() == "all" else tuple(dict.fromkeys(numbers(name, given)))
+    return ALL if given.strip() == "all" else tuple(read_as(parse_counts, name, given))
 
 
 def _chooses_batch(options: Options, cluster: ClusterSpec) -> bool:
     """Whether the batch of one GPU is not given in any way."""
-    given = options.tokens_per_step is not None or options.microbatch is not None or options.accumulate > 1
+    given = options.tokens_per_step is not None or options.microbatch is not None or options.microbatches > 1
     return cluster.world_size == 1 and not options.search and not given
 
 
@@ -427,11 +415,11 @@ def global_batch_of(options: Options, model: AnyModel, cluster: ClusterSpec) -> 
         return ONE_GPU_SEQUENCES
     if options.tokens_per_step is None and not options.search:
         microbatch = max(_axis("microbatch", options.microbatch, searched=False))
-        return cluster.world_size * max(microbatch, 1) * options.accumulate
+        return cluster.world_size * max(microbatch, 1) * options.microbatches
     if options.tokens_per_step is None:
         tokens = LARGE_TOKENS if model.params >= LARGE_MODEL else TOKENS
     else:
-        tokens = read_tokens("tokens-per-step", options.tokens_per_step)
+        tokens = options.tokens_per_step
     sequences, rest = divmod(tokens, options.seq_len)
     if rest or not sequences:
         raise SpecError(
@@ -448,7 +436,7 @@ def strategies_of(options: Options, ranks: int) -> tuple[str, ...]:
     """
     whole = options.optimizer in WHOLE_MATRICES
     if options.frozen and (options.tuning != "full" or options.offload):
-        raise SpecError("freeze: frozen parts go neither with adapters nor with --offload; leave these out")
+        raise SpecError("frozen: frozen parts go neither with adapters nor with --offload; leave these out")
     if options.strategies is None:
         if ranks == 1:
             return (REFERENCE_STRATEGY,)
@@ -469,7 +457,7 @@ def strategies_of(options: Options, ranks: int) -> tuple[str, ...]:
             raise SpecError(f"strategy: '{name}' is one GPU's, got {ranks} GPUs; give --gpus 1, or another strategy")
         if _cannot_freeze(name, options):
             freezes = ", ".join(one for one in COST_MODELS if not _cannot_freeze(one, options))
-            raise SpecError(f"freeze: frozen parts have no closed form in '{name}'; plan one of {freezes}")
+            raise SpecError(f"frozen: frozen parts have no closed form in '{name}'; plan one of {freezes}")
         if find_cost_model(name).shards_optimizer and whole:
             other = ", or dry-run it" if name in ROWS and options.optimizer in ROWS[name].axes else ""
             raise SpecError(
@@ -538,13 +526,12 @@ def _precisions(options: Options, cluster: ClusterSpec) -> tuple[Precision, ...]
 
 
 def _compiled(options: Options) -> tuple[bool, ...]:
-    """Whether blocks are compiled, each value to plan; by default not.
+    """Whether blocks are compiled, each value to plan.
 
     Raises:
-        SpecError: a word is neither no nor yes.
+        SpecError: it is neither no, yes nor both.
     """
-    given = ("no",) if options.compiled is None else _named("compile", options.compiled)
-    return tuple(_known("compile", word, ("no", "yes")) == "yes" for word in given)
+    return {"no": (False,), "yes": (True,), "both": (False, True)}[_known("compile", options.compiled, YES_NO_BOTH)]
 
 
 def _names(given: str) -> tuple[str, ...]:

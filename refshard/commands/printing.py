@@ -4,10 +4,14 @@ import functools
 import inspect
 import logging
 import os
+import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
@@ -15,6 +19,7 @@ import typer
 
 from refshard.errors import SpecError
 from refshard.folders import STDOUT, replace_file
+from refshard.quantities import format_duration
 from refshard.report import forms
 from refshard.report.blocks import Answer
 
@@ -58,6 +63,8 @@ def printed(command: Callable[..., Answer]) -> Callable[..., None]:
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=annotation)
         for name, annotation in _OPTIONS.items()
     ]
+    # Lines of a paragraph are joined, so that help wraps at the terminal's width.
+    run.__doc__ = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(command.__doc__ or ""))
     run.__signature__ = own.replace(parameters=[*own.parameters.values(), *added])  # type: ignore[attr-defined]
     run.__annotations__ = {**command.__annotations__, **_OPTIONS}
     return run
@@ -75,9 +82,12 @@ def rendered(answer: Answer, name: str, options: dict[str, bool], stream: TextIO
 
 
 def paper(stream: TextIO) -> forms.Paper:
-    """The terminal that ``stream`` leads to, or a file's endless lines; https://no-color.org is honoured."""
+    """The terminal that ``stream`` leads to, or a file's endless lines; ``COLUMNS`` and https://no-color.org are
+    honoured.
+    """
     if not stream.isatty():
-        return forms.Paper()
+        columns = os.environ.get("COLUMNS", "")
+        return forms.Paper(width=int(columns) if columns.isdigit() and int(columns) else None)
     colours = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return forms.Paper(width=shutil.get_terminal_size().columns, colours=colours)
 
@@ -108,6 +118,27 @@ def tell(text: str) -> None:
     """Say something of a long command's progress, unless ``--quiet`` forbids it."""
     if LOG.isEnabledFor(logging.INFO):
         print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def elapsed(what: str, stream: TextIO = sys.stderr, every_s: float = 10.0) -> Iterator[None]:
+    """On a terminal, print every ``every_s`` seconds how long ``what`` has taken, unless ``--quiet`` forbids it."""
+    ended, began = threading.Event(), time.monotonic()
+
+    def report() -> None:
+        while not ended.wait(every_s):
+            print(f"{what}: {format_duration(time.monotonic() - began)}", file=stream, flush=True)
+
+    if not (stream.isatty() and LOG.isEnabledFor(logging.INFO)):
+        yield
+        return
+    reporter = threading.Thread(target=report, daemon=True)
+    reporter.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        reporter.join()
 
 
 def warn(text: str) -> None:

@@ -107,7 +107,7 @@ def listed(options: Options) -> Answer:
 
     suite = chosen(options)
     if suite is None:
-        raise SpecError("dry-run: no suite given; name one, or add --strategy")
+        raise SpecError("list: no suite given; name one, or add --strategy")
     cases = check_suite(suite, None, oversubscribe=True)
     earlier = earlier_launches([*recorded_folders(), Path("runs")])
     found = expected(suite, earlier, gpus=torch.cuda.is_available())

@@ -73,7 +73,7 @@ def message(error: BaseException, command: Sequence[str]) -> str:
     if re.search(r"\bu\d+\b", said) and frames[-1].name == "call":  # a size that inductor's wrapper has read
         return (
             f"{name}: {said}: compiled code reads a size that depends on values that a dry run does not compute. Leave "
-            "the routing of experts out of torch.compile, or use --compile off"
+            "the routing of experts out of torch.compile, or use --compile no"
         )
     return f"{name}: {said}"
 

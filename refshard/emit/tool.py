@@ -138,7 +138,7 @@ def refuse_job(
             f"tuning must be 'full', got '{one.tuning}'; emit for accelerate or deepspeed, where your script has "
             "the adapters",
         ),
-        (bool(one.frozen) and not script, f"frozen must be empty, got '{one.frozen}'; plan without --freeze"),
+        (bool(one.frozen) and not script, f"frozen must be empty, got '{one.frozen}'; plan without --frozen"),
         (
             one.optimizer != "adamw" and not script,
             f"optimizer must be 'adamw', got '{one.optimizer}'; emit for accelerate or deepspeed, where your script "

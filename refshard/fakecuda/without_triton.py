@@ -8,7 +8,7 @@ from refshard.resources import install_extra
 
 MISSING = (
     "compiled code and Triton kernels need triton, which is not installed: "
-    f"{install_extra('compiled')} or pip install triton (no GPU is needed), or run eagerly with --compile off"
+    f"{install_extra('compiled')} or pip install triton (no GPU is needed), or run eagerly with --compile no"
 )
 
 

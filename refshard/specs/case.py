@@ -8,11 +8,12 @@ from typing import Any, Literal, Self
 import msgspec
 
 from refshard.errors import SpecError, nearest
+from refshard.quantities import GIB, parse_bytes, parse_count
 from refshard.specs.cluster import cluster_name
 from refshard.specs.hardware import LOW_BYTES
 from refshard.specs.job import OPTIONS, REFERENCE_STRATEGY, Implementation, Job
 from refshard.specs.model import model_name
-from refshard.specs.reading import LARGEST, convert, tokens, within
+from refshard.specs.reading import LARGEST, convert, read_as, within
 
 Device = Literal["auto", "cpu", "cuda"]
 Fidelity = Literal["measured", "emulated", "dryrun", "simulated"]
@@ -25,7 +26,7 @@ FIRST_NAMES = {
 }  # fmt: skip
 """What records of schema 1, and so the hashes of cases, call fields that have another name now."""
 RENAMED = {first: now for now, first in FIRST_NAMES.items()}
-_OTHER_NAMES = {**RENAMED, "dtype": "precision", "ranks": "gpus", "nodes": "gpus"}
+_OTHER_NAMES = {**RENAMED, "dtype": "precision", "ranks": "gpus", "nodes": "gpus", "accumulate": "microbatches"}
 _FIRST = frozenset(
     ("strategy", "gpus", "model", "global_batch", "seq_len", "workload", "microbatches", "checkpointing", "cluster",
      "fidelity", "resident_ranks", "seed", "data", "learning_rate", "device", "threads_per_rank", "warmup_steps",
@@ -82,8 +83,11 @@ class Protocol(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 KEYS = (*(name for name in Job.__struct_fields__ if name != "implementation"), *Protocol.__struct_fields__)
 """The keys of a case in a suite: all fields but the job's implementation, which its code decides."""
 
+_COUNTS = ("gpus", "seq_len", "global_batch", "microbatches")
 _READ: dict[str, Callable[[str], object]] = {
-    "model": model_name, "cluster": cluster_name, "seq_len": partial(tokens, "seq_len"),
+    "model": model_name, "cluster": cluster_name,
+    **{key: partial(read_as, parse_count, key) for key in _COUNTS},
+    "memory_limit_gib": lambda text: read_as(parse_bytes, "memory_limit_gib", text) / GIB,
 }  # fmt: skip
 """Fields that people write in several ways."""
 
@@ -125,7 +129,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def of(cls, *, where: str = "case", strict: bool = True, **fields: Any) -> Self:
         """The case with these fields of job and protocol; unless ``strict``, numbers may be given as text.
 
-        Models and clusters may be called by any of their names, and ``seq_len`` may be ``"8k"``.
+        Models and clusters may be called by any of their names, counts may be ``"8k"``, and the memory limit
+        ``"80GiB"``.
 
         Raises:
             SpecError: a field is unknown or has an invalid value, with the rule and the value in one line.

@@ -198,9 +198,11 @@ def _find(given: str) -> tuple[str, ClusterSpec]:
     """The cluster called ``given``, with its name."""
     gpus, base, nodes = next(_readings(given), (None, given, None))
     if (found := _profile(base)) is None:
-        remedy = closest("clusters", re.sub(r"^\d+ ?x ?", "", given), resources.cluster_profiles())
+        parts = re.fullmatch(r"(\d{1,7} ?x ?)?(.*?)(x\d{1,7})?", given, re.IGNORECASE | re.DOTALL)
+        before, middle, after = parts.groups("") if parts else ("", given, "")
+        remedy = closest("clusters", middle, resources.cluster_profiles(), within=f"{before}{{}}{after}")
         raise SpecError(
-            f"cluster: no profile and no file '{given[:80]}'; {remedy} (append xN for N nodes; 4xh100 has 4 GPUs)"
+            f"cluster: no profile and no file '{given[:80]}'; {remedy} (8xh100 has 8 GPUs, dgx-h100x4 4 nodes)"
         )
     name, path = found
     if nodes is not None and is_alias("clusters", base):

@@ -4,7 +4,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -108,19 +108,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def tokens(field: str, given: str) -> int:
-    """A number of tokens, with K for 2^10 and M for 2^20.
-
-    >>> tokens("seq-len", "8k"), tokens("tokens-per-step", "4M"), tokens("seq-len", "1000")
-    (8192, 4194304, 1000)
+def read_as(parse: Callable[[str], T], field: str, given: str) -> T:
+    """What :mod:`refshard.quantities` reads in the text ``given`` to ``field``.
 
     Raises:
-        SpecError: it is no such number.
+        SpecError: it cannot be read; the message names the field.
     """
-    found = re.fullmatch(r"([1-9]\d{0,11})([KM]?)", given.strip().upper())
-    if not found:
-        raise SpecError(f"{field} must be a number >= 1, with K for 2^10 or M for 2^20, got {given!r}; write 8k")
-    return int(found[1]) * {"": 1, "K": 2**10, "M": 2**20}[found[2]]
+    try:
+        return parse(given)
+    except ValueError as error:
+        raise SpecError(f"{field} {error}") from None
 
 
 def within(field: str, value: int, least: int, *, most: int = LARGEST) -> None:

@@ -3,6 +3,7 @@
 import itertools
 import re
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,15 +11,18 @@ import msgspec
 
 from refshard import resources
 from refshard.errors import SpecError, nearest
+from refshard.quantities import parse_count
 from refshard.specs.case import KEYS, Case, check_keys
 from refshard.specs.gate import GateSpec
 from refshard.specs.job import REFERENCE_STRATEGY
-from refshard.specs.reading import convert, is_count, parse_toml, read_toml, within
+from refshard.specs.reading import convert, is_count, parse_toml, read_as, read_toml, within
 
 LauncherName = Literal["local", "netlab"]
 MOST_ROUNDS = 1000
-BATCH_PER_RANK = "batch_per_rank"
-"""The key that gives the batch per rank, in place of ``global_batch``."""
+BATCH_KEYS = ("global_batch", "batch_per_rank", "microbatch")
+"""Keys that give the batch, of which a case has one: sequences of a step over all ranks, of a step per rank, or of one
+microbatch per rank."""
+CASE_KEYS = tuple(dict.fromkeys((*KEYS, *BATCH_KEYS)))
 FEWEST_DIGITS = 4
 """Fewest digits of a hash that names a case."""
 
@@ -68,9 +72,10 @@ class SuiteSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     ``matrix`` is a table, or a list of tables. In each, lists are crossed with one another and any other value holds
     for all its cases; ``case`` holds what the cases of every table share, and a table's own values go before it. The
-    keys are those of a case (:data:`~refshard.specs.case.KEYS`), and ``batch_per_rank`` (sequences) in place of
-    ``global_batch``; a table may have ``rounds`` of its own. Each round launches every case afresh, in an order of its
-    own, so that drift of the machine does not favour one strategy. ``gate`` holds the limits of ``refshard gate``.
+    keys are those of a case (:data:`~refshard.specs.case.KEYS`), and ``batch_per_rank`` or ``microbatch`` (sequences)
+    in place of ``global_batch``; a table may have ``rounds`` of its own. Each round launches every case afresh, in an
+    order of its own, so that drift of the machine does not favour one strategy. ``gate`` holds the limits of
+    ``refshard gate``.
     ``only``, if given, names the cases to keep, by their names or by the beginnings of their hashes; references stay
     with them. ``network`` is the network between ranks, only for the launcher ``netlab``. With
     ``dry_run_first``, measured cases are dry-run before anything is launched on GPUs, and skipped if they will not fit.
@@ -101,9 +106,9 @@ class SuiteSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 f"network needs launcher 'netlab', got launcher '{self.launcher}'; set launcher = \"netlab\", or drop "
                 "the table [network]"
             )
-        check_keys("case", self.case, (*KEYS, BATCH_PER_RANK))
+        check_keys("case", self.case, CASE_KEYS)
         for table in self.tables:
-            check_keys("matrix", table, (*KEYS, BATCH_PER_RANK, "rounds"))
+            check_keys("matrix", table, (*CASE_KEYS, "rounds"))
             if not is_count(rounds := table.get("rounds", 1)) or rounds > MOST_ROUNDS:
                 raise ValueError(f"matrix.rounds must be an integer from 1 to {MOST_ROUNDS}, got {rounds!r}")
             if empty := next((key for key, values in table.items() if values == []), None):
@@ -128,7 +133,7 @@ class SuiteSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def fixes_batch_per_rank(self) -> bool:
         """Whether all cases are given a batch per rank, so that world sizes compare at that."""
-        return all(BATCH_PER_RANK in _with_shared(table, self.case) for table in self.tables)
+        return all("global_batch" not in _with_shared(table, self.case) for table in self.tables)
 
     def cases(self, round_: int = 0) -> tuple[Case, ...]:
         """The products of the tables that have a round of this number (from 0), without duplicates, each measured
@@ -220,23 +225,31 @@ def _listed(value: object) -> list[Any]:
 
 def _with_shared(table: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
     """A table's keys, and those of ``shared`` that it does not replace; one batch size replaces the other."""
-    sizes = {"global_batch", BATCH_PER_RANK}
+    sizes = set(BATCH_KEYS)
     kept = {key: value for key, value in shared.items() if not (key in sizes and sizes & table.keys())}
     return {**table, **{key: value for key, value in kept.items() if key not in table}}
 
 
 def _convert_case(given: dict[str, Any]) -> Case:
     fields = dict(given)
-    per_rank = fields.pop(BATCH_PER_RANK, None)
-    if (per_rank is None) == ("global_batch" not in fields):
-        raise SpecError("case: exactly one of global_batch and batch_per_rank must be given")
-    if per_rank is not None:
-        if not is_count(per_rank):
-            raise SpecError(f"case: batch_per_rank must be an integer >= 1, got {per_rank!r}")
-        fields["global_batch"] = per_rank * fields["gpus"] if is_count(fields.get("gpus")) else per_rank
+    sizes = [key for key in BATCH_KEYS if key in fields]
+    if len(sizes) != 1:
+        raise SpecError(
+            f"case: exactly one of {', '.join(BATCH_KEYS)} must be given, got {' and '.join(sizes) or 'none'}"
+        )
+    if (key := sizes[0]) != "global_batch":
+        size = fields.pop(key)
+        if not is_count(size := read_as(parse_count, f"case: {key}", size) if isinstance(size, str) else size):
+            raise SpecError(f"case: {key} must be an integer >= 1, got {size!r}")
+        factors = ("gpus", "microbatches") if key == "microbatch" else ("gpus",)
+        fields["global_batch"] = prod((size, *(n for factor in factors if is_count(n := fields.get(factor)))))
     if fields.get("strategy") == REFERENCE_STRATEGY and is_count(fields.get("gpus")):
         fields["gpus"] = 1  # the reference is one rank in every row of the matrix
-    return Case.of(**fields)
+        return Case.of(**fields)
+    case = Case.of(**fields)
+    if key == "microbatch":  # ranks of other axes share their data
+        case = case.changed(global_batch=case.job.global_batch // case.job.gpus * case.job.data_ranks)
+    return case
 
 
 def find_suite(given: str) -> Path:

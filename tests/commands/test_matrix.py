@@ -1,6 +1,7 @@
 """A suite from the command line: options alone, over a suite, from standard input; written, and listed."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,12 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def made(base: str | None = None, **options: Any) -> SuiteSpec:
-    found = chosen_suite(base, Options(**options))
+def options(rounds: int | None = None, changes: Sequence[str] = (), **keys: str) -> Options:
+    return Options(keys=keys, rounds=rounds, changes=changes)
+
+
+def made(base: str | None = None, **given: Any) -> SuiteSpec:
+    found = chosen_suite(base, options(**given))
     assert found is not None
     return found
 
@@ -60,20 +65,29 @@ class TestOptionsAlone:
     """A suite without a file."""
 
     def test_lists_are_crossed(self) -> None:
-        suite = made(strategies="ddp, fsdp2", models="llama-mini", gpus="2,4", rounds=3, changes=["seq_len=512"])
+        suite = made(strategy="ddp, fsdp2", model="llama-mini", gpus="2,4", rounds=3, changes=["seq_len=512"])
         assert suite.most_rounds == 3
         assert cases(suite) == {
             (strategy, "llama-mini", ranks, ranks, 512) for strategy in ("ddp", "fsdp2") for ranks in (2, 4)
         }
 
     def test_what_is_left_open_is_small(self) -> None:
-        suite = made(strategies="ddp")
+        suite = made(strategy="ddp")
         assert cases(suite) == {("ddp", "llama-tiny", 2, 2, 256)}
         assert suite.most_rounds == 1
 
     def test_the_batch_may_be_that_of_all_ranks(self) -> None:
-        assert cases(made(strategies="ddp", changes=["global_batch=8"])) == {("ddp", "llama-tiny", 2, 8, 256)}
-        assert cases(made(strategies="ddp", changes=["batch_per_rank=3"])) == {("ddp", "llama-tiny", 2, 6, 256)}
+        assert cases(made(strategy="ddp", changes=["global_batch=8"])) == {("ddp", "llama-tiny", 2, 8, 256)}
+        assert cases(made(strategy="ddp", changes=["batch_per_rank=3"])) == {("ddp", "llama-tiny", 2, 6, 256)}
+        assert cases(made(strategy="ddp", microbatch="3", microbatches="2")) == {("ddp", "llama-tiny", 2, 12, 256)}
+        assert cases(made(strategy="fsdp2", gpus="4", microbatch="1", changes=["tp=2"])) == {
+            ("fsdp2", "llama-tiny", 4, 2, 256)
+        }
+
+    def test_counts_and_sizes_have_units(self) -> None:
+        suite = made(strategy="ddp", gpus="2..8", seq_len="1k", changes=["memory_limit_gib=512MiB"])
+        assert cases(suite) == {("ddp", "llama-tiny", ranks, ranks, 1024) for ranks in (2, 4, 8)}
+        assert {case.protocol.memory_limit_gib for case in suite.cases() if case.job.strategy == "ddp"} == {0.5}
 
     def test_the_suite_itself_has_keys_too(self) -> None:
         suite = made(changes=["strategy=ddp", "name=mine", "about=why not", "dry_run_first=true"])
@@ -81,7 +95,7 @@ class TestOptionsAlone:
 
     def test_values_are_as_in_toml_and_else_text(self) -> None:
         suite = made(
-            strategies="ddp",
+            strategy="ddp",
             changes=[
                 "offload=true", "learning_rate = 1e-4", "checkpointing=[0, 5]", "precision=bf16",
                 "memory_limit_gib=0.5",
@@ -90,7 +104,7 @@ class TestOptionsAlone:
         (case,) = (case for case in suite.cases() if case.job.strategy == "ddp")
         assert (case.job.offload, case.protocol.learning_rate, case.job.checkpointing) == (True, 1e-4, (0, 5))
         assert (case.job.precision, case.protocol.memory_limit_gib) == ("bf16", 0.5)
-        several = made(strategies="ddp", changes=["checkpointing=none,full,every-2", "seq_len=64,128"])
+        several = made(strategy="ddp", changes=["checkpointing=none,full,every-2", "seq_len=64,128"])
         assert {(c.job.checkpointing, c.job.seq_len) for c in several.cases() if c.job.strategy == "ddp"} == {
             (policy, length) for policy in ("none", "full", "every-2") for length in (64, 128)
         }
@@ -108,7 +122,7 @@ class TestOverASuite:
     def test_keys_of_every_table_and_of_what_they_share_are_replaced(self, tmp_path: Path) -> None:
         path = tmp_path / "two.toml"
         path.write_text(TWO_TABLES)
-        suite = made(str(path), strategies="refshard-zero2", gpus="4", rounds=1)
+        suite = made(str(path), strategy="refshard-zero2", gpus="4", rounds=1)
         assert suite.name == "two"
         assert suite.most_rounds == 1, "a table's own rounds go too"
         assert cases(suite) == {("refshard-zero2", "llama-tiny", 4, 8, 64)}
@@ -130,24 +144,24 @@ class TestMistakes:
     """Each names what is wrong, and the nearest that is right."""
 
     @pytest.mark.parametrize(
-        ("options", "message"),
+        ("given", "message"),
         [
             ({"rounds": 3}, "strategy: none given; add --strategy ddp,fsdp2, or name a suite"),
             (
-                {"strategies": "ddp", "changes": ["seq_length=5"]},
+                {"strategy": "ddp", "changes": ["seq_length=5"]},
                 "set has the unknown key 'seq_length'; did you mean 'seq_len'?",
             ),
-            ({"strategies": "ddp", "changes": ["seq_len"]}, "'seq_len' given; write key=value, such as seq_len=512"),
-            ({"strategies": "ddp", "changes": ["seq_len= "]}, "'seq_len= ' given; write key=value"),
-            ({"strategies": "ddp,,fsdp2"}, "'ddp,,fsdp2' has an empty value; separate values by single commas"),
-            ({"strategies": ""}, "strategy: '' has an empty value"),
-            ({"strategies": "ddp", "gpus": "2,"}, "gpus: '2,' has an empty value"),
-            ({"strategies": "ddp", "rounds": 0}, "rounds must be >= 1"),
+            ({"strategy": "ddp", "changes": ["seq_len"]}, "'seq_len' given; write key=value, such as seq_len=512"),
+            ({"strategy": "ddp", "changes": ["seq_len= "]}, "'seq_len= ' given; write key=value"),
+            ({"strategy": "ddp,,fsdp2"}, "'ddp,,fsdp2' has an empty value; separate values by single commas"),
+            ({"strategy": ""}, "strategy: '' has an empty value"),
+            ({"strategy": "ddp", "gpus": "2,"}, "gpus: '2,' has an empty value"),
+            ({"strategy": "ddp", "rounds": 0}, "rounds must be >= 1"),
         ],
     )  # fmt: skip
-    def test_a_wrong_option_is_refused(self, options: dict[str, Any], message: str) -> None:
+    def test_a_wrong_option_is_refused(self, given: dict[str, Any], message: str) -> None:
         with pytest.raises(SpecError) as refused:
-            chosen_suite(None, Options(**options))
+            chosen_suite(None, options(**given))
         assert message in str(refused.value)
         assert "\n" not in str(refused.value)
 
@@ -159,11 +173,11 @@ class TestMistakes:
             (["--strategy", "ddp", "--gpus", "two"], "gpus"),
             (["quickstart", "--only", "ddp-w2-llama-tiny-b2x25"], "did you mean 'ddp-w2-llama-tiny-b2x256'?"),
             (["quickstar"], "did you mean 'quickstart'?"),
-            ([], "dry-run: no suite given; name one, or add --strategy"),
+            ([], "list: no suite given; name one, or add --strategy"),
         ],
     )
     def test_a_wrong_value_is_refused_before_anything_is_launched(self, words: list[str], message: str) -> None:
-        done = CliRunner().invoke(app, ["run", *words, "--dry-run"])
+        done = CliRunner().invoke(app, ["run", *words, "--list"])
         assert isinstance(done.exception, SpecError)
         assert message in str(done.exception)
 
@@ -172,14 +186,14 @@ class TestStandardInput:
     """``refshard run -``."""
 
     def test_a_suite_is_read_from_it(self) -> None:
-        done = CliRunner().invoke(app, ["run", "-", "--dry-run", "--json"], input=TWO_TABLES)
+        done = CliRunner().invoke(app, ["run", "-", "--list", "--json"], input=TWO_TABLES)
         found = json.loads(done.stdout)
         assert found["suite"] == "two"
         assert {row["strategy"] for row in found["cases"]} == {"single", "ddp", "fsdp2", "refshard-fsdp"}
 
     @pytest.mark.parametrize("text", ["name = ", "", "nmae = 'a'"])
     def test_what_is_no_suite_is_a_mistake_that_names_it(self, text: str) -> None:
-        done = CliRunner().invoke(app, ["run", "-", "--dry-run"], input=text)
+        done = CliRunner().invoke(app, ["run", "-", "--list"], input=text)
         assert isinstance(done.exception, SpecError)
         assert str(done.exception).startswith("standard input: ")
 
@@ -194,7 +208,7 @@ class TestWritten:
 
     def test_options_become_a_file_that_runs_the_same_cases(self, tmp_path: Path) -> None:
         suite = made(
-            strategies="ddp,fsdp2", gpus="2,4", rounds=3,
+            strategy="ddp,fsdp2", gpus="2,4", rounds=3,
             changes=["checkpointing=[0, 5]", "about=a \"quoted\" line", "learning_rate=1e-4", "offload=false,true"],
         )  # fmt: skip
         path = tmp_path / "mine.toml"
@@ -204,23 +218,23 @@ class TestWritten:
         assert made(str(path)) == suite
 
     def test_what_is_as_by_default_is_left_out(self) -> None:
-        assert [line for line in to_toml(made(strategies="ddp")).splitlines() if line.startswith("[")] == ["[matrix]"]
+        assert [line for line in to_toml(made(strategy="ddp")).splitlines() if line.startswith("[")] == ["[matrix]"]
 
     def test_it_may_go_to_standard_output_and_the_list_then_goes_to_standard_error(self) -> None:
-        done = CliRunner().invoke(app, ["run", "--strategy", "ddp", "--dry-run", "--write", "-"])
-        assert parse_suite(done.stdout, "stdout") == made(strategies="ddp")
+        done = CliRunner().invoke(app, ["run", "--strategy", "ddp", "--list", "--write", "-"])
+        assert parse_suite(done.stdout, "stdout") == made(strategy="ddp")
         assert "2 launches" in done.stderr
 
     def test_a_file_that_cannot_be_written_is_a_mistake(self, tmp_path: Path) -> None:
         with pytest.raises(SpecError, match=r"write: .*mine.toml cannot be written \(No such file or directory\)"):
-            keep(made(strategies="ddp"), tmp_path / "none" / "mine.toml")
+            keep(made(strategy="ddp"), tmp_path / "none" / "mine.toml")
 
 
 class TestDryRun:
-    """``--dry-run`` lists and launches nothing; a test without a marker may start no process."""
+    """``--list`` lists and launches nothing; a test without a marker may start no process."""
 
     def test_it_lists_cases_and_the_expected_duration(self, elsewhere: Path) -> None:
-        done = CliRunner().invoke(app, ["run", "quickstart", "--dry-run"])
+        done = CliRunner().invoke(app, ["run", "quickstart", "--list"])
         assert done.exit_code == 0, done.output
         assert done.stdout.startswith("quickstart: llama-tiny")
         assert "refshard-yafsdp-w2-llama-tiny-b2x256" in done.stdout
@@ -229,12 +243,12 @@ class TestDryRun:
         assert list(elsewhere.iterdir()) == []
 
     def test_rounds_are_as_many_as_asked_for(self, elsewhere: Path) -> None:
-        words = ["run", "--strategy", "ddp", "--set", "device=cpu", "--rounds", "3", "--dry-run"]
+        words = ["run", "--strategy", "ddp", "--set", "device=cpu", "--rounds", "3", "--list"]
         shown = CliRunner().invoke(app, words).stdout
         assert shown.splitlines()[-1].startswith("6 launches in 3 rounds, about ")
 
     def test_what_has_not_run_before_is_a_rough_estimate(self, elsewhere: Path) -> None:
-        words = ["run", "--strategy", "ddp", "--set", "seq_len=8", "--set", "device=cpu", "--dry-run"]
+        words = ["run", "--strategy", "ddp", "--set", "seq_len=8", "--set", "device=cpu", "--list"]
         done = CliRunner().invoke(app, words)
         assert done.stdout.splitlines()[-1].startswith("2 launches, about ")
         assert done.stdout.endswith("(a rough estimate).\n")
@@ -245,7 +259,7 @@ class TestDryRun:
         assert list(elsewhere.iterdir()) == []
 
     def test_more_ranks_than_the_machine_has_may_be_listed(self, elsewhere: Path) -> None:
-        words = ["run", "--strategy", "ddp", "--gpus", "4096", "--set", "device=cuda", "--dry-run"]
+        words = ["run", "--strategy", "ddp", "--gpus", "4096", "--set", "device=cuda", "--list"]
         done = CliRunner().invoke(app, words)
         assert done.exit_code == 0, done.output
         told = "2 launches; duration unknown for 2: no similar launch is recorded."
@@ -254,11 +268,11 @@ class TestDryRun:
         assert found["expected_s"] is None
 
     def test_cases_may_be_chosen_and_become_dry_runs(self) -> None:
-        words = ["run", "gate_cuda", "--dry-run", "--json"]
+        words = ["run", "gate_cuda", "--list", "--json"]
         every = json.loads(CliRunner().invoke(app, words).stdout)["cases"]
         only = json.loads(CliRunner().invoke(app, [*words, "--only", every[0]["case"]]).stdout)["cases"]
         assert only == every[:1]
-        quickstart = ["run", "quickstart", "--set", "device=auto", "--dry-run", "--json"]
+        quickstart = ["run", "quickstart", "--set", "device=auto", "--list", "--json"]
         chosen = ["--only", "ddp-w2-llama-tiny-b2x256"]
         found = json.loads(CliRunner().invoke(app, [*quickstart, *chosen]).stdout)["cases"]
         assert [row["strategy"] for row in found] == ["single", "ddp"]
@@ -267,12 +281,12 @@ class TestDryRun:
 
     def test_what_no_dry_run_can_be_is_a_mistake_whether_cases_are_chosen_or_not(self) -> None:
         for chosen in ([], ["--only", "ddp-w2-llama-tiny-b2x256"]):
-            done = CliRunner().invoke(app, ["run", "quickstart", *chosen, "--cluster", "dgx-h100", "--dry-run"])
+            done = CliRunner().invoke(app, ["run", "quickstart", *chosen, "--cluster", "dgx-h100", "--list"])
             assert isinstance(done.exception, SpecError)
             assert str(done.exception).startswith("case: device must be 'auto' or 'cuda' for dryrun cases")
 
     @pytest.mark.parametrize("name", ["gpu_8", "llama3_8b_h100", "emulated_gpu"])
     def test_a_suite_that_cannot_run_here_is_listed_all_the_same(self, name: str) -> None:
-        done = CliRunner().invoke(app, ["run", name, "--dry-run", "--json"])
+        done = CliRunner().invoke(app, ["run", name, "--list", "--json"])
         assert done.exit_code == 0, done.exception
         assert json.loads(done.stdout)["cases"]

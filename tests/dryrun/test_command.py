@@ -284,7 +284,7 @@ def test_a_trace_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path
 def test_its_own_trace_prices_every_kernel(trained: tuple[dict[str, Any], str, Path]) -> None:
     alone, _, folder = trained
     trace, script = str(folder / "trace.json"), str(folder / "train.py")
-    command = ["validate", "--from-trace", trace, "--cluster", "dgx-h100", "--json", "--", script]
+    command = ["validate", "--prices", trace, "--cluster", "dgx-h100", "--json", "--", script]
     done = subprocess.run([sys.executable, "-m", "refshard", *command], capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -436,7 +436,7 @@ def test_memory_on_several_gpus_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_compiling_can_be_switched_off(tmp_path: Path) -> None:
-    done = run(tmp_path, scripts.COMPILED, "--compile", "off", "--json")
+    done = run(tmp_path, scripts.COMPILED, "--compile", "no", "--json")
     assert json.loads(done.stdout)["answer"]["compiled"] is None
 
 

@@ -62,7 +62,7 @@ SAYS = [
     (
         sizes_in_compiled_code,
         "RuntimeError: Eq(u48 + u49, 65536): compiled code reads a size that depends on values that a dry run does not "
-        "compute. Leave the routing of experts out of torch.compile, or use --compile off",
+        "compute. Leave the routing of experts out of torch.compile, or use --compile no",
     ),
     (unknown_option, "the script rejected its own arguments (exit status 2); its message is above"),
     (missing_variable, "KeyError: the environment variable 'NO_SUCH_DATA_DIR' is not set; set it as for a run on GPUs"),

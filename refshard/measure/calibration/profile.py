@@ -82,9 +82,9 @@ def plan_calibration(
     """
     gpus = torch.cuda.device_count()
     if threads < 1:
-        raise SpecError(f"threads must be >= 1, got {threads}")
+        raise SpecError(f"threads_per_rank must be >= 1, got {threads}")
     if sweeps is not None and not 1 <= sweeps <= _MOST_SWEEPS:
-        raise SpecError(f"sweeps must be from 1 to {_MOST_SWEEPS}, got {sweeps}")
+        raise SpecError(f"rounds must be from 1 to {_MOST_SWEEPS}, got {sweeps}")
     if ranks is not None and ranks < 1:
         raise SpecError(f"ranks must be >= 1, got {ranks}")
     if elsewhere and (ranks is None or device == "auto"):

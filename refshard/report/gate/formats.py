@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from xml.etree import ElementTree
 
 import msgspec
@@ -11,13 +11,13 @@ import msgspec
 from refshard.analysis.exact import Change, Value
 from refshard.analysis.gate import TimeVerdict, Verdict
 from refshard.analysis.rehearsal import CaseNoise, Noise
+from refshard.errors import Status
 from refshard.plain import plain
 from refshard.quantities import format_percent
 from refshard.report import blocks as printed
 from refshard.report.blocks import Answer, Cell, Notes, Quantity, Row, Style, Text, cell_text, table
 
-PASS, REGRESSION, HARNESS_ERROR, INCONCLUSIVE, NOT_COMPARABLE = range(5)
-"""Exit statuses of ``refshard gate``."""
+Outcome = Literal["pass", "regression", "harness error", "inconclusive", "not comparable"]
 _WORST: tuple[Verdict, ...] = (
     "not comparable", "regressed", "removed", "inconclusive", "improved", "new", "pass",
 )  # fmt: skip
@@ -62,20 +62,25 @@ class GateReport:
     noise: Noise | None = None
 
     @property
-    def status(self) -> int:
+    def status(self) -> Status:
         """The exit status."""
+        return {"pass": Status.YES, "regression": Status.NO}.get(self.outcome, Status.NO_VERDICT)
+
+    @property
+    def outcome(self) -> Outcome:
+        """What the gate says of all cases."""
         verdicts = {case.verdict for case in self.cases}
         if self.error:
-            return HARNESS_ERROR
+            return "harness error"
         if self.mismatch:
-            return NOT_COMPARABLE
+            return "not comparable"
         if not self.cases:
-            return HARNESS_ERROR
+            return "harness error"
         if any(self.fails(case) for case in self.cases):
-            return REGRESSION
+            return "regression"
         if "not comparable" in verdicts:
-            return NOT_COMPARABLE
-        return INCONCLUSIVE if "inconclusive" in verdicts else PASS
+            return "not comparable"
+        return "inconclusive" if "inconclusive" in verdicts else "pass"
 
     def fails(self, case: GateCase) -> bool:
         """Whether this case alone makes the gate fail."""
@@ -98,7 +103,7 @@ def gate_answer(report: GateReport) -> Answer:
     ]  # fmt: skip
     notes = [f"{case.name}: {note}" for case in report.cases for note in (case.trouble, case.remark) if note]
     notes += [noise_text(report.noise)] if report.noise is not None else []
-    style: Style = "good" if report.status == PASS else "doubtful" if report.status == INCONCLUSIVE else "bad"
+    style: Style = "good" if report.outcome == "pass" else "doubtful" if report.outcome == "inconclusive" else "bad"
     return Answer(
         data=as_object(report),
         rows=[_flat(case) for case in report.cases],
@@ -116,7 +121,7 @@ def gate_answer(report: GateReport) -> Answer:
 def _headline(report: GateReport) -> str:
     """The status in words; what only waits to be accepted is no regression."""
     worse = any(case.verdict in ("regressed", "removed") for case in report.cases)
-    return "CHANGED" if report.status == REGRESSION and not worse else _STATUS[report.status].upper()
+    return "CHANGED" if report.outcome == "regression" and not worse else report.outcome.upper()
 
 
 _COLUMNS = ("case", "verdict", "exact_changes", "trouble", "time_ratio", "time_ratio_low", "time_ratio_high", "rounds")
@@ -188,9 +193,6 @@ def _value(value: Value | None) -> str | int | None:
     return value if value is None or isinstance(value, int) else str(value)
 
 
-_STATUS = ("pass", "regression", "harness error", "inconclusive", "not comparable")
-
-
 def _sentence(report: GateReport) -> str:
     if report.error or report.mismatch or not report.cases:
         return plain(report.error or report.mismatch or "there was no case to compare")
@@ -203,7 +205,7 @@ def as_object(report: GateReport) -> dict[str, Any]:
     """Everything, for machines."""
     return {
         "status": report.status,
-        "verdict": _STATUS[report.status],
+        "verdict": report.outcome,
         "baseline": report.baseline,
         "candidate": report.candidate,
         "error": report.error,
@@ -239,7 +241,7 @@ def _time(time: TimeVerdict) -> dict[str, Any]:
 def junit(report: GateReport) -> str:
     """A test case for each case of the suite, as CI systems read them."""
     failing = [case for case in report.cases if report.fails(case)]
-    amiss = report.status in (HARNESS_ERROR, NOT_COMPARABLE)
+    amiss = report.outcome in ("harness error", "not comparable")
     root = ElementTree.Element(
         "testsuite", name="refshard gate", tests=str(len(report.cases) + amiss), failures=str(len(failing)),
         errors=str(int(amiss)),
@@ -265,7 +267,7 @@ def annotations(report: GateReport) -> Sequence[str]:
         if report.fails(case) or case.verdict in ("inconclusive", "not comparable"):
             level = "error" if report.fails(case) else "warning"
             found.append(f"::{level} title=refshard gate::{_escaped(f'{plain(case.name)}: {_reason(case)}')}")
-    if report.status in (HARNESS_ERROR, NOT_COMPARABLE):
+    if report.outcome in ("harness error", "not comparable"):
         found.append(f"::error title=refshard gate::{_escaped(_sentence(report))}")
     return found
 

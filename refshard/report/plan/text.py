@@ -256,7 +256,7 @@ def assumptions(plan: Plan) -> list[str]:
         f"torch's allocator can reserve {format_bytes(plan.largest.usable_bytes)} of "
         f"{format_bytes(plan.available_bytes)}; the rest is for the CUDA context and NCCL's communicators. A plan "
         f"leaves {format_percent(FRAGMENTATION, 0)} of it free, for fragmentation.",
-        f"Cost: {plan.price_usd:g} USD per GPU-hour (--price), at the goodput with one failure per GPU every "
-        f"{failures.mtbf_hours:,.0f} hours (--mtbf), {failures.save_s:g} s to save a checkpoint and "
+        f"Cost: {plan.price_usd:g} USD per GPU-hour (--usd-per-gpu-hour), at the goodput with one failure per GPU "
+        f"every {failures.mtbf_hours:,.0f} hours (--mtbf), {failures.save_s:g} s to save a checkpoint and "
         f"{failures.restart_s:g} s to restart.",
     ]

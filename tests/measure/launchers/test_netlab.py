@@ -127,7 +127,7 @@ def test_a_run_that_cannot_make_hosts_is_one_line_and_writes_nothing(tmp_path: P
     suite = netlab_suite(tmp_path, "single", rate="1gbit")
     with running("run", suite, "--out", tmp_path / "run", env={**os.environ, "PATH": "/nowhere"}) as process:
         _, err = process.communicate(timeout=1800)
-    assert process.returncode == 2
+    assert process.returncode == 3
     assert err.startswith("refshard: launcher 'netlab' needs ")
     assert len(err.splitlines()) == 1
     assert not (tmp_path / "run").exists()

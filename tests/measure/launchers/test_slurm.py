@@ -429,7 +429,7 @@ def test_the_documented_allocation_runs_torchrun_and_resumes_when_requeued(tmp_p
 def test_what_sbatch_refuses_is_one_line(tmp_path: Path, cluster: Slurm) -> None:
     process = submitted(cluster, write_suite(tmp_path, "single"), tmp_path / "run", "--partition=nope")
     out, err = process.communicate(timeout=1800)
-    assert (process.returncode, out) == (2, "")
+    assert (process.returncode, out) == (3, "")
     first, last = err.splitlines()
     assert first == f"run folder: {tmp_path / 'run'}"
     assert last.startswith("refshard: launcher 'slurm': sbatch rejected the job (sbatch: error: ")

@@ -233,7 +233,7 @@ def test_error_bars_say_on_how_many_runs_they_rest() -> None:
     ) in found
     assert any(sentence.startswith("9 configurations considered for 16 ranks; 1 fit") for sentence in found)
     assert any(sentence.startswith("The model leaves out: ") for sentence in found)
-    assert any("2 USD per GPU-hour (--price)" in sentence for sentence in found)
+    assert any("2 USD per GPU-hour (--usd-per-gpu-hour)" in sentence for sentence in found)
 
 
 def test_without_published_runs_of_a_kind_there_is_no_range_and_no_tie() -> None:

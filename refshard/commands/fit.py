@@ -1,0 +1,74 @@
+"""``refshard fit MODEL CLUSTER``: whether a model fits and how fast it trains: the best of a plan, dry-run."""
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from refshard.commands.dryrun import Options as DryRunOptions
+from refshard.commands.dryrun import dryrun
+from refshard.commands.dryrun_model import Training
+from refshard.commands.plan import Options, plan
+from refshard.commands.printing import tell
+from refshard.outside_memory import EXPANDABLE_SEGMENTS
+from refshard.quantities import format_seconds
+from refshard.report.blocks import Answer, Text, Verdict
+from refshard.specs.cluster import load_cluster
+from refshard.specs.job import Job
+
+
+def fit(options: Options, *, html: Path | None = None) -> Answer:
+    """The dry run of the plan's fastest configuration, and the command that trains it; the plan's answer if none fits.
+    ``html`` is a file for the dry run's page.
+
+    Raises:
+        SpecError: as :func:`refshard.commands.plan.plan`, or the page cannot be written.
+        RefshardError: the fake device cannot be made.
+    """
+    planned = plan(options)
+    size = planned.data["sizes"][-1]
+    if not size["rows"]:
+        return planned
+    best, job = size["rows"][0], msgspec.convert(size["rows"][0]["job"], Job)
+    training = training_of(job)
+    chosen = (
+        f"{job.strategy} is the fastest of {size['fitting']} configurations that fit {job.gpus:,} GPUs of "
+        f"{job.cluster}, by closed forms ({format_seconds(best['step_s'])} per step)"
+    )
+    tell(f"dry run: {job.strategy} on {job.gpus:,} of {job.cluster}")
+    name, _, value = EXPANDABLE_SEGMENTS.partition("=")  # which the plan assumes
+    found = dryrun(
+        DryRunOptions(training=training, cluster=job.cluster, gpus=job.gpus, advise=False, environment={name: value}),
+        html=html,
+    )
+    said = [block if isinstance(block, Verdict) else replace(block, where="detail") for block in found.blocks]
+    train = f"{EXPANDABLE_SEGMENTS} {shlex.join(train_command(training, job))}"
+    return replace(
+        found,
+        data={**found.data, "plan": best, "train": train},
+        blocks=[Text(text=f"{chosen}."), *said, Text(text=f"Train it: {train}")],
+    )
+
+
+def training_of(job: Job) -> Training:
+    """The training of a planned job, as ``refshard dryrun --model`` has it."""
+    named = ("strategy", "model", "seq_len", "microbatches", "precision", "checkpointing")
+    given = {key: value for key, value in msgspec.to_builtins(job).items() if key not in ("implementation", *named)}
+    others = {key: value for key, value in given.items() if key not in ("gpus", "cluster", "global_batch")}
+    return Training(
+        **{key: getattr(job, key) for key in named},
+        microbatch=job.global_batch // (job.data_ranks * job.microbatches),
+        set=tuple(f"{key}={str(value).lower()}" for key, value in others.items()),
+    )
+
+
+def train_command(training: Training, job: Job) -> list[str]:
+    """The words of ``refshard run`` that train it on the job's GPUs."""
+    options = {key: value for key, value in msgspec.to_builtins(training).items() if key != "set"}
+    words = [word for key, value in options.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    several = job.gpus > load_cluster(job.cluster).ranks_per_node
+    return [
+        "refshard", "run", *words, "--gpus", str(job.gpus), *(word for one in training.set for word in ("--set", one)),
+        *(["--launcher", "slurm"] if several else []),
+    ]  # fmt: skip
