@@ -185,6 +185,7 @@ def plan(
     gpus: Annotated[
         str | None, typer.Option(help="Numbers of GPUs: 8,16,32 or 64..2048, doubling (default: the profile's).")
     ] = None,
+    nodes: Annotated[int | None, typer.Option(help="Instead of --gpus: number of nodes.")] = None,
     seq_len: _SeqLen = 8192,
     tokens_per_step: Annotated[
         int | None,
@@ -298,7 +299,8 @@ def plan(
     from refshard.commands import plan as command
 
     options = command.Options(
-        model=model, cluster=cluster, gpus=gpus, seq_len=seq_len, tokens_per_step=tokens_per_step, search=search,
+        model=model, cluster=cluster, gpus=gpus, nodes=nodes, seq_len=seq_len, tokens_per_step=tokens_per_step,
+        search=search,
         strategies=strategy, microbatch=microbatch, microbatches=microbatches, checkpointing=checkpointing,
         dp_replicate=dp_replicate, tp=tp, cp=cp, pp=pp, interleave=interleave, schedule=schedule, ep=ep,
         precision=precision, reduction=reduction, compiled=compile_, offload=offload, tuning=tuning,
@@ -984,7 +986,6 @@ _RENAMED = {
         **_RANKS, "--tensor": "--tp", "--context": "--cp", "--pipeline": "--pp", "--expert": "--ep",
         "--replicas": "--dp-replicate", "--checkpoint": "--checkpointing", "--dtype": "--precision",
         "--accumulate": "--microbatches", "--freeze": "--frozen", "--price": "--usd-per-gpu-hour",
-        "--nodes": "in --cluster (dgx-h100x4), or --gpus",
     },
     "dryrun": {"--world-size": "--gpus", "--dtype": "--precision", "--checkpoint": "--checkpointing"},
     "calibrate": {**_RANKS, "--sweeps": "--rounds", "--threads": "--threads-per-rank"},

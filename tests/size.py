@@ -13,8 +13,8 @@ ROOT = Path(__file__).parent.parent
 SLACK = 100
 """Most lines that a budget may exceed its package by."""
 BUDGETS = {
-    "refshard/analysis": 12_250,
-    "refshard/commands": 3_795,
+    "refshard/analysis": 12_270,
+    "refshard/commands": 3_805,
     "refshard/dryrun": 8_120,
     "refshard/emit": 940,
     "refshard/emulate": 1_400,
@@ -24,11 +24,11 @@ BUDGETS = {
     "refshard/measure": 8_615,
     "refshard/models": 1_300,
     "refshard/plan": 3_475,
-    "refshard/report": 10_640,
+    "refshard/report": 10_760,
     "refshard/specs": 3_015,
     "refshard/strategies": 3_190,
     "refshard/*.py": 2_600,
-    "tests": 81_600,
+    "tests": 81_700,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

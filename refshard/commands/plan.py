@@ -82,6 +82,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     cluster: str
     gpus: str | None = None
+    nodes: int | None = None
     seq_len: int = 8192
     tokens_per_step: int | None = None
     search: bool = False
@@ -121,6 +122,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             for field in ("seq_len", "microbatches", "top", "lora_rank"):
                 within(_option(field), getattr(self, field), 1)
             within(_option("dry_runs"), self.dry_runs or 0, 0)
+            within(_option("nodes"), 1 if self.nodes is None else self.nodes, 1)
         except ValueError as error:
             raise SpecError(f"{error}; give a number in this range") from None
         if not 0 <= self.price_usd < float("inf"):
@@ -229,8 +231,17 @@ def _counted(options: Options, cluster: ClusterSpec, ranks: int) -> tuple[Counte
 
 
 def _with_names(options: Options) -> Options:
-    """The options with the model and the cluster by their profiles' names."""
-    return msgspec.structs.replace(options, model=model_name(options.model), cluster=cluster_name(options.cluster))
+    """The options with the model by its profile's name, and the cluster with its number of nodes.
+
+    Raises:
+        SpecError: both the nodes and the GPUs are given.
+    """
+    cluster = cluster_name(options.cluster)
+    if options.nodes is not None:
+        if options.gpus is not None:
+            raise SpecError("plan: --nodes and --gpus exclude each other, got both; leave one out")
+        cluster = with_nodes(cluster, options.nodes)
+    return msgspec.structs.replace(options, model=model_name(options.model), cluster=cluster, nodes=None)
 
 
 def _for_tool(options: Options, tool: str | None, ranks: int) -> Options:

@@ -3,8 +3,6 @@
 from refshard.quantities import format_bytes, format_percent
 from refshard.specs.choice import EQUAL_MEMORY
 
-NO_VERDICT = 3
-"""The exit status where nothing decides."""
 SAME_SPEED = " at the same speed"
 TIMES = 2
 """Ratio from which "2.3 times as long" reads better than "130 % longer"."""

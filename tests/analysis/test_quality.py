@@ -188,5 +188,7 @@ def test_ranks_with_a_device_keep_their_verdict(tmp_path: Path) -> None:
         for rank, more in enumerate([[whole], []])
     ]
     answer = trace_answer(list(map(traces.analysis, figures)))
-    assert verdict(answer)[0].startswith("Mostly compute-bound (83 %), in part host-bound: a step would take 50.0 us if")
+    assert verdict(answer)[0].startswith(
+        "Mostly compute-bound (83 %), in part host-bound: a step would take 50.0 us if"
+    )
     assert "Left out of this: rank 1." in notes(answer)

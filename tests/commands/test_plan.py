@@ -195,6 +195,8 @@ def test_numbers_of_gpus_are_a_list_or_a_range_that_doubles(gpus: str | None, ra
     [
         ({"model": "meta-llama/Meta-Llama-3-8B-Instruct", "cluster": "16xH100"}, "dgx-h100x2", 16),
         ({"model": "LLAMA3-8B", "cluster": "dgx-h100x8", "gpus": "16"}, "dgx-h100x2", 16),
+        ({"model": "LLAMA3-8B", "cluster": "dgx-h100x8", "nodes": 2}, "dgx-h100x2", 16),
+        ({"cluster": "4xh100", "nodes": 2}, "4xdgx-h100x2", 8),
         ({"cluster": "16xh100"}, "dgx-h100x2", 16),
         ({"cluster": "4xh100"}, "4xdgx-h100", 4),
         ({"cluster": "h100", "gpus": "32"}, "dgx-h100x4", 32),
@@ -539,6 +541,8 @@ def test_an_implementation_is_stated_by_field() -> None:
         ({"pp": ""}, "pp must be numbers from 1, separated by commas, got ''; write"),
         ({"gpus": "0"}, "gpus must be numbers from 1, separated by commas, got '0'; write, for example, 1,2,8k"),
         ({"gpus": "1-4"}, "gpus must be numbers from 1, separated by commas, got '1-4'; write"),
+        ({"nodes": 0}, "--nodes must be >= 1, got 0"),
+        ({"nodes": 2, "gpus": "8"}, "plan: --nodes and --gpus exclude each other, got both; leave one out"),
         ({"gpus": "8..2"}, r"gpus must ascend, got '8\.\.2'; write, for example, 64\.\.2048"),
         ({"gpus": "0..4"}, r"gpus must be numbers from 1, separated by commas, got '0\.\.4'; write"),
         ({"tokens_per_step": 5000}, "must be a multiple of seq-len = 4,096, got 5,000; change either"),

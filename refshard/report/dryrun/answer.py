@@ -15,6 +15,7 @@ from refshard.dryrun.analyse import Analysis
 from refshard.dryrun.memory import Held, without_numbers
 from refshard.dryrun.recording import Phase, Recording
 from refshard.dryrun.request import Request
+from refshard.errors import Status
 from refshard.events.writer import as_kineto
 from refshard.outside_memory import EXPANDABLE_SEGMENTS
 from refshard.quantities import format_bytes, format_percent, format_seconds, format_times
@@ -44,7 +45,6 @@ from refshard.report.dryrun.prices import as_object as prices_as_object
 from refshard.report.dryrun.prices import compared, measured_sentences
 from refshard.report.trace.answer import as_objects, job_blocks, rank_blocks, where_block
 from refshard.report.trace.findings import Finding, findings
-from refshard.report.verdict import NO_VERDICT
 
 _LISTED = 8
 _FRAGMENTED = 0.08
@@ -112,7 +112,7 @@ def dryrun_answer(
 def _status(found: Analysis) -> int:
     if found.races or unanswered(found) is None:
         return 0 if found.fits and not found.races else 1
-    return NO_VERDICT
+    return Status.NO_VERDICT
 
 
 def _title(found: Analysis) -> str:

@@ -8,9 +8,10 @@ import msgspec
 
 from refshard.analysis.ratios import ALIKE
 from refshard.dryrun.sweep import Row, front, ranked
+from refshard.errors import Status
 from refshard.quantities import format_bytes, format_percent
 from refshard.report.blocks import Answer, Block, Charts, Cover, Quantity, Section, Text, Verdict, table
-from refshard.report.verdict import NO_VERDICT, use
+from refshard.report.verdict import use
 from refshard.specs.choice import leanest
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def sweep_answer(rows: Sequence[Row], command: str, *, folder: Path, searched: s
         data={"command": command, "rows": [_as_object(row, row in best) for row in rows]},
         rows=[_flat(row, row in best) for row in rows],
         blocks=blocks,
-        status=0 if any(row.tried.fits for row in rows) else 1 if answered else NO_VERDICT,
+        status=0 if any(row.tried.fits for row in rows) else 1 if answered else Status.NO_VERDICT,
         cover=Cover(
             title=command, about=f"{len(rows)} dry runs. The script ran on fake GPUs; nothing was computed.",
             fidelity="dry run",

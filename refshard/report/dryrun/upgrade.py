@@ -10,10 +10,10 @@ from refshard.analysis.exact import ORDER, Change, Value, changes
 from refshard.dryrun.analyse import Analysis
 from refshard.dryrun.environments import Environment
 from refshard.dryrun.exact import by_function, by_operator, differing, exact_figures
+from refshard.errors import Status
 from refshard.report.blocks import Answer, Block, Cell, Cover, Notes, Quantity, Row, Section, Text, Verdict, table
 from refshard.report.dryrun.against import Against, against_section, signed_bytes, signed_seconds
 from refshard.report.dryrun.answer import as_object, unanswered
-from refshard.report.verdict import NO_VERDICT
 from refshard.specs.gate import RULES, MetricRule
 
 _SHOWN = 8
@@ -122,7 +122,7 @@ def _modules(before: Side, after: Side) -> Section:
 def _verdict(before: Side, after: Side, changed: Sequence[Change]) -> tuple[int, Verdict]:
     """The exit status, and the sentences that say why."""
     if before.trouble:
-        return NO_VERDICT, Verdict(
+        return Status.NO_VERDICT, Verdict(
             sentences=[f"NO VERDICT: with {before.environment.name}, {before.trouble}"], style="doubtful"
         )
     if after.trouble:

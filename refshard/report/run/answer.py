@@ -13,13 +13,13 @@ from refshard.analysis.busy import loads, within_launch
 from refshard.analysis.cases import CaseResult
 from refshard.analysis.evidence import Evidence
 from refshard.analysis.history import Series
+from refshard.errors import Status
 from refshard.plain import plain
 from refshard.quantities import format_duration
 from refshard.records import METRICS
 from refshard.report.blocks import Answer, Notes, Row, Verdict, table
 from refshard.report.run.tables import case_table, trend_row
 from refshard.report.run.verdict import findings, notes, overview, unfinished
-from refshard.report.verdict import NO_VERDICT
 from refshard.specs.case import KEYS, Case
 from refshard.specs.job import Job
 from refshard.specs.suite import SuiteSpec
@@ -107,7 +107,7 @@ def run_answer(evidence: Evidence, *, more: str = "", status: int | None = None)
             Verdict(sentences=verdict, style="doubtful" if undecided else "strong"),
             *([Verdict(sentences=[more], style="plain")] if more else []),
         ],
-        status=status if status is not None else NO_VERDICT if undecided else 0,
+        status=status if status is not None else Status.NO_VERDICT if undecided else 0,
     )
 
 

@@ -14,14 +14,13 @@ from refshard.analysis.evidence import Evidence, machine
 from refshard.analysis.exact import Change, changes, exact_metrics, portable
 from refshard.analysis.rankings import ranking_of
 from refshard.analysis.ratios import RATIO_COLUMNS, Ratio, ratio_columns, ratio_of, ratios
-from refshard.errors import SpecError, nearest
+from refshard.errors import SpecError, Status, nearest
 from refshard.quantities import format_percent
 from refshard.report.blocks import Answer, Block, Cell, Marked, Notes, Row, Section, Style, Table, Verdict, table
 from refshard.report.run.answer import COLUMNS, as_rows
 from refshard.report.run.cells import metric, no_interval, ratio_text, times
 from refshard.report.run.tables import numbers
 from refshard.report.run.verdict import Finding, finding_of, listed, undecided
-from refshard.report.verdict import NO_VERDICT
 from refshard.specs.case import REPEATING, spelled
 from refshard.specs.gate import RULES, TimeLimits
 
@@ -81,7 +80,7 @@ def compare_strategies(evidence: Evidence, a: str, others: Sequence[str]) -> Ans
     sentences = [*leads, *(_sentence(ratio, a) for ratio in found)] or [
         f"No verdict: no other case with the same number of ranks as {a} ended ok."
     ]
-    status = 0 if any(one.decides for one in verdicts) else NO_VERDICT
+    status = 0 if any(one.decides for one in verdicts) else Status.NO_VERDICT
     intervals = [ratio.step_time for ratio in found if ratio.step_time and ratio.step_time.bounded]
     warnings = dict.fromkeys(warning for interval in intervals for warning in interval.warnings)
     return Answer(
@@ -250,7 +249,7 @@ def compare_runs(a: Evidence, b: Evidence, machines: Sequence[str]) -> Answer:
             found.notes,
             Verdict(sentences=found.sentences, style="strong" if found.decides else "doubtful"),
         ],
-        status=0 if found.decides else NO_VERDICT,
+        status=0 if found.decides else Status.NO_VERDICT,
     )  # fmt: skip
 
 
