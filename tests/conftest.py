@@ -1,5 +1,6 @@
 """The three tiers of tests, the rule that keeps `make quick` quick, and the one of tests that need GPUs."""
 
+import os
 import signal
 import sys
 from collections import Counter
@@ -15,6 +16,10 @@ from tests.gpu.needs import lacking
 # A shell that starts a job in the background has it ignore Ctrl-C, and so whatever the job starts; tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# What is printed here goes to no terminal. pytest-xdist sets its width, and readline, behind os.environ's back.
+os.environ.pop("COLUMNS", None)
+os.unsetenv("COLUMNS")
 
 # As the ranks have: sums then round alike here and there, and threads do not spin for each other on a busy machine.
 torch.set_num_threads(1)

@@ -244,10 +244,10 @@ def test_wrong_clusters_are_refused_by_name(changes: dict[str, Any], message: st
 @pytest.mark.parametrize(
     ("given_name", "message"),
     [
-        ("dgx-a10", "cluster: no profile and no file 'dgx-a10'; did you mean 'dgx-a100'? (append xN for"),
+        ("dgx-a10", "cluster: no profile and no file 'dgx-a10'; did you mean 'dgx-a100'? (8xh100 has"),
         ("dgx-a100x0", "cluster: must have at least one node and one GPU, got 'dgx-a100x0'; write x1 for one"),
         ("rtx4091", "cluster: no profile and no file 'rtx4091'; did you mean 'rtx-4090'?"),
-        ("8xh10", "cluster: no profile and no file '8xh10'; did you mean 'h100'?"),
+        ("8xh10", "cluster: no profile and no file '8xh10'; did you mean '8xh100'?"),
         ("none", "cluster: no profile and no file 'none'; refshard list clusters shows all"),
         ("h100x8", "cluster: 'h100x8' may mean 8 GPUs or 8 nodes; write 8xh100 or dgx-h100x8"),
         ("12xh100", "gpus: must be at most 8, or a multiple of it"),

@@ -200,7 +200,8 @@ def _find(given: str) -> tuple[str, ClusterSpec]:
     if (found := _profile(base)) is None:
         parts = re.fullmatch(r"(\d{1,7} ?x ?)?(.*?)(x\d{1,7})?", given, re.IGNORECASE | re.DOTALL)
         before, middle, after = parts.groups("") if parts else ("", given, "")
-        remedy = closest("clusters", middle, resources.cluster_profiles(), within=f"{before}{{}}{after}")
+        pieces = (middle, f"{before}{{}}{after}"), (given, "{}")
+        remedy = closest("clusters", pieces, resources.cluster_profiles())
         raise SpecError(
             f"cluster: no profile and no file '{given[:80]}'; {remedy} (8xh100 has 8 GPUs, dgx-h100x4 4 nodes)"
         )

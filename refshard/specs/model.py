@@ -393,5 +393,5 @@ def load_model(name: str) -> ModelSpec:
         )
     presets, name = resources.model_profiles(), model_name(name)
     if name not in presets:
-        raise SpecError(f"model: no preset '{name}'; {closest('models', name, presets)}")
+        raise SpecError(f"model: no preset '{name}'; {closest('models', [(name, '{}')], presets)}")
     return convert(read_toml(presets[name]), ModelSpec, where=f"model {name}")

@@ -39,13 +39,15 @@ def profile_called(kind: Kind, name: str, profiles: Iterable[str]) -> str | None
     return _known(kind, profiles).get(spelled_alike(kind, name))
 
 
-def closest(kind: Kind, name: str, profiles: Iterable[str], *, within: str = "{}") -> str:
-    """The remedy for an unknown name: the closest of all known ones, ``within`` what surrounded it; or where they are
-    listed.
+def closest(kind: Kind, readings: Iterable[tuple[str, str]], profiles: Iterable[str]) -> str:
+    """The remedy for an unknown name: the closest of all known ones to the first reading that has one; or where they
+    are listed. A reading is a name and what surrounds it, as ``("h10", "8x{}")``.
     """
     spellings = {spelled_alike(kind, alias): alias for alias in (*_aliases(kind), *profiles)}
-    close = get_close_matches(spelled_alike(kind, name), spellings, n=1)
-    return f"did you mean '{within.format(spellings[close[0]])}'?" if close else f"refshard list {kind} shows all"
+    for name, around in readings:
+        if close := get_close_matches(spelled_alike(kind, name), spellings, n=1):
+            return f"did you mean '{around.format(spellings[close[0]])}'?"
+    return f"refshard list {kind} shows all"
 
 
 def is_alias(kind: Kind, name: str) -> bool:

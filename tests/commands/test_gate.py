@@ -31,13 +31,13 @@ PATCHES = {
     ),
     "one lost prefetch": (
         "refshard/engine/schedule.py",
-        "    ahead = position - mode.prefetch -",
-        "    ahead = position - mode.prefetch * (position != 3) -",
+        "    ahead = position - facts[unit].mode.prefetch -",
+        "    ahead = position - facts[unit].mode.prefetch * (position != 3) -",
     ),
     "one extra collective": (
         "refshard/engine/executor.py",
-        "        if self._debug:\n            self._check_agreement()\n",
-        "        self._check_agreement()\n",
+        "        self._effects.agreeing = self._debug or not known\n",
+        "        self._effects.agreeing = True\n",
     ),
 }
 """What is planted: a file, a passage of it, and what takes its place."""

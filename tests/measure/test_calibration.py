@@ -499,9 +499,9 @@ def test_what_is_measured_by_default() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"threads": 0}, "threads must be >= 1, got 0"),
+        ({"threads": 0}, "threads_per_rank must be >= 1, got 0"),
         ({"ranks": 0}, "ranks must be >= 1, got 0"),
-        ({"sweeps": 0}, "sweeps must be from 1 to 99, got 0"),
+        ({"sweeps": 0}, "rounds must be from 1 to 99, got 0"),
         ({"ranks": 3, "network": TWO}, "ranks must be a multiple of the network's 2 hosts, got 3"),
         ({"device": "cuda", "network": TWO}, "device"),
         ({"ranks": 7, "place": PLACE}, "ranks: 7 asked for, torchrun started 6; lower it, or start more"),

@@ -94,4 +94,4 @@ def test_a_trace_too_large_for_the_page_is_a_link_that_says_where_it_works(
     large = {one.case: replace(one, path=tmp_path / "large.json.gz") for one in traced}
     seen = Page("".join(page(evidence, Extras(traces=large))))
     assert {one.link for one in traced} <= {link["href"] for link in seen.having("a")}
-    assert seen.text.count("beside this page, where it was made: trace file") == len(traced)
+    assert seen.text.count("in the folder of this page: trace file") == len(traced)
