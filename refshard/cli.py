@@ -163,7 +163,7 @@ def fit(
 ) -> Answer:
     """Whether a model fits on a cluster, how fast it trains, and the command that trains it.
 
-    The fastest configuration of `refshard plan` is dry-run; no script and no GPU are needed.
+    It dry-runs what `refshard plan` says to use; no script and no GPU are needed.
 
     Exit status: 0 if it fits, 1 if nothing does.
 

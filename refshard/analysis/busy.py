@@ -9,23 +9,15 @@ from refshard.analysis.cases import CaseResult
 from refshard.analysis.compare import RELEVANT
 from refshard.records import Load
 
-Kind = Literal["within a launch", "between the sides", "other processes"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Drift:
-    """A relative change of the machine, from ``before`` to ``after``: a ``size`` of 0.1 is 10 %.
-
-    Within a launch of ``case``, these are the probe's times, s; between the sides, the probe's times in the other case
-    and in ``case``; for other processes, the cores that they kept busy, and the size is a share of all ``cores``.
+    """A relative change of the machine, by its compute probe or by the share of its cores that other processes kept
+    busy: a ``size`` of 0.1 is 10 %.
     """
 
-    kind: Kind
-    case: CaseResult
-    before: float
-    after: float
+    of: Literal["speed", "other processes"]
     size: float
-    cores: int
 
 
 def drift_over(a: CaseResult, b: CaseResult, effect: float) -> Drift | None:
@@ -44,17 +36,16 @@ def drift_over(a: CaseResult, b: CaseResult, effect: float) -> Drift | None:
         return (statistics.median(known[0]), statistics.median(known[1])) if all(known) else None
 
     if ends := sides(lambda load: (load.probe_before_s + load.probe_after_s) / 2):
-        found.append(_drift("between the sides", b, *ends))
-    if ends := sides(lambda load: load.other_cores):
-        found.append(_drift("other processes", b, *ends))
+        found.append(_of_probe(*ends))
+    if shares := sides(lambda load: None if load.other_cores is None else load.other_cores / load.cores):
+        found.append(Drift("other processes", abs(shares[1] - shares[0])))
     largest = max(found, key=lambda drift: drift.size, default=None)
     return largest if largest and largest.size > max(abs(effect), RELEVANT) else None
 
 
 def within_launch(case: CaseResult) -> Drift | None:
     """The largest change of the probe from before the timed steps of a launch to after them."""
-    ends = ((load.probe_before_s, load.probe_after_s) for load in loads(case).values())
-    drifts = (_drift("within a launch", case, before, after) for before, after in ends)
+    drifts = [_of_probe(load.probe_before_s, load.probe_after_s) for load in loads(case).values()]
     return max(drifts, key=lambda drift: drift.size, default=None)
 
 
@@ -63,7 +54,5 @@ def loads(case: CaseResult) -> dict[int, Load]:
     return {launch.round: launch.load for launch in case.ok_launches if launch.load}
 
 
-def _drift(kind: Kind, case: CaseResult, before: float, after: float) -> Drift:
-    cores = next(iter(loads(case).values())).cores
-    size = abs(after - before) / cores if kind == "other processes" else max(before, after) / min(before, after) - 1
-    return Drift(kind=kind, case=case, before=before, after=after, size=size, cores=cores)
+def _of_probe(before_s: float, after_s: float) -> Drift:
+    return Drift("speed", max(before_s, after_s) / min(before_s, after_s) - 1)

@@ -1,8 +1,10 @@
 """``refshard fit MODEL CLUSTER``: whether a model fits and how fast it trains: the best of a plan, dry-run."""
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -19,7 +21,7 @@ from refshard.specs.job import Job
 
 
 def fit(options: Options, *, html: Path | None = None) -> Answer:
-    """The dry run of the plan's fastest configuration, and the command that trains it; the plan's answer if none fits.
+    """The dry run of what the plan says to use, and the command that trains it; the plan's answer if nothing fits.
     ``html`` is a file for the dry run's page.
 
     Raises:
@@ -32,10 +34,6 @@ def fit(options: Options, *, html: Path | None = None) -> Answer:
         return planned
     best, job = size["rows"][0], msgspec.convert(size["rows"][0]["job"], Job)
     training = training_of(job)
-    chosen = (
-        f"{job.strategy} is the fastest of {size['fitting']} configurations that fit {job.gpus:,} GPUs of "
-        f"{job.cluster}, by closed forms ({format_seconds(best['step_s'])} per step)"
-    )
     tell(f"dry run: {job.strategy} on {job.gpus:,} of {job.cluster}")
     name, _, value = EXPANDABLE_SEGMENTS.partition("=")  # which the plan assumes
     found = dryrun(
@@ -47,8 +45,30 @@ def fit(options: Options, *, html: Path | None = None) -> Answer:
     return replace(
         found,
         data={**found.data, "plan": best, "train": train},
-        blocks=[Text(text=f"{chosen}."), *said, Text(text=f"Train it: {train}")],
+        blocks=[
+            Verdict(
+                sentences=[f"Plan, by closed forms: {planned.data['verdict'][0]}", *beyond(found.data["step_s"], best)],
+                style="plain",
+            ),
+            *said,
+            Text(text=f"Train it: {train}"),
+        ],
     )
+
+
+def beyond(step_s: float | None, row: Mapping[str, Any]) -> list[str]:
+    """A warning if a dry run's step time lies outside of the range of the plan's ``row``.
+
+    >>> beyond(0.838, {"low_s": 1.02, "high_s": 1.13})
+    ["The dry run's step time, 838 ms, lies outside of the plan's range, 1.02 s to 1.13 s: it is uncertain."]
+    >>> beyond(1.1, {"low_s": 1.02, "high_s": 1.13}), beyond(1.1, {"low_s": None, "high_s": None})
+    ([], [])
+    """
+    low_s, high_s = row["low_s"], row["high_s"]
+    if not step_s or low_s is None or low_s <= step_s <= high_s:
+        return []
+    time, low, high = map(format_seconds, (step_s, low_s, high_s))
+    return [f"The dry run's step time, {time}, lies outside of the plan's range, {low} to {high}: it is uncertain."]
 
 
 def training_of(job: Job) -> Training:

@@ -369,12 +369,18 @@ def _front(found: Found) -> list[int]:
 
 def with_dry_rows(size: Size, rows: Sequence[Row], spread: Spread) -> Size:
     """The size with these rows instead of its own: dry-run ones by their dry run, then those in closed form only. Dry
-    runs that do not fit join those out of memory.
+    runs that do not fit join those out of memory, and the Pareto front is by dry run where there is one.
     """
     dry = sorted((row for row in rows if row.dry_step_s and row.fits), key=lambda row: row.time_s)
     closed = [row for row in rows if not row.dry_step_s]
-    unfit = [row for row in rows if not row.fits]
-    return msgspec.structs.replace(size, rows=(*_settled(dry, spread), *closed), unfit=(*unfit, *size.unfit))
+    unfit, jobs = [row for row in rows if not row.fits], {row.job for row in rows}
+    front = list[Row]()
+    for row in sorted((*dry, *closed, *(row for row in size.front if row.job not in jobs)), key=lambda row: row.time_s):
+        if not front or row.memory_bytes < LESS * front[-1].memory_bytes:
+            front.append(row)
+    return msgspec.structs.replace(
+        size, rows=(*_settled(dry, spread), *closed), front=tuple(front), unfit=(*unfit, *size.unfit)
+    )
 
 
 def ranked(rows: Sequence[Row], spread: Spread) -> tuple[list[Row], Row | None]:

@@ -54,14 +54,14 @@ def plan_answer(plan: Plan, spread: Spread, title: str, *, model: str, cluster: 
         if len(plan.sizes) > 1:
             several = sum(bool(size.rows) for size in plan.sizes) > 1
             section("By number of ranks", "sizes", table(_scaling(plan)), "scaling" if several else "")
-    if len(best := text.front(shown)) > 1:
+    if len(shown.front) > 1:
         front = [
             {
                 **_which(row, varied),
                 "step time": Quantity(row.time_s, "s"),
                 "peak memory": Quantity(row.memory_bytes, "B"),
             }
-            for row in best
+            for row in shown.front
         ]
         section("Step time against memory (Pareto front)", "front", table(front, left=2))
     if rows:

@@ -19,9 +19,9 @@ _CUT = 1.6
 
 def tradeoff(size: Size, plan: Plan, spread: Spread) -> Chart:
     """Step time against memory, of the best configurations and the Pareto front."""
-    rows = text.listed(size)
+    rows = [*size.rows, *(row for row in size.front if row not in size.rows)]
     points = [_point(row, place, plan.varied) for place, row in enumerate(rows)]
-    front = [(rows.index(row), row) for row in text.front(size)]
+    front = [(rows.index(row), row) for row in size.front]
     error = spread.of(rows[0].kind)
     frame = Frame(
         memory="peak memory", limit=size.usable_bytes, limit_text=f"{format_bytes(size.usable_bytes)} usable",

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from refshard.outside_memory import EXPANDABLE_SEGMENTS
 from refshard.plan.cost_models import find_cost_model
 from refshard.plan.memory import FRAGMENTATION
-from refshard.plan.plan import LESS, Plan, Row, Size, Spread, cheapest, fastest, ranked
+from refshard.plan.plan import Plan, Row, Spread, cheapest, fastest, ranked
 from refshard.plan.space import OWN_KERNELS
 from refshard.quantities import format_bytes, format_percent, format_seconds
 from refshard.report.verdict import use
@@ -14,23 +14,6 @@ from refshard.specs.job import Job
 
 _SCHEDULES = {"1f1b": "1F1B", "interleaved": "interleaved", "zero-bubble": "zero bubble"}
 _MOST_TIES = 3
-
-
-def listed(size: Size) -> list[Row]:
-    """The best configurations, and those of the Pareto front that are none of them."""
-    jobs = {row.job for row in size.rows}
-    return [*size.rows, *(row for row in size.front if row.job not in jobs)]
-
-
-def front(size: Size) -> list[Row]:
-    """The Pareto front of :func:`listed`, by dry runs where there are any: fastest first, each with relevantly less
-    memory than the last.
-    """
-    found: list[Row] = []
-    for row in sorted(listed(size), key=lambda row: row.time_s):
-        if not found or row.memory_bytes < LESS * found[-1].memory_bytes:
-            found.append(row)
-    return found
 
 
 def mesh_text(one: Job) -> str:

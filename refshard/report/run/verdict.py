@@ -178,7 +178,7 @@ def undecided(rival: Ratio) -> str:
     if not found.significant or drift is None:
         return "the interval is too wide, and more rounds would narrow it"
     what = f"the machine's speed drifted by {format_percent(drift.size)}"
-    if drift.kind == "other processes":
+    if drift.of == "other processes":
         what = f"other processes took {format_percent(drift.size)} more of the machine during one of the two"
     return f"{what}, more than the difference of {format_percent(abs(found.ratio - 1))}"
 

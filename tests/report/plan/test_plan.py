@@ -416,11 +416,12 @@ def test_memory_decides_between_dry_runs_that_tie_on_one_mesh(reserved_gib: int,
 def test_the_line_of_the_tradeoff_joins_what_its_text_and_the_table_name_by_dry_runs() -> None:
     slow, fast, small = row(1.0), row(1.1, strategy="fsdp1"), row(1.3, strategy="ddp", peak_gib=31)
     dried = [slow.dried(1.2, 30 * GIB, 40 * GIB), fast.dried(1.05, 30 * GIB, 36 * GIB)]
-    shown = size(*dried, front=(slow, small))
+    shown = with_dry_rows(size(front=(slow, small)), dried, SPREAD)
+    assert [one.job.strategy for one in shown.front] == ["fsdp1", "ddp"], "and none without its dry run"
     chart = charts.tradeoff(shown, plan(shown), SPREAD)
     line = next(trace for trace in chart.figure["data"] if trace["name"] == "Pareto front")
     assert (line["x"], line["y"]) == ([36, 31], [1.05, 1.3])
-    assert "2 fsdp1 with FSDP 16 (1.05 s, 36.0 GiB); 3 ddp with DP 16 (1.30 s, 31.0 GiB)" in chart.alternative
+    assert "1 fsdp1 with FSDP 16 (1.05 s, 36.0 GiB); 3 ddp with DP 16 (1.30 s, 31.0 GiB)" in chart.alternative
     front = next(table for table in tables(answer(shown)) if "Pareto" in table.caption)
     assert [line["step time"] for line in rows(front)] == ["1.05 s", "1.30 s"]
     assert len(next(t for t in chart.figure["data"] if t["name"] == "measured (filled)")["x"]) == 3
