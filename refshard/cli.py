@@ -14,7 +14,7 @@ import typer
 from msgspec.structs import replace
 
 from refshard import resources
-from refshard.commands.printing import OUTPUT_OPTIONS, elapsed, printed
+from refshard.commands.printing import OUTPUT_OPTIONS, elapsed, in_panels, printed
 from refshard.errors import STATUSES, RefshardError, SpecError, Status
 from refshard.measure.interruption import ignore_more, interruptible, mortal
 from refshard.quantities import parse_count
@@ -82,7 +82,7 @@ _Suite = Annotated[
 _CLUSTER = "GPUs (8xh100, rtx4090), a cluster profile (dgx-h100x4 for 4 nodes) or a TOML file."
 _MODEL = "A model preset (`refshard list models`) or its id on Hugging Face, TOML file, config.json or module:function."
 _Cluster = Annotated[str, typer.Option(help=_CLUSTER, autocompletion=_cluster_names)]
-_Oversubscribe = Annotated[bool, typer.Option(help="Allow more ranks than the machine has cores.")]
+_Oversubscribe = Annotated[bool, typer.Option("--oversubscribe", help="Allow more ranks than the machine has cores.")]
 _Launcher = Annotated[str | None, typer.Option(help="What starts ranks: local, torchrun or slurm.")]
 _Strategies = Annotated[
     str | None, typer.Option(help="Strategies, separated by commas.", autocompletion=_some_strategies)
@@ -152,6 +152,7 @@ def _given(context: typer.Context) -> set[str]:
 
 
 @app.command(rich_help_panel=FIT)
+@in_panels({"Output": "html"})
 @printed
 def fit(
     model: Annotated[str, typer.Argument(help=_MODEL, autocompletion=_model_names)],
@@ -178,6 +179,13 @@ def fit(
 
 
 @app.command(rich_help_panel=FIT)
+@in_panels({
+    "Parallelism": "strategy tp cp pp interleave schedule ep dp_replicate",
+    "Training": "microbatch microbatches checkpointing precision reduction compile_ offload optimizer implementation",
+    "Fine-tuning": "tuning lora_rank lora_targets frozen",
+    "Cost": "usd_per_gpu_hour mtbf",
+    "Output": "top emit out html",
+})  # fmt: skip
 @printed
 def plan(
     model: Annotated[str, typer.Option(help=_MODEL, autocompletion=_model_names)],
@@ -312,6 +320,12 @@ def plan(
 
 
 @app.command(context_settings=_SCRIPT, rich_help_panel=FIT)
+@in_panels({
+    "Without a script: --model": "model strategy seq_len microbatch microbatches precision checkpointing changes",
+    "What to find out": "rank ranks phases until_phase races against explain_oom advise",
+    "Several dry runs": "sweep largest jobs resume",
+    "Output": "trace html",
+})  # fmt: skip
 @printed
 def dryrun(
     context: typer.Context,
@@ -320,21 +334,15 @@ def dryrun(
         list[str] | None, typer.Argument(help="After `--`: SCRIPT ARGS, -m MODULE ARGS, or a launcher's command line.")
     ] = None,
     model: Annotated[str | None, typer.Option(help=f"Instead of a script: {_MODEL[0].lower()}{_MODEL[1:]}")] = None,
-    strategy: Annotated[str, typer.Option(help="With --model: how it is sharded (`refshard list strategies`).")] = (
-        "fsdp2"
-    ),
+    strategy: Annotated[str, typer.Option(help="How it is sharded (`refshard list strategies`).")] = "fsdp2",
     seq_len: _SeqLen = 8192,
-    microbatch: Annotated[int, _counted("With --model: sequences per rank and microbatch.")] = 1,
-    microbatches: Annotated[int, _counted("With --model: microbatches per rank and step.")] = 1,
-    precision: Annotated[str, typer.Option(help="With --model: bf16 or fp32, for compute.")] = "bf16",
-    checkpointing: Annotated[
-        str, typer.Option(help="With --model: none, full, selective, every-K or first-N.")
-    ] = "none",
+    microbatch: Annotated[int, _counted("Sequences per rank and microbatch.")] = 1,
+    microbatches: Annotated[int, _counted("Microbatches per rank and step.")] = 1,
+    precision: Annotated[str, typer.Option(help="bf16 or fp32, for compute.")] = "bf16",
+    checkpointing: Annotated[str, typer.Option(help="none, full, selective, every-K or first-N.")] = "none",
     changes: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="With --model: set any key of a case (tp=2, ...); may be repeated."
-        ),
+        typer.Option("--set", metavar="KEY=VALUE", help="Set any key of a case (tp=2, ...); may be repeated."),
     ] = None,
     gpus: Annotated[
         str | None,
@@ -407,10 +415,10 @@ def dryrun(
         bool | None,
         typer.Option(
             "--advise/--no-advise",
-            help="Try what could make it fit, or use the memory that is left [default: if it does not fit].",
+            help="Try what could make it fit, or use the memory that is left (default: if it does not fit).",
         ),
     ] = None,
-    jobs: Annotated[int | None, _counted("With several runs: how many at a time [default: one per core].")] = None,
+    jobs: Annotated[int | None, _counted("With several runs: how many at a time (default: one per core).")] = None,
     resume: Annotated[
         Path | None, typer.Option(help="The folder of an interrupted sweep: run only what is missing.")
     ] = None,
@@ -473,6 +481,11 @@ def dryrun(
 
 
 @app.command(rich_help_panel=FASTEST)
+@in_panels({
+    "Without a suite": "strategy model seq_len microbatch microbatches precision checkpointing",
+    "How ranks start": "launcher sbatch oversubscribe",
+    "Dry runs": "cluster dry_run_first launch_all",
+})  # fmt: skip
 @printed
 def run(
     suite: Annotated[
@@ -605,6 +618,11 @@ def _trace_schema(asked: bool) -> None:
 
 
 @app.command(rich_help_panel=SLOW)
+@in_panels({
+    "What to look at": "job window device communication",
+    "What to compare with": "against calibration cross_check",
+    "Output": "html json_schema",
+})  # fmt: skip
 @printed
 def trace(
     paths: Annotated[
@@ -677,6 +695,11 @@ def trace(
 
 
 @app.command(context_settings=_SCRIPT, rich_help_panel=SLOWER)
+@in_panels({
+    "Suites": "suite candidate strategy exact portable oversubscribe",
+    "Scripts": "cluster gpus accept",
+    "Output": "summary junit annotate",
+})  # fmt: skip
 @printed
 def gate(
     context: typer.Context,
@@ -705,12 +728,10 @@ def gate(
         bool, typer.Option("--annotate", help="Print GitHub workflow commands that annotate the job.")
     ] = False,
     cluster: Annotated[
-        str, typer.Option(help="With a script: the cluster to dry-run it on.", autocompletion=_cluster_names)
+        str, typer.Option(help="The cluster to dry-run it on.", autocompletion=_cluster_names)
     ] = "dgx-h100",
-    gpus: Annotated[int | None, _counted("With a script: number of GPUs (default: the whole cluster).")] = None,
-    accept: Annotated[
-        str | None, typer.Option(metavar="REASON", help="With a script: accept the figures of this run.")
-    ] = None,
+    gpus: Annotated[int | None, _counted("Number of GPUs (default: the whole cluster).")] = None,
+    accept: Annotated[str | None, typer.Option(metavar="REASON", help="Accept the figures of this run.")] = None,
 ) -> Answer:
     """Compare two revisions, or one with its baseline: the cases of a suite, or a dry run of a training script.
 
@@ -807,6 +828,7 @@ def history(
 
 
 @app.command(rich_help_panel=SLOWER)
+@in_panels({"Output": "html"})
 @printed
 def upgrade_check(
     before: Annotated[

@@ -1,5 +1,6 @@
 """How commands print: one set of options for all that return an :class:`refshard.report.blocks.Answer`."""
 
+import copy
 import functools
 import inspect
 import logging
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any, TextIO, get_args
 
 import typer
 
@@ -42,6 +43,29 @@ _OPTIONS: dict[str, Any] = {
 
 OUTPUT_OPTIONS = frozenset(f"--{name.removeprefix('as_')}" for name in _OPTIONS)
 """Their long names."""
+
+
+def in_panels(panels: dict[str, str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Show options of a command in panels of its help: by title, the parameters' names, separated by spaces.
+
+    Options that are not named stay in the first panel; "Output" has :data:`_OPTIONS` too.
+    """
+
+    def placed(parameter: inspect.Parameter, title: str) -> inspect.Parameter:
+        kind, option = get_args(parameter.annotation)
+        option = copy.copy(option)  # commands share some
+        option.rich_help_panel = title
+        return parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, option])
+
+    def apply(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command)
+        left = dict(signature.parameters)
+        options = [placed(left.pop(name), title) for title, names in panels.items() for name in names.split()]
+        output = [left.pop(name) for name in _OPTIONS]
+        command.__signature__ = signature.replace(parameters=[*left.values(), *options, *output])  # type: ignore[attr-defined]
+        return command
+
+    return apply
 
 
 def printed(command: Callable[..., Answer]) -> Callable[..., None]:
