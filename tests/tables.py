@@ -474,6 +474,14 @@ def h200_errors(figure: str, half: str = "", *, narrow: bool = True) -> list[flo
     return [abs(one.error) for one in found if narrow or not one.name.startswith("narrow")]
 
 
+def closed_form_on_h200(case: str = "8b-w8-full") -> float:
+    """Error of a plan's step of rank 0 of 8, full checkpointing; without exchange, as the H200 had no network."""
+    options = ("--model", "llama3-8b", "--cluster", "hgx-h200", "--strategy", "fsdp2", "--checkpointing", "full")
+    parts = as_json("plan", *options)["sizes"][0]["rows"][0]["parts"]
+    measured = next(one.measured for one in recorded_cases() if one.name == case and one.figure == "step time")
+    return float((parts["compute"] + parts["optimizer"]) / measured - 1)
+
+
 def h200_now() -> list[str]:
     """The H200's cases as predicted now."""
     memory = h200_errors("reserved")

@@ -12,8 +12,8 @@ less (a run whose source leaves something out says little), plus one term (log(c
 constant: what its source says counts as one more observation. So a constant about which the results say nothing stays
 where its source has it.
 
-``--write-spread`` leaves the constants as they are, and writes the errors of the held-out half by kind of configuration
-to ``profiles/spread.toml``, from which plans take their error bars.
+``--write-spread`` leaves the constants as they are, and writes the errors by kind of configuration to
+``profiles/spread.toml``, from which plans take their error bars.
 
 ``--dry-runs`` fits the constants of dry runs instead, one machine at a time, to the speed of the runs with a script.
 Each is recorded once in FOLDER, as ``refshard validate --fidelity dryrun`` records it, and priced anew for other
@@ -42,11 +42,11 @@ from refshard.dryrun.request import Answer
 from refshard.dryrun.run import DryRun, dry_run
 from refshard.folders import replace_file
 from refshard.plan import collectives, kernels, layers
-from refshard.plan.plan import kind_of
+from refshard.plan.plan import LEAST_RUNS, kind_of
 from refshard.specs.cluster import ClusterSpec, load_cluster
 from validation.closed_form import Published, load_runs, predicted
 from validation.dry_runs import request_of, speed_of, why_not
-from validation.schema import HALVES, scripted_runs
+from validation.schema import HALVES, Half, scripted_runs
 
 NOISE = 0.05
 """Of a published step time or speed, as a fraction: runs of one code on one kind of machine differ by about as much."""
@@ -217,7 +217,7 @@ class ClosedForms:
         return np.concatenate(parts)
 
     def report(self, logs: Logs) -> list[tuple[Published, float]]:
-        """Print constants and errors; return the held-out runs and their errors as fractions."""
+        """Print constants and errors; return the runs and their errors as fractions."""
         for (owner, one), x in zip(self.free, logs):
             print(f"{owner or 'all clusters':<16} {one.path:<36} {one.said * exp(x):<10.4g} (said: {one.said:.4g})")
         pairs = {
@@ -234,20 +234,37 @@ class ClosedForms:
                         f"{sizes[int(0.9 * (len(sizes) - 1))]:.1%}, worst {sizes[-1]:.1%}, bias {median(errors):+.1%}",
                         flush=True,
                     )
-        return [(run, error) for run, error in pairs["all"] if run.half == "held out"]
+        return pairs["all"]
+
+
+def weighted(sources: Iterable[Logs], part: float) -> float:
+    """The quantile ``part`` of the sources' figures, where each source counts the same."""
+    some = list(sources)
+    weights = np.concatenate([np.full(len(one), 1 / len(one)) for one in some])
+    return float(np.quantile(np.concatenate(some), part, weights=weights, method="inverted_cdf"))
 
 
 def spread_text(pairs: Sequence[tuple[Published, float]]) -> str:
-    """The held-out errors by kind, as TOML."""
-    kinds: dict[str, list[float]] = defaultdict(list)
+    """The errors by kind, as TOML: of each source those of its held-out runs, or of the fitted ones if it has no other.
+
+    Each source counts the same: its runs share software and machine, so that they lie close together. ``within`` is the
+    median error without each source's own, of sources with at least :data:`LEAST_RUNS` runs. ``count`` is of held-out
+    runs; kinds without any are left out.
+    """
+    kinds: dict[str, dict[str, dict[Half, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     for run, error in pairs:
-        kinds[kind_of(run.job, run.model, run.cluster.accelerator)].append(error)
-    lines = ["# Written by python -m validation.fit --write-spread, from the runs that were held out."]
-    for kind, errors in sorted(kinds.items()):
-        low, high = np.percentile([1 / (1 + error) for error in errors], [10, 90])
+        kinds[kind_of(run.job, run.model, run.cluster.accelerator)][run.table][run.half].append(error)
+    lines = ["# Written by python -m validation.fit --write-spread."]
+    for kind, sources in sorted(kinds.items()):
+        if not (count := sum(len(halves["held out"]) for halves in sources.values())):
+            continue
+        chosen = [np.array(halves["held out"] or halves["fit"]) for halves in sources.values()]
+        middle = weighted((abs(one) for one in chosen), 0.5)
+        within = [abs((1 + some) / (1 + median(some)) - 1) for some in chosen if len(some) >= LEAST_RUNS]
+        low, high = (weighted((1 / (1 + some) for some in chosen), part) for part in (0.1, 0.9))
         lines += [
-            "", f'[kinds."{kind}"]', f"count = {len(errors)}", f"median = {median(map(abs, errors)):.4f}",
-            f"low = {low:.4f}", f"high = {high:.4f}",
+            "", f'[kinds."{kind}"]', f"count = {count}", f"sources = {len(chosen)}", f"median = {middle:.4f}",
+            f"within = {weighted(within, 0.5) if within else middle:.4f}", f"low = {low:.4f}", f"high = {high:.4f}",
         ]  # fmt: skip
     return "\n".join(lines) + "\n"
 
@@ -319,9 +336,9 @@ def main() -> None:
     else:
         fit = ClosedForms([run for run in runs if not run.model.experts], EVERYWHERE, own=True)
     free = [one for _, one in fit.free]
-    held_out = fit.report(solve(free, fit.residuals) if free else np.zeros(0))
+    pairs = fit.report(solve(free, fit.residuals) if free else np.zeros(0))
     if options.write_spread:
-        replace_file(resources.spread(), [spread_text(held_out)])
+        replace_file(resources.spread(), [spread_text(pairs)])
 
 
 if __name__ == "__main__":

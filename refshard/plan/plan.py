@@ -1,7 +1,7 @@
 """A plan: the best configurations for each size of a cluster, their cost and error bars, and what does not fit.
 
 The error bars say how far published step times lie from their predictions, by kind of configuration. ``python -m
-validation.fit --write-spread`` writes them to ``profiles/spread.toml``, from the published runs that it did not fit.
+validation.fit --write-spread`` writes them to ``profiles/spread.toml``, from published runs.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,12 +27,15 @@ from refshard.specs.reading import convert, read_toml
 
 
 class KindSpread(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The median absolute error of ``count`` held-out runs, and the 10th and 90th percentile of published over
-    predicted step time.
+    """The median absolute error, and the 10th and 90th percentile of published over predicted step time, of published
+    runs of ``sources`` that count the same; ``count`` runs were held out of the fit. ``within`` is the median error
+    without each source's own: how far configurations on one machine are predicted wrongly relative to each other.
     """
 
     count: int
+    sources: int
     median: float
+    within: float
     low: float
     high: float
 
@@ -347,7 +350,7 @@ def _settled(rows: Sequence[Row], spread: Spread) -> tuple[Row, ...]:
         most = first.time_s * (1 + spread.lead(first.kind))
         first = next((row for row in rows if row.time_s <= most and not row.job.strategy.startswith(OWN)), first)
     error = spread.of(first.kind)
-    most = first.time_s * (1 + error.median if error else 1)
+    most = first.time_s * (1 + error.within if error else 1)
     others = (row for row in rows if row is not first and row.time_s <= most and row.same_mesh(first))
     best = leanest([first, *others], lambda row: row.memory_bytes, lambda row: row.job.strategy)
     return (best, *(row for row in rows if row is not best))
@@ -392,7 +395,7 @@ def ranked(rows: Sequence[Row], spread: Spread) -> tuple[list[Row], Row | None]:
     best = rows[0]
     others = [row for row in rows[1:] if row.dry_step_s or not best.dry_step_s]
     error = spread.of(best.kind)
-    most = best.time_s * (1 + error.median) if error else 0.0
+    most = best.time_s * (1 + error.within) if error else 0.0
     tied = [row for row in others if row.time_s <= most and spread.of(row.kind)]
     return tied, next((row for row in others if row not in tied), None)
 

@@ -199,7 +199,7 @@ def test_the_fastest_is_on_the_largest_size_that_has_any_and_the_cheapest_on_any
 
 
 def test_the_first_row_that_does_not_tie_is_shown_though_more_tie_than_are_shown() -> None:
-    spread = Spread(kinds={"data, bf16": KindSpread(count=9, median=0.05, low=0.9, high=1.1)})
+    spread = Spread(kinds={"data, bf16": KindSpread(count=9, sources=2, median=0.05, within=0.05, low=0.9, high=1.1)})
     rows = [row(8, seconds, 1.0) for seconds in (1.0, 1.01, 1.04, 1.05, 1.06, 1.2)]
     tied, after = ranked(rows, spread)
     assert ([one.step_s for one in tied], after) == ([1.01, 1.04, 1.05], rows[4])
@@ -209,7 +209,7 @@ def test_the_first_row_that_does_not_tie_is_shown_though_more_tie_than_are_shown
 
 
 def test_beside_a_dry_run_are_dry_runs_only() -> None:
-    spread = Spread(kinds={"data, bf16": KindSpread(count=9, median=0.05, low=0.9, high=1.1)})
+    spread = Spread(kinds={"data, bf16": KindSpread(count=9, sources=2, median=0.05, within=0.05, low=0.9, high=1.1)})
     dry = [msgspec.structs.replace(row(8, 1.0, 1.0), dry_step_s=seconds) for seconds in (1.0, 1.02, 1.5)]
     tied, after = ranked([*dry[:2], row(8, 0.9, 1.0), row(8, 1.3, 1.0), dry[2]], spread)
     assert (tied, after) == ([dry[1]], dry[2])

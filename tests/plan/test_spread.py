@@ -12,7 +12,10 @@ from tests.plan.made import job
 
 def spread(**kinds: tuple[float, float]) -> Spread:
     return Spread(
-        kinds={name: KindSpread(count=9, median=0.03, low=low, high=high) for name, (low, high) in kinds.items()}
+        kinds={
+            name: KindSpread(count=9, sources=2, median=0.03, within=0.03, low=low, high=high)
+            for name, (low, high) in kinds.items()
+        }
     )
 
 
@@ -44,7 +47,7 @@ def test_a_kind_tells_mixtures_and_families_of_gpus(hardware: str, family: str) 
 
 def test_kinds_with_too_few_runs_of_their_own_have_no_figures() -> None:
     made = spread(mine=(0.8, 1.2))
-    made.kinds["rare"] = KindSpread(count=3, median=0.03, low=0.9, high=1.1)
+    made.kinds["rare"] = KindSpread(count=3, sources=2, median=0.03, within=0.03, low=0.9, high=1.1)
     assert made.bounds("mine") == (0.8, 1.2)
     assert (made.bounds("rare"), made.why_unknown("rare")) == (None, "only 3 published runs of this kind")
     assert (made.bounds("none"), made.why_unknown("none")) == (None, "no published run of this kind")

@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from refshard import resources
@@ -105,7 +106,7 @@ def test_no_source_is_predicted_badly_as_a_whole() -> None:
 @pytest.mark.processes
 def test_the_spread_that_ships_is_that_of_the_profiles_as_they_are() -> None:
     """If not: ``python -m validation.fit --write-spread``."""
-    expected = tomllib.loads(fit.spread_text(errors("held out")))["kinds"]
+    expected = tomllib.loads(fit.spread_text([*errors("fit"), *errors("held out")]))["kinds"]
     shipped = tomllib.loads(resources.spread().read_text())["kinds"]
     assert shipped.keys() == expected.keys()
     for kind, figures in expected.items():
@@ -113,6 +114,11 @@ def test_the_spread_that_ships_is_that_of_the_profiles_as_they_are() -> None:
     assert sum(figures["count"] for figures in shipped.values()) == len(errors("held out"))
     kinds = {kind_of(run.job, run.model, run.cluster.accelerator) for run, _ in errors("held out")}
     assert kinds == shipped.keys()
+
+
+def test_each_source_counts_the_same_in_error_bars() -> None:
+    many, one = np.array([0.0, 0.01, 0.01, 0.01, 0.02]), np.array([0.2])
+    assert [fit.weighted([many, one], part) for part in (0.1, 0.4, 0.6, 0.9)] == [0.0, 0.01, 0.2, 0.2]
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ def tradeoff(size: Size, plan: Plan, spread: Spread) -> Chart:
     error = spread.of(rows[0].kind)
     frame = Frame(
         memory="peak memory", limit=size.usable_bytes, limit_text=f"{format_bytes(size.usable_bytes)} usable",
-        tie=(1 + error.median) * points[0].time if error else None,
+        tie=(1 + error.within) * points[0].time if error else None,
     )  # fmt: skip
     listed = "; ".join(
         f"{place + 1} {text.short_text(row.job, plan.varied)} ({format_seconds(row.time_s)}, "
@@ -33,7 +33,7 @@ def tradeoff(size: Size, plan: Plan, spread: Spread) -> Chart:
         for place, row in front
     )
     shaded = (
-        f"Shaded: within {format_percent(error.median)} of the fastest, the model's median error."
+        f"Shaded: within {format_percent(error.within)} of the fastest, the model's median error on one machine."
         if error
         else "The model's error is not known here."
     )

@@ -206,8 +206,9 @@ def warnings(plan: Plan, spread: Spread) -> list[str]:
             found.append(f"Error bars: not known: {spread.why_unknown(kind)} ({kind}). No tie is claimed.")
             continue
         found.append(
-            f"Error bars: {error.count} published runs of this kind ({kind}) were held out of the fit: median error "
-            f"{format_percent(error.median)}; 8 of 10 lie within the range."
+            f"Error bars: published runs of this kind ({kind}), {error.count} of them held out of the fit, from "
+            f"{error.sources} source{'s' * (error.sources > 1)}: median error {format_percent(error.median, 0)}; 8 of "
+            "10 lie within the range."
         )
     if fixed := max((row.fixed_segments for row in rows), default=0.0):
         found.append(

@@ -24,8 +24,8 @@ from tests.report.printed import as_csv, as_json, notes, rows, tables, text, ver
 
 SPREAD = Spread(
     kinds={
-        "data, bf16": KindSpread(count=300, median=0.031, low=0.9, high=1.2),
-        "pipeline, bf16": KindSpread(count=20, median=0.06, low=0.8, high=1.3),
+        "data, bf16": KindSpread(count=300, sources=2, median=0.031, within=0.031, low=0.9, high=1.2),
+        "pipeline, bf16": KindSpread(count=20, sources=2, median=0.06, within=0.06, low=0.8, high=1.3),
     }
 )
 MEMORY = {"masters": 10 * GIB, "optimizer": 20 * GIB, "gradients": 0, "activations": 5 * GIB}
@@ -224,12 +224,12 @@ def test_batches_and_checkpointing_in_words() -> None:
 def test_error_bars_say_on_how_many_runs_they_rest() -> None:
     found = notes(answer(size(row(1.0, pp=2, microbatches=2)), size(row(0.9))))
     assert (
-        "Error bars: 20 published runs of this kind (pipeline, bf16) were held out of the fit: median error "
-        "6.0 %; 8 of 10 lie within the range."
+        "Error bars: published runs of this kind (pipeline, bf16), 20 of them held out of the fit, from 2 sources: "
+        "median error 6 %; 8 of 10 lie within the range."
     ) in found
     assert (
-        "Error bars: 300 published runs of this kind (data, bf16) were held out of the fit: median error 3.1 %; 8 of "
-        "10 lie within the range."
+        "Error bars: published runs of this kind (data, bf16), 300 of them held out of the fit, from 2 sources: median "
+        "error 3 %; 8 of 10 lie within the range."
     ) in found
     assert any(sentence.startswith("9 configurations considered for 16 ranks; 1 fit") for sentence in found)
     assert any(sentence.startswith("The model leaves out: ") for sentence in found)
