@@ -1,4 +1,4 @@
-"""What an analysis of traces finds, as data: nothing here needs numpy.
+"""The figures of an analysed trace, as data: nothing here needs numpy.
 
 Times are int64 nanoseconds. What a trace cannot tell is None, never 0. ``docs/reference/metrics.md`` has the
 definitions.
