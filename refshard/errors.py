@@ -44,7 +44,7 @@ class EngineError(RefshardError):
 
 
 class LaunchError(RefshardError):
-    """What ranks are to run on, a network, a Slurm or a torchrun, cannot be had or does not do its part."""
+    """The network, Slurm or torchrun that should start ranks is missing, or failed."""
 
 
 class CheckpointError(RefshardError):
@@ -60,7 +60,7 @@ class UnsupportedError(RefshardError):
 
 
 class TraceError(RefshardError):
-    """A trace file is damaged or is no trace, or what is to read it is missing."""
+    """A trace file is damaged or not a trace, or the package that reads it is missing."""
 
     status = Status.WRONG_CALL
 

@@ -1,8 +1,8 @@
-"""Who owns the time of a trace's steps: every nanosecond belongs to exactly one owner, a piece of work.
+"""Attributes the time of a trace's steps: every nanosecond belongs to exactly one owner, a piece of work.
 
-Works are described so that another compiler, library or GPU leaves them the same: a kernel's name holds its tile, its
-template's arguments and its architecture; the operator that launched it, what that was given, the unit and the phase of
-the step do not change with those. Two traces differ by exactly what their owners differ by
+The description of a piece of work does not depend on compiler, library or GPU. A kernel's name would: it has its tile
+size, template arguments and architecture. So the description is the operator that launched it, the operator's inputs,
+the unit and the phase of the step. The difference of two traces is the sum of their owners' differences
 (:mod:`refshard.analysis.difference`).
 """
 

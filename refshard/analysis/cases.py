@@ -1,7 +1,7 @@
 """The launches of a case joined into one.
 
-A run holds one record per launch. Readers think in cases: one strategy at one world size, over all its rounds.
-:mod:`refshard.analysis.evidence` sorts them into settings that may be compared.
+A run has one record per launch; a case is one strategy at one world size, over all its rounds.
+:mod:`refshard.analysis.evidence` sorts cases into settings that may be compared.
 """
 
 import statistics

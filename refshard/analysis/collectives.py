@@ -1,7 +1,7 @@
-"""What single collectives, units, the copies around them and preparatory kernels cost: functions of a timeline.
+"""The time of collectives, units, the copies around them and preparatory kernels: functions of a timeline.
 
-The give-way index is YaFSDP's "give-way effect": kernels that prepare a reduction (casts, copies into its buffer) run
-during the backward pass of the next unit, which occupies most of the device. So they take longer, and the reduction
+The give-way index measures YaFSDP's "give-way effect": kernels that prepare a reduction (casts, copies into its buffer)
+run during the backward of the next unit, which occupies most of the device. So they take longer, and the reduction
 starts late.
 """
 

@@ -1,9 +1,8 @@
-"""How the steps of one job differ from those of another: owners of time matched by what they do.
+"""How the steps of one job differ from those of another: pieces of work that own time are matched.
 
-What is done on both sides is matched, the closest description first: the same operator in the same unit and phase with
-the same inputs; with inputs of another type, or as another library's operator; in the same order within its unit; the
-same operator in the same unit; in the same phase. What is left over is gone or new. All parts add up to the change of
-the mean step.
+The closest descriptions are matched first: the same operator in the same unit and phase with the same inputs; with
+inputs of another type, or as another library's operator; in the same order within its unit; the same operator in the
+same unit; in the same phase. Unmatched work is *gone* or *new*. All parts add up to the change of the mean step.
 """
 
 import math

@@ -1,8 +1,8 @@
-"""Exposed communication: through which collective, what of it is waiting for a rank, and how fast messages move.
+"""Exposed communication: which collectives cause it, how much is waiting for a rank, and how fast messages move.
 
-Clocks of hosts cannot be compared to the microsecond, durations can: a collective in which every rank needs every other
-ends for all of them at once, so the last to enter is in it for the shortest time, and each other rank waited in it for
-its own duration less that.
+Clocks of hosts cannot be compared to the microsecond, durations can. If every rank needs every other, a collective ends
+for all ranks at once. So the last rank to enter has the shortest duration, and each other rank waited for its own
+duration minus the shortest.
 """
 
 from collections import Counter, defaultdict

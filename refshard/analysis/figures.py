@@ -1,4 +1,4 @@
-"""What an analysis of traces finds, as data: nothing here needs numpy.
+"""The figures of an analysed trace, as data: nothing here needs numpy.
 
 Times are int64 nanoseconds. What a trace cannot tell is None, never 0. ``docs/reference/metrics.md`` has the
 definitions.
@@ -98,8 +98,8 @@ HostWork = Literal[
 class HostPart(msgspec.Struct, frozen=True, kw_only=True):
     """Host time of one kind in all steps, in ``count`` events, each without the events within it.
 
-    ``python`` is outside of all events. ``most`` are the names with most of it, with their nanoseconds; of ``python``
-    the functions of the user's code, or no name where the trace has none (``with_stack=True``).
+    The kind ``python`` is the time outside of all events. ``most`` are the names with the most time, in nanoseconds;
+    for ``python``, functions of the user's code if the trace has them (``with_stack=True``).
     """
 
     kind: HostWork
@@ -136,10 +136,10 @@ class PeerWait(msgspec.Struct, frozen=True, kw_only=True):
 class ExposedSplit(msgspec.Struct, frozen=True, kw_only=True):
     """The exposed communication of one window, divided; ``step`` is None for the whole trace.
 
-    ``transfer_ns``, ``waiting_ns`` and ``undivided_ns`` add up to ``exposed_ns``. Waiting is None where no collective
-    of the trace was matched with another rank's, transfer where none was with those of its whole group.
-    ``undivided_ns`` is what may be either. ``launch_ns`` is besides: the time in which nothing ran because the host
-    launched the next collective late; None where a launch is unknown.
+    ``transfer_ns``, ``waiting_ns`` and ``undivided_ns`` add up to ``exposed_ns``. Waiting is None if no collective of
+    the trace was matched with another rank's, transfer if none was matched with those of its whole group.
+    ``undivided_ns`` may be either. ``launch_ns`` is not part of the sum: the time in which nothing ran because the
+    host launched the next collective late; None if a launch is unknown.
     """
 
     step: int | None
@@ -228,12 +228,12 @@ class ClassFigures(msgspec.Struct, frozen=True, kw_only=True):
 class OperatorFigures(msgspec.Struct, frozen=True, kw_only=True):
     """All calls in all steps of one operator with arguments of the same shapes and types.
 
-    ``ns`` is what their kernels took (on a CPU: the operators without others that they call). ``share`` is of all work
-    but communication. ``flops`` and ``bytes`` are of one call, the latter the least that it must move; ``flops_per_s``
-    is achieved, ``of_peak`` that over the data sheet's peak for the operands' type, ``of_roofline`` the time that the
-    peaks of computing and of memory allow, over the time taken. ``bound`` says which of the two peaks allows less.
-    ``good`` is what the hardware profile says that good kernels reach of that roofline. ``reason`` says why there is no
-    ``of_roofline``.
+    ``ns`` is the time of their kernels (on a CPU: of the operators, without other operators that they call). ``share``
+    is of all work but communication. ``flops`` and ``bytes`` are of one call; ``bytes`` is the least that it must move.
+    ``flops_per_s`` is the achieved rate, ``of_peak`` that rate over the data sheet's peak for the operands' type,
+    ``of_roofline`` the least time by the peaks of compute and memory, over the time taken. ``bound`` says which of the
+    two peaks limits. ``good`` is the share of the roofline that good kernels reach, by the hardware profile. ``reason``
+    says why there is no ``of_roofline``.
     """
 
     name: str
@@ -469,10 +469,10 @@ class MemoryPeak(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TraceWarning(msgspec.Struct, frozen=True, kw_only=True):
-    """A doubt about a trace, or about figures made of it.
+    """A warning about a trace, or about its figures.
 
-    ``code`` is for programs and stays; ``message`` says to people what it means and what to do about it. ``count``
-    events or ``ns`` nanoseconds are concerned, where that can be counted.
+    ``code`` is stable, for programs; ``message`` tells people what it means and what to do. ``count`` events or ``ns``
+    nanoseconds are affected, if that can be counted.
     """
 
     code: str
@@ -484,10 +484,10 @@ class TraceWarning(msgspec.Struct, frozen=True, kw_only=True):
 class Cause(StrEnum):
     """Why nothing runs.
 
-    ``LAUNCH``: the host had queued nothing, or had only just. ``CALL``: the same, while the launching thread stood in a
-    call for at least half of the gap. ``BACK_TO_BACK``: the device goes from one queued kernel to the next.
-    ``DEPENDENCY``: what ends the gap was queued and waited for another stream. ``UNKNOWN``: it was queued, and the
-    trace does not say what it waited for.
+    ``LAUNCH``: the host had queued nothing, or had only just done so. ``CALL``: the same, while the launching thread
+    was in a call for at least half of the gap. ``BACK_TO_BACK``: the device goes from one queued kernel to the next.
+    ``DEPENDENCY``: the next kernel was queued and waited for another stream. ``UNKNOWN``: the next kernel was queued,
+    and the trace does not say what it waited for.
     """
 
     LAUNCH = "launch"
@@ -501,11 +501,10 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
     """Where the time of one window of one rank goes.
 
     The window is ``span_ns`` long. ``busy_ns`` is the union of all classes; each class is the union of its own spans,
-    so that their sum exceeds it where they overlap. ``exposed_ns`` is communication during which no compute runs,
-    ``exposed_any_ns`` communication during which nothing else runs, ``lone_copy_ns`` copies and fills during which
-    nothing else runs, except into and out of the buffers of collectives. ``idle_ns`` splits by
-    :class:`Cause`; in a trace without launches all of it is ``idle_unknown_ns`` and the others
-    are None.
+    so overlapping classes add up to more than ``busy_ns``. ``exposed_ns`` is communication during which no compute
+    runs, ``exposed_any_ns`` communication during which nothing else runs, ``lone_copy_ns`` copies and fills during
+    which nothing else runs, without those into and out of the buffers of collectives. ``idle_ns`` is divided by
+    :class:`Cause`; in a trace without launches, all of it is ``idle_unknown_ns`` and the other causes are None.
     """
 
     span_ns: int
@@ -528,19 +527,19 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def idle_host_ns(self) -> int | None:
-        """Idle time that the host is to blame for: it had launched nothing, or stood in a call."""
+        """Idle time that the host caused: it had launched nothing, or was in a call."""
         if self.idle_launch_ns is None or self.idle_call_ns is None:
             return None
         return self.idle_launch_ns + self.idle_call_ns
 
 
 class GiveWay(msgspec.Struct, frozen=True, kw_only=True):
-    """How much preparatory kernels before reduce-scatters hold those back ("give-way effect" of YaFSDP).
+    """How much preparatory kernels delay reduce-scatters (YaFSDP's "give-way effect").
 
-    ``index`` is the time lost, over the window. ``stretch`` is how many times as long the preparatory kernels took as
-    undisturbed, ``baseline`` where the undisturbed duration comes from, in ``samples`` samples of the kernel with the
-    fewest. ``reduces`` counts the reductions that such kernels precede. ``index`` and ``stretch`` are None, and
-    ``reason`` says why, where that is unknown.
+    ``index`` is the time lost, over the window. ``stretch`` is the duration of the preparatory kernels over their
+    undisturbed duration, ``baseline`` the source of the latter; the kernel with the fewest samples has ``samples``.
+    ``reduces`` counts the reductions that such kernels precede. ``index`` and ``stretch`` are None if they are
+    unknown; ``reason`` says why.
     """
 
     index: float | None = None
@@ -629,11 +628,11 @@ class UnitFigures(msgspec.Struct, frozen=True, kw_only=True):
 class CollectiveFigures(msgspec.Struct, frozen=True, kw_only=True):
     """One collective that ran.
 
-    ``bytes`` is the size of the unsharded tensor. ``algorithm_bandwidth`` is bytes per second of the collective's own
-    duration, ``bus_bandwidth`` that times nccl-tests' factor for the operation and the size of the group. ``gap_ns`` is
-    the time on its stream since the collective before it ended, and ``gap_blocking`` whether this one was launched
-    already while compute ran in that gap; None for the first on a stream. ``queued_ns`` is from launch to start.
-    ``sequence`` is the collective's number in its group, the same on all ranks, where torch records it.
+    ``bytes`` is the size of the unsharded tensor. ``algorithm_bandwidth`` is bytes per second of the collective's
+    duration, ``bus_bandwidth`` that times nccl-tests' factor for the operation and the group's size. ``gap_ns`` is the
+    time since the last collective on its stream ended; ``gap_blocking`` says whether this one had been launched while
+    compute ran in that gap; both are None for the first on a stream. ``queued_ns`` is from launch to start.
+    ``sequence`` is the collective's number in its group, equal on all ranks, if torch recorded it.
     """
 
     op: str
@@ -660,7 +659,7 @@ class IdleFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Gaps of one cause: ``count`` of them, ``ns`` nanoseconds in all, the longest of ``longest_ns``.
 
     ``what`` is the operator that was launched too late, the call that blocked, or the two streams if one waited for the
-    other; for gaps of unknown cause what ended them, for gaps between queued kernels nothing.
+    other; for gaps of unknown cause, the next kernel; for gaps between queued kernels, nothing.
     """
 
     cause: Cause
@@ -698,7 +697,7 @@ held up in collectives. ``idle``: it idles for another or an unknown reason."""
 
 
 class LatePart(msgspec.Struct, frozen=True, kw_only=True):
-    """Nanoseconds of what a late rank costs the others, by ``cause``, over all steps."""
+    """Nanoseconds that a late rank costs the others, by ``cause``, over all steps."""
 
     cause: LateCause
     ns: int

@@ -1,8 +1,8 @@
-"""What an analysis of traces finds as pandas frames, for notebooks and scripts of one's own.
+"""Figures of traces as pandas frames, for notebooks and scripts.
 
-Columns have the names of ``refshard trace --json``; their unit is at the end of the name: ``_ns`` are int64
-nanoseconds, ``_bytes`` and ``bytes`` bytes, ``_per_s`` and ``_bandwidth`` per second. What a trace does not tell is
-``pandas.NA``: columns are pandas' nullable types, so that nanoseconds stay exact.
+Columns have the names of ``refshard trace --json``; names end in their unit: ``_ns`` are int64 nanoseconds, ``_bytes``
+and ``bytes`` bytes, ``_per_s`` and ``_bandwidth`` per second. Unknown values are ``pandas.NA``: columns are pandas'
+nullable types, so that nanoseconds stay exact.
 """
 
 import os
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SUFFIXES = (".json", ".json.gz", ".sqlite")
-"""What the names of traces end in."""
+"""Endings of traces' file names."""
 _DTYPES: dict[type[inspect.Type], str] = {
     inspect.IntType: "Int64", inspect.FloatType: "Float64", inspect.BoolType: "boolean", inspect.StrType: "string",
     inspect.LiteralType: "string", inspect.EnumType: "string",
@@ -46,15 +46,15 @@ _Source = str | Path | Sequence[str | Path]
 
 
 def read_trace(source: _Source, *, device: str | None = None) -> "Trace":
-    """Kineto traces, or exports of nsys, as frames: a file, several, or a folder of them (the ranks of a job).
+    """Read Kineto traces or exports of nsys into frames: a file, a list of files, or a folder (the ranks of a job).
 
-    Nothing is read before the first frame is asked for. ``device`` picks one of several devices in a file, as "0"::
+    Files are read on first access to a frame. If a file has several devices, ``device`` selects one, such as "0"::
 
         trace = refshard.read_trace("runs/latest")
         trace.breakdown.groupby("rank").exposed_ns.mean()
 
     Raises:
-        TraceError: there is no such file, or a folder without traces. Frames raise it where a file is no trace.
+        TraceError: a file does not exist, or a folder has no traces. Frames raise it if a file is not a trace.
     """
     several = [source] if isinstance(source, str | Path) else source
     files, folders = dict[Path, None](), set[Path]()
@@ -75,7 +75,7 @@ def read_trace(source: _Source, *, device: str | None = None) -> "Trace":
 
 
 def trace_files(folder: Path) -> list[Path]:
-    """Files that may be traces, in a folder and below it, hidden ones left out; of a run's folder, its traces."""
+    """Files that may be traces, in a folder and below it, without hidden ones; for a run's folder, its traces."""
     if (folder / "records.jsonl").exists() and (folder / "traces").exists():
         folder = folder / "traces"
     files = (Path(where, name) for where, _, names in os.walk(folder) for name in names)
@@ -83,7 +83,7 @@ def trace_files(folder: Path) -> list[Path]:
 
 
 class Trace:
-    """Traces of one or more ranks. Every frame has the columns ``file`` and ``rank``, and is made once."""
+    """Traces of one or more ranks. Every frame has the columns ``file`` and ``rank``, and is cached."""
 
     def __init__(self, files: Sequence[Path], *, device: str | None = None, optional: frozenset[Path]) -> None:
         self.files = tuple(files)
@@ -95,10 +95,10 @@ class Trace:
 
     @cached_property
     def analyses(self) -> tuple[Analysis, ...]:
-        """The analysis of each file; ``figures`` of each is all that ``refshard trace --json`` prints.
+        """The analysis of each file; its ``figures`` are what ``refshard trace --json`` prints.
 
         Raises:
-            TraceError: a file is no trace, or is damaged; of those in a folder, only if none can be analysed.
+            TraceError: a file is damaged or not a trace; for a folder, only if none of its files can be analysed.
         """
         found = list[Analysis]()
         for file in self.files:
@@ -120,7 +120,7 @@ class Trace:
 
     @cached_property
     def breakdown(self) -> "pd.DataFrame":
-        """Where time goes: a row per step, or one for the whole of a trace without steps (``step`` is NA).
+        """Where time goes: a row per step; if a trace has no steps, one row for all of it (``step`` is NA).
 
         ``step``, ``name``, ``start_ns``, ``span_ns``, ``busy_ns``, ``compute_ns``, ``comm_ns``, ``exposed_ns``,
         ``overlap_ratio``, ``idle_ns`` and its causes, and ``copy_ns``, as
@@ -141,7 +141,7 @@ class Trace:
 
     @cached_property
     def operators(self) -> "pd.DataFrame":
-        """Operators by their arguments' shapes, the longest first: a row for each, over all steps.
+        """Operators by name and input shapes, the longest first: a row for each, over all steps.
 
         ``name``, ``kind``, ``shapes``, ``dtype``, ``calls``, ``ns``, ``share``, ``flops``, ``bytes``, ``flops_per_s``,
         ``of_peak``, ``of_roofline`` and ``bound``, as :class:`~refshard.analysis.figures.OperatorFigures` defines them.
@@ -150,7 +150,7 @@ class Trace:
 
     @cached_property
     def collectives(self) -> "pd.DataFrame":
-        """Collectives that ran, a row each.
+        """Collectives that ran: a row for each.
 
         ``op``, ``unit``, ``step``, ``group``, ``group_size``, ``start_ns``, ``duration_ns``, ``exposed_ns``,
         ``queued_ns``, ``bytes``, ``algorithm_bandwidth`` and ``bus_bandwidth`` (bytes per second), ``sequence`` ..., as
@@ -161,8 +161,8 @@ class Trace:
     @cached_property
     def gaps(self) -> "pd.DataFrame":
         """Idle time within the steps, a row for each gap: ``step``, ``start_ns``, ``duration_ns``, ``cause`` (a
-        :class:`~refshard.analysis.figures.Cause`), ``before`` and ``after``, what ran last and next, and ``call``, what
-        the launching thread stood in.
+        :class:`~refshard.analysis.figures.Cause`), ``before`` and ``after`` (what ran last and next), and ``call`` (the
+        call that the launching thread was in).
         """
         types = {**_RUN, **dict.fromkeys(("cause", "before", "after", "call"), "string")}
 
@@ -190,9 +190,9 @@ class Trace:
 
     @cached_property
     def kernels(self) -> "pd.DataFrame":
-        """What ran on the device (on a CPU: operators and collectives), a row for each run: ``step``, ``start_ns``,
-        ``duration_ns``, ``kind`` (compute, comm, copy, prep, unclassified), ``name`` and a ``short`` one, ``operator``
-        that launched it, ``unit`` (layer) and ``lane``, its stream.
+        """Kernels and copies on the device (on a CPU: operators and collectives), a row for each run: ``step``,
+        ``start_ns``, ``duration_ns``, ``kind`` (compute, comm, copy, prep, unclassified), ``name`` and ``short`` name,
+        the ``operator`` that launched it, its ``unit`` (layer) and its ``lane`` (stream).
         """
         types = {**_RUN, **dict.fromkeys(("kind", "name", "short", "operator", "unit", "lane"), "string")}
 
@@ -215,7 +215,7 @@ class Trace:
 
     @cached_property
     def memory(self) -> "pd.DataFrame":
-        """What torch's allocator holds over time, with every peak: ``device``, ``ns`` (the host's clock) and ``bytes``.
+        """Memory of torch's allocator over time, with every peak: ``device``, ``ns`` (host clock) and ``bytes``.
 
         Empty unless the trace was recorded with ``profile_memory=True``.
         """

@@ -6,10 +6,10 @@ symmetric about 0 for any distribution, so Wilcoxon's signed-rank test is exact;
 Hodges-Lehmann median of all pairwise means, and its interval inverts that test (Hollander, Wolfe, Chicken:
 "Nonparametric Statistical Methods", 2014, chapter 3).
 
-Testing many cases, some look slow by chance. So a cheap screening singles out suspects, and only fresh rounds, which
-the screening has not selected by their noise, decide; Holm's procedure holds the chance that any innocent case fails to
-``significance``. Passing must be earned too: what noise could hide gets fresh rounds as well, which can clear it but
-not condemn it, and is inconclusive where they do not.
+If many cases are tested, some look slow by chance. So a cheap screening finds suspects, and fresh rounds, which the
+screening has not selected by their noise, decide. Holm's procedure limits the probability that any unchanged case fails
+to ``significance``. A pass needs evidence too: if noise could hide a slow-down, the case gets fresh rounds as well.
+They can only clear it; otherwise it is inconclusive.
 """
 
 import math

@@ -1,15 +1,15 @@
-"""The dependency graph of one rank's trace: what must have ended before a kernel starts or a call of the host returns.
+"""The dependency graph of one rank's trace: what must end before a kernel starts or a call of the host returns.
 
 Nodes are the device's spans and the host's calls that block on it. A span follows the one before it on its stream, the
 host's call that launched it, and spans of other streams that it waits for; a blocking call follows the host's calls
 before it and the spans that it waits for. Where the profiler recorded synchronisation, its events say what waits
-(:func:`refshard.analysis.kineto.recorded_waits`). Elsewhere it is inferred: from c10d's rule that a collective waits
-for what its thread launched before, from the order of the calls that make a stream wait, and from a queued kernel that
-starts within microseconds of the end of a kernel on another stream.
+(:func:`refshard.analysis.kineto.recorded_waits`). Otherwise, waits are inferred: from c10d's rule that a collective
+waits for what its thread launched before, from the order of the calls that make a stream wait, and from a queued kernel
+that starts within microseconds of the end of a kernel on another stream.
 
-Each dependency costs what such a dependency usually costs in the trace: the median distance of two kernels on a stream,
-the median latency of a launch into an empty queue. Where a node was later than all of them, the last one cost more this
-time, within limits (:class:`Delays`); what is left has no explanation, and stays as a hold.
+Each dependency takes its usual time in the trace: the median distance of two kernels on a stream, the median latency of
+a launch into an empty queue. If a node started later than all of them allow, the last dependency took longer this time,
+within limits (:class:`Delays`); the rest is unexplained, and stays as a hold.
 """
 
 import re

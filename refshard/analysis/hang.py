@@ -1,8 +1,8 @@
-"""Why a job hangs, from the flight recorder dumps of its ranks: which call does not end, and who does not come to it.
+"""Why a job hangs, from the flight recorder dumps of its ranks: which call does not end, and which ranks are missing.
 
-Calls of one group meet by their sequence numbers, messages by their ends and order. Where a ring has dropped a rank's
-earliest calls, or a rank left no dump, or its dump is older than the others', nothing is concluded from its silence.
-A rank that does not come because it waits in another call is not the cause: the cause is where such a chain ends.
+Calls of one group are matched by sequence number, messages by sender, receiver and order. A rank is not called missing
+if its ring buffer has dropped its earliest calls, it left no dump, or its dump is older than the others'. A rank that
+is missing because it waits in another call is not the cause: the cause is at the end of such a chain.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Which calls of the host hold the GPU up: that wait, allocate or load, and the idle time that follows them."""
+"""Calls of the host that make the GPU wait (synchronise, allocate, load modules), and the idle time they cause."""
 
 import re
 from collections.abc import Sequence

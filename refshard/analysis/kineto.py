@@ -1,9 +1,8 @@
-"""The events of a trace become a timeline: spans with class, launch, step and unit; collectives as the host announced
-them and as they ran; and the waits of streams that the profiler recorded (``enable_cuda_sync_events``).
+"""Turns the events of a trace into a timeline: spans with class, launch, step and unit; collectives as the host
+announced them and as they ran; and the waits of streams that the profiler recorded (``enable_cuda_sync_events``).
 
-Without device events, gloo's run-loop threads communicate, or those of an emulated backend, and the thread that holds
-the steps computes. Arguments of events come from outside, in any shape: what is not as the profiler writes it is
-ignored.
+In a trace without device events, threads of gloo's run loop or of an emulated backend communicate, and the thread with
+the steps computes. Arguments of events may have any form: those that the profiler would not write are ignored.
 """
 
 import math

@@ -1,9 +1,8 @@
-"""What the host announced, and what it was doing: annotations of refshard and of its peers mapped to one meaning, and
-the operator and the annotation around any moment.
+"""Annotations of refshard and of its peers, mapped to one meaning; and the operator and the annotation around a moment.
 
-No peer is slowed to be labelled; each is read by the names that it writes itself (torch 2.11 to 2.13). A kernel belongs
-to the innermost operator around its launch. Kineto's external id names the same where the recorder numbers operators
-with it; the time and thread of the launch tell it also where the ids have another numbering, as in 2022.
+Peers are not labelled, which would slow them: they are recognised by names that they write themselves (torch 2.11 to
+2.13). A kernel belongs to the innermost operator around its launch, found by the launch's time and thread. Kineto's
+external id gives the same only if the recorder numbers operators with it, which it did not in 2022.
 """
 
 import re

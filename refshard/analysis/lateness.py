@@ -1,8 +1,8 @@
-"""Why a rank comes late: what it does between the end of one collective and its entry into the next.
+"""Why a rank is late: what it does between the end of one collective and its entry into the next.
 
 An all-reduce makes the steps of all ranks equally long, and moves the wait for a late rank into the other ranks'
-backward. So neither steps nor their phases tell who is late. A collective in which every rank needs every other ends
-for all of them at once; from there to the entry into the next, each rank does its own work, and its own clock times it.
+backward. So neither steps nor their phases tell which rank is late. If every rank needs every other, a collective ends
+for all ranks at once. From there to its entry into the next, each rank does its own work, timed by its own clock.
 """
 
 from collections import Counter, defaultdict

@@ -1,9 +1,8 @@
-"""What an allocator holds at the peak of a trace: who made it, for what, for which unit.
+"""What an allocator holds at the peak of a trace: by operator, purpose and unit.
 
-A trace recorded with ``profile_memory=True`` has an event for each block that is handed out or taken back. What the
-host was doing on that thread then tells what the block is for, and what it outlives tells the rest: a block made in
-forward that backward still finds is an activation. Blocks that were there before the trace have no such event; how many
-bytes they are follows from what the allocator says that it holds.
+A trace recorded with ``profile_memory=True`` has an event for each allocation and free. A block's purpose follows from
+what the host was doing on that thread, and from the block's lifetime: a block made in forward that is still there in
+backward is an activation. Blocks from before the trace have no event; their bytes follow from the allocator's total.
 """
 
 import re

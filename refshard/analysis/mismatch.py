@@ -1,4 +1,4 @@
-"""Calls of collectives that do not fit together on several ranks, in words: of dry runs and of real hangs."""
+"""Mismatched calls of collectives on several ranks, as text: of dry runs and of real hangs."""
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,5 +1,5 @@
-"""What names tell: which kernels communicate and what each does, the classes of operators and kernels, calls of the
-runtime, and short names of kernels.
+"""Names of kernels, operators and runtime calls: which kernels communicate and which collective each is, classes of
+operators and kernels, and short names.
 """
 
 import re

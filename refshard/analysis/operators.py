@@ -1,4 +1,4 @@
-"""What operators and kernels take, what concurrent communication costs them, and how close they come to the peaks.
+"""Times of operators and kernels, their slowdown during communication, and how close they come to the peaks.
 
 FLOPs and bytes of an operator's call follow from the sizes of its arguments. A multiplication and an addition are two
 FLOPs, as torch.utils.flop_counter counts them. Bytes are a lower bound: each operand is read once and each result

@@ -1,5 +1,5 @@
-"""What makes a trace doubtful: what its recorder dropped, where its clocks and claims contradict each other, and why no
-verdict on losses can be given (a device without events, the capture of a graph).
+"""Warnings about a trace: events that its recorder dropped, contradictions of its clocks and annotations, and reasons
+for no verdict on losses (a device without events, the capture of a graph).
 
 Between the calls that begin and end a stream's capture, a launch adds a node to a CUDA or HIP graph and runs nothing.
 The replay of a graph is one launch, and its kernels bear that launch's correlation id.

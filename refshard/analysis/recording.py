@@ -1,4 +1,4 @@
-"""What is recorded while a rank trains: a Kineto trace, the operators of a step, what its allocator holds."""
+"""Recordings of a rank that trains: a Kineto trace, the operators of a step, and the memory of its allocator."""
 
 import ctypes
 import hashlib

@@ -1,14 +1,14 @@
-"""What CUDA memory snapshots and memory timelines tell: what is held and reserved, now and at the peak, by whom, and
-what is lost to fragmentation.
+"""Analyses CUDA memory snapshots and memory timelines: memory held and reserved, at the end and at the peak, who holds
+it, and what is lost to fragmentation.
 
-A snapshot is what ``torch.cuda.memory._dump_snapshot`` writes, read without running anything that it could name. The
-segments say what is there now, exactly. The history says what was allocated and freed before; what was there when
-it began follows from what is there now. It has the requested sizes, not the allocator's rounded ones.
+``torch.cuda.memory._dump_snapshot`` writes a snapshot; it is read without running code that its pickle names. The
+segments are exact, as of the snapshot. The history has earlier allocations and frees; what was held when it began
+follows from the segments. It has the requested sizes, not the allocator's rounded ones.
 
-A timeline is what torch's profiler exports (``export_memory_timeline`` to a file that ends in ``.raw.json.gz``): an
-array of ``[ns, action, bytes, category]``, with what each tensor's bytes are for, as torch judges by the graph of
-operators. Bytes are negative for what goes, and ns is -1 for what was there before. A tensor that is written to goes
-and comes again, maybe for another purpose.
+torch's profiler exports a timeline (``export_memory_timeline`` to a file that ends in ``.raw.json.gz``): an array of
+``[ns, action, bytes, category]``. The category is the purpose of a tensor by torch's analysis of the graph of
+operators. Bytes are negative for frees, and ns is -1 for tensors from before. A tensor that is written to is freed and
+allocated again, maybe with another category.
 """
 
 import os

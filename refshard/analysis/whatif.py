@@ -1,5 +1,5 @@
-"""Replays of a trace's dependency graph: how long a step would take with one cause of lost time gone, in which order
-removing them pays, and the critical path.
+"""Replays of a trace's dependency graph: how long a step would take without one cause of lost time, in which order to
+remove these causes, and the critical path.
 """
 
 from collections import defaultdict

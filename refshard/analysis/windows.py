@@ -1,5 +1,5 @@
-"""The windows that figures are about: the steps, as the host announced them and as the device ran them, or what a
-user chose in their place, annotations that a pattern matches or a range of time.
+"""The windows of time that figures cover: the steps, as the host announced them and as the device ran them; or, if the
+user chose, annotations that match a pattern, or a range of time.
 
 Inference has no ``ProfilerStep``; engines annotate batches instead, such as ``step[DECODE bs=32]``.
 """

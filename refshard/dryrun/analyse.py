@@ -1,7 +1,6 @@
 """The result of a dry run: whether it fits, how long a step takes, and where memory and time go.
 
-Times are answered by the code that answers for traces: the replay becomes the events of a trace, which that code
-analyses.
+The replay becomes the events of a trace, so that times come from the code that analyses traces.
 """
 
 from collections import Counter, defaultdict

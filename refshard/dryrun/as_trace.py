@@ -1,8 +1,8 @@
-"""A replayed recording as the events of a trace, so that the code that analyses traces answers for dry runs too.
+"""A replayed recording as the events of a trace, so that one code analyses traces and dry runs.
 
-The host's side has each operator, its launch at its end, what the host waits for, the labels under which work was
-launched, and what the allocator holds; the device's side has a lane per stream. Names of collectives, their sizes and
-groups are where NCCL's annotations have them.
+The host's side has each operator, its launch at its end, the host's waits, the labels under which work was launched,
+and the memory that the allocator holds; the device's side has a lane per stream. Names, sizes and groups of collectives
+are in the fields that NCCL's annotations use.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""What a factory's module computes and keeps: it runs once on the meta device, forward and backward, as on a GPU.
+"""Operators and memory of a factory's module, which runs forward and backward once, on the meta device.
 
-Operators are counted as torch dispatches them, priced by the rules of a dry run (``work.py``, ``price.py``). A block's
-backward is that of the autograd nodes that its forward made. Storages are followed from the operator that makes them to
-their end; parameters and their gradients count apart.
+Operators are counted as torch dispatches them, and priced by the rules of a dry run (``work.py``, ``price.py``). A
+block's backward consists of the autograd nodes that its forward made. Storages are followed from the operator that
+makes them until they are freed; parameters and their gradients are counted separately.
 """
 
 import bisect

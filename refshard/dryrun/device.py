@@ -1,12 +1,12 @@
-"""A device in time: streams that run in order, links that collectives queue for, and what slows what.
+"""Simulates a device over time: streams that run in order, links that collectives queue for, and contention.
 
 Between two events everything that runs progresses at a constant rate, so the result is exact for the model. Compute
 slows down while a collective occupies a link, and the collective while compute runs. A kernel outside the main stream
 shares the device with compute. Copies to and from the host run on engines of their own and disturb nothing.
 
-All that runs at one rate ends in the order in which it would end at rate 1, so each :class:`Share` has one clock that
-runs at its rate, and one queue by the time on that clock. An event thus costs the logarithm of what runs at once.
-Times are floats of nanoseconds.
+Work that shares one rate ends in the same order at any rate. So each :class:`Share` has one clock that runs at its
+rate, and one queue sorted by the time on that clock: an event costs O(log n) in the number of concurrent pieces of
+work. Times are floats of nanoseconds.
 """
 
 from collections import deque

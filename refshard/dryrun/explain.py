@@ -1,8 +1,8 @@
-"""What a real run held when memory ran out, and where that departs from a dry run of the same script.
+"""What a real run held when memory ran out, and how that differs from a dry run of the same script.
 
-Both know which line of the script allocated a block, so what the dry run knows of a line (its module and purpose) holds
-for the real run's blocks of that line. A line's most in the dry run, at any moment, is what counts: a line that holds
-more departs, wherever in a step memory ran out.
+Both know which line of the script allocated a block, so the dry run's module and purpose of a line also hold for the
+real run's blocks of that line. A line differs if it holds more than its maximum over the dry run, so it does not matter
+where in a step memory ran out.
 """
 
 from collections import Counter, defaultdict

@@ -1,7 +1,7 @@
-"""``refshard.dry_run``: train what a function builds, on fake GPUs, and return what would happen.
+"""``refshard.dry_run``: train the model that a function builds on fake GPUs, and return memory and step time.
 
-The function runs in a process of its own, where the fake device is loaded before torch. It is found there by its module
-and name; one that was defined in a notebook is sent as source, and must import what it needs itself.
+The function runs in another process, where the fake device is loaded before torch. It is found there by its module and
+name. A function from a notebook is sent as source, so it must contain its own imports.
 """
 
 import importlib
@@ -59,24 +59,26 @@ def dry_run(
     cluster: str, gpus: int | None = None, loss: "Callable[[Any, Any], torch.Tensor] | None" = None, steps: int = 3,
     rank: int = 0,
 ) -> Prediction:  # fmt: skip
-    """Train the model that ``build`` makes on fake GPUs of ``cluster``, in a process of its own; nothing is computed.
+    """Train the model that ``build`` makes on fake GPUs of ``cluster``, in another process; nothing is computed.
 
     Args:
-        build: returns the model on the GPU, or ``(model, optimizer)``; by default it is trained by fused AdamW. With
-            several GPUs it shards the model itself: torch.distributed is initialised, and torchrun's variables are set.
-        batch: what a rank's model is called with in each step: a tensor, a sequence of them, or a mapping for keyword
-            arguments. Only shapes and dtypes count, and the largest value of integers.
-        cluster: a cluster profile, as in ``refshard dryrun --cluster``.
+        build: returns the model on the GPU, or ``(model, optimizer)``; the default optimizer is fused AdamW. With
+            several GPUs, it shards the model itself: torch.distributed is initialised, and torchrun's variables are
+            set.
+        batch: arguments of the model in each step: a tensor, a sequence of tensors, or a mapping for keyword
+            arguments. Only shapes, dtypes and the largest value of integers matter.
+        cluster: GPUs or a cluster profile, as in ``refshard dryrun --cluster``: ``"8xh100"``.
         gpus: number of GPUs; by default all of the cluster.
-        loss: ``loss(output, batch)``; by default the output's ``loss``, else the mean of what the model returns.
-        steps: optimizer steps.
-        rank: the rank that runs.
+        loss: ``loss(output, batch)``; by default the output's ``loss``, else the mean of the output.
+        steps: number of optimizer steps.
+        rank: the rank to run.
 
     Returns:
-        Whether it fits, the peak of memory in bytes, seconds of a step and tokens/s.
+        ``fits`` (None without a verdict) and ``why`` not; ``reserved_bytes``, ``allocated_bytes`` at the peak and
+        ``usable_bytes``; ``step_s`` in seconds, ``tokens_per_s`` per GPU, ``mfu`` as a fraction.
 
     Raises:
-        SpecError: the function cannot be found from another process, or another value is wrong.
+        SpecError: another process cannot find the function, or another value is wrong.
         RefshardError: the fake device cannot be made, or the process ended without an answer.
     """
     single = hasattr(batch, "is_floating_point")

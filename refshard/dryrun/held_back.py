@@ -1,9 +1,9 @@
-"""Memory that ``record_stream()`` holds back, given back when a GPU would give it back.
+"""Frees memory that ``record_stream()`` holds back, when a GPU would free it.
 
 While a script runs, the device knows only what the host has waited for, so such memory stays held for too long: an
 upper bound. The recording of the run, priced and replayed, tells how far each stream had come at every allocation. With
-these answers the allocator goes through the same calls again; addresses in the recording stay those of the script's
-run. Runs without such memory do not need this.
+this, the allocator repeats the same calls; addresses in the recording stay those of the script's run. Runs without such
+memory do not need this.
 
 ``record_stream()`` holds a freed block until other streams have passed what had been issued to them when it was freed.
 torch records a CUDA event on each of them, and queries the events at every allocation.

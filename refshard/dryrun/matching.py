@@ -1,11 +1,11 @@
-"""Whether the collectives of several ranks fit together: a mismatch is a hang or corrupt values on real GPUs.
+"""Whether the collectives of several ranks match: a mismatch is a hang or corrupt values on real GPUs.
 
 The ranks' recordings run against each other, without time. Each host goes through its calls and stops where it waits.
 Each stream takes its entries in order. A collective is done once every rank of its group has it at the head of a
-stream; a message, once both ends have. Calls in one group meet by their order, messages also by their ends.
+stream; a message, once both ends have. Calls in one group are matched by order, messages also by sender and receiver.
 
-No rank is blamed without evidence. A rank that did not run, and a rank that was cut off (after the requested steps, or
-by an error), is taken to do whatever the others wait for. What then still waits hangs on GPUs too.
+A rank that did not run, or was cut off (after the requested steps, or by an error), is assumed to make every call that
+the others wait for. If a rank still waits then, it hangs on GPUs too.
 """
 
 import re

@@ -1,8 +1,8 @@
 """What is in memory over a recording, and at the peak: by category, module and operator.
 
-:func:`memory_course` thins the course of memory out for a chart. A state is what is held after the first ``n`` events,
-and a clock gives each state its place on the axis: when the GPU gets there (:func:`gpu_clock`) or how often the
-allocator had been called (:func:`call_clock`). Neither is the host's time: the host asks for a whole step in a few
+:func:`memory_course` downsamples memory over time for a chart. A state is what is held after the first ``n`` events. A
+clock gives each state its place on the axis: the time when the GPU gets there (:func:`gpu_clock`), or the number of
+calls of the allocator (:func:`call_clock`). Neither is the host's time: the host issues a whole step in a few
 milliseconds, long before the GPU has done any of it.
 """
 

@@ -1,6 +1,6 @@
-"""What the device cannot see of a script: which module runs, what a tensor is for, and where a step ends.
+"""Observes what the device cannot see of a script: which module runs, what a tensor is for, and where a step ends.
 
-All of it comes from hooks that torch offers for every module and every optimizer; nothing of the script is changed.
+It uses torch's hooks for all modules and all optimizers; the script is not changed.
 """
 
 import math

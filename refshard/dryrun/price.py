@@ -1,20 +1,20 @@
-"""What each event of a recording takes on a cluster, by the laws of ``costs.py`` and the cluster's profile.
+"""Prices each event of a recording on a cluster, with the formulas of ``costs.py`` and the cluster's profile.
 
-Matrix products, convolutions and attention go by their FLOPs and bytes, fused optimizers by bytes. Everything else
+Matrix products, convolutions and attention are priced by FLOPs and bytes, fused optimizers by bytes. Everything else
 takes its bytes at the memory's rate times a constant of its kernel (:data:`TIMES`): some kernels read their input
-twice, and pointwise ones on tensors that lie apart in memory compute an address for each element. The host's
-time follows from counts of what it did (:func:`host_seconds`), scaled by the profile's ``host_s``, which
-``refshard calibrate`` measures per kernel of a small decoder layer. These constants were fitted to one H200 under torch
-2.11 (``python -m tests.gpu.quick.fit``; ``docs/explanation/validation.md`` has the errors).
+twice, and pointwise ones on non-contiguous tensors compute an address for each element. The host's time follows from
+counts of what it did (:func:`host_seconds`), scaled by the profile's ``host_s``, which ``refshard calibrate`` measures
+per kernel of a small decoder layer. These constants were fitted to one H200 under torch 2.11 (``python -m
+tests.gpu.quick.fit``; ``docs/explanation/validation.md`` has the errors).
 
 fp16 counts as bf16, fp64 as fp32 (data sheets give the same peak for both on the accelerators that have profiles). fp8
-products run at the profile's rate for fp8; without one, and in int8, at twice bf16's. TF32 is not assumed. Copies to
-and from the host go by the profile's host link.
+products run at the profile's rate for fp8; without one, and in int8, at twice bf16's rate. TF32 is not assumed. Copies
+to and from the host run at the rate of the profile's host link.
 
-Collectives are those of ``costs.collective_cost``. What it does not know is priced as what moves the same bytes the
-same way: a reduce as a broadcast (the same ring, the other way round), a gather and a scatter as an all-gather (the
-root's link carries as much), a barrier as an all-reduce of its few bytes. A send and a receive take one hop and the
-message's bytes: over the link within the node, or over one rank's share of what joins the nodes.
+Collectives are priced by ``costs.collective_cost``. One that it lacks is priced like one that moves the same bytes the
+same way: a reduce like a broadcast (the same ring in the other direction), a gather and a scatter like an all-gather
+(the root's link carries as much), a barrier like an all-reduce of its few bytes. A send and a receive take one hop and
+the message's bytes: over the link within the node, or over one rank's share of the link between nodes.
 """
 
 from collections import Counter

@@ -1,21 +1,20 @@
 """Races in a recording: two streams that touch the same memory, at least one writing, in an order that nothing fixes.
 
-Vector clocks over streams and the host say what comes before what: the order of a stream; an event that one stream
-records and another waits for; the host, once it has waited for an event, a stream or the device, before all that it
-launches from then on. Accesses that nothing orders may run either way on a GPU, even if they never did. Streams do not
-wait for the default stream: torch and NCCL make theirs non-blocking.
+Vector clocks over streams and the host give the order: the order of a stream; an event that one stream records and
+another waits for; the host, once it has waited for an event, a stream or the device, before all later launches.
+Unordered accesses may run in either order on a GPU, even if they never did. Streams do not wait for the default stream:
+torch and NCCL make theirs non-blocking.
 
-Memory that the allocator hands on is covered, since addresses are compared, not tensors. A block's stream uses it again
-at once after it was freed; another stream that still uses it then races with the block's next owner. Such a pair is
-marked :attr:`Conflict.REUSE`.
+Reused memory is covered, because addresses are compared, not tensors. After a block is freed, its stream uses it again
+at once; another stream that still uses it then races with the block's next owner. Such a pair is marked
+:attr:`Conflict.REUSE`.
 
-Copies to and from page-locked memory touch it too, so two streams can race there. That memory is never handed on early:
-torch's allocator keeps it until all copies have ended.
+Copies to and from page-locked memory count as accesses to it, so two streams can race there. That memory is never
+reused too early: torch's allocator keeps it until all copies have ended.
 
-What it cannot see: the host's own accesses (pinned memory that the host changes while a copy that does not block reads
-it), other ranks and processes, and what kernels do within an operator. The host counts as one timeline, whichever of
-its threads waited. A tensor touches all bytes from its first element to its last, so interleaved strided views seem to
-overlap.
+Not covered: the host's own accesses (it may change pinned memory while a non-blocking copy reads it), other ranks and
+processes, and what kernels do within an operator. All threads of the host count as one timeline. A tensor touches all
+bytes from its first element to its last, so interleaved strided views seem to overlap.
 """
 
 from collections import Counter

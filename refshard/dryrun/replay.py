@@ -1,8 +1,8 @@
-"""When each event of a recording starts and ends: the host asks in order, streams run in order, and both wait.
+"""When each event of a recording starts and ends: the host launches in order, streams run in order, and both wait.
 
-A launch takes its host time, and its kernel starts when that is over, the stream is free and all that the stream waits
-for is done. The collectives of one group run one at a time, in the order of the host's calls, on any streams. A
-synchronisation stops the host until the device has got there, and so does giving memory back, since ``cudaFree`` waits
+A launch takes its host time. Its kernel starts when that is over, the stream is free, and everything that the stream
+waits for is done. The collectives of one group run one at a time, in the order of the host's calls, on any streams. A
+synchronisation stops the host until the device has reached it, and so does freeing memory, because ``cudaFree`` waits
 for the device.
 
 Several ranks that are replayed together share the time: their common collectives begin when the last of them is ready,

@@ -1,6 +1,6 @@
-"""Several dry runs, side by side on the machine's cores, of which only the figures are kept.
+"""Several dry runs in parallel on the machine's cores; only their figures are kept.
 
-What was tried is kept under a key of all that it depends on, so that an interrupted search goes on where it stopped.
+Results are stored under a key of all inputs, so that an interrupted search resumes.
 Trials that differ only in the links between the same GPUs share one run of the script.
 """
 
@@ -76,9 +76,11 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """What a trial found. ``fits`` is None if nothing tells; ``why`` says why it does not, or failed. Bytes of the
-    allocator at its peak, without a limit if it does not fit; seconds of a step; tokens/s of one GPU; how often the
-    allocator emptied its cache to serve an allocation. ``measured`` is the part of compute time that a trace priced.
+    """The figures of a dry run. ``fits`` is None without a verdict; ``why`` says why it does not fit, or failed.
+
+    Bytes are the allocator's at its peak; if it does not fit, those without a memory limit. ``step_s``, ``exposed_s``
+    and ``wall_s`` (on this machine) are seconds, ``tokens_per_s`` is per GPU, ``mfu`` a fraction. ``retries`` counts
+    how often the allocator emptied its cache. ``measured`` is the part of compute time that a trace priced.
     """
 
     fits: bool | None

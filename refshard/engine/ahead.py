@@ -1,8 +1,8 @@
-"""Gather parameters before a pass needs them, where the program knows more than the observed order.
+"""Gather parameters before a pass needs them, if the program knows more than the observed order.
 
 A pass gathers one unit ahead of its use if it knows the order, and nothing ahead if the order varies. A request here
-gathers at once, if the storage is free. Only the time changes: the pass claims the unit where it would gather it, frees
-it where it would anyway, and does not see the request.
+gathers at once, if the storage is free. Only the time changes: the pass uses and frees the unit as it would without
+the request.
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ from refshard.engine.unit import Unit
 
 @final
 class Unsharding:
-    """What :func:`unshard` has begun."""
+    """The gathers that :func:`unshard` has begun."""
 
     def __init__(self, asked: Sequence[tuple[Executor, Unit]]) -> None:
         self._asked = tuple(asked)
 
     def wait(self) -> None:
-        """Wait until the parameters are there; on CUDA, the current stream waits. Their next use does so anyway."""
+        """Wait until the parameters are gathered; on CUDA, the current stream waits. Optional: their next use waits."""
         for executor, unit in self._asked:
             executor.await_gather(unit)
 
@@ -33,8 +33,7 @@ def unshard(module: nn.Module) -> Unsharding:
     """Begin to gather the parameters of ``module``, a part of a sharded model, for its next forward or backward.
 
     It gathers all units that hold parameters of ``module``, in registration order. This is a collective: all ranks must
-    call it for the same modules at the same place, as they must call the modules themselves; ``shard(debug=True)``
-    checks it.
+    call it for the same modules at the same point of the program; ``shard(debug=True)`` checks this.
 
     How far ahead this works depends on the mode. In ``zero2`` and ``fsdp`` each unit has its own storage, so gathering
     ahead adds to the peak. In ``yafsdp`` blocks share two buffers: if a block's buffer is in use, the call does nothing
@@ -48,7 +47,7 @@ def unshard(module: nn.Module) -> Unsharding:
     detected.
 
     Raises:
-        EngineError: ``module`` is no part of a sharded model.
+        EngineError: ``module`` is not part of a sharded model.
     """
     units = torch.compiler.disable(_asked)(module)  # else dynamo iterates over all models' hooks as some are freed
     for executor, unit in units:
@@ -57,10 +56,10 @@ def unshard(module: nn.Module) -> Unsharding:
 
 
 def reshard(module: nn.Module) -> None:
-    """Give up what :func:`unshard` has gathered of ``module`` and no pass has claimed yet. Anything else stays.
+    """Free the parameters of ``module`` that :func:`unshard` has gathered and no pass has used yet. Others stay.
 
     Raises:
-        EngineError: ``module`` is no part of a sharded model, or is computing.
+        EngineError: ``module`` is not part of a sharded model, or is computing.
     """
     for executor, unit in torch.compiler.disable(_asked)(module):
         torch.compiler.disable(executor.reshard)(unit)

@@ -49,7 +49,7 @@ _ENGINE = "_refshard_engine"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Engine:
-    """What ``shard`` attached to a model: its units, in registration order, what it left alone, and what runs them."""
+    """What ``shard`` attached to a model: its units, in registration order, ignored parameters, and what runs them."""
 
     units: tuple[Unit, ...]
     ignored: tuple[Member, ...]
@@ -81,59 +81,60 @@ def shard(
 ) -> nn.Module:
     """Shard ``model`` over ``mesh`` in place, and return it.
 
-    Afterwards ``model.parameters()`` yields this rank's part of every parameter, with the parameter's name and shape
-    (and the same object identity): a :class:`~refshard.engine.local_part.LocalPart`. An operator on it is correct for
-    the whole tensor, or raises. In modes that shard nothing it is a plain parameter. Elementwise
-    optimizers (AdamW, SGD, ...) over them just work, and so do ``backward``, ``torch.nn.utils.clip_grad_norm_``,
-    ``torch.amp.GradScaler``, torch's distributed checkpoints and evaluation under ``no_grad``. All ranks start from the
-    first rank's weights and buffers; later, each rank keeps buffers of its own. They must call the same units in the
-    first step, in the same order. A parameter that no rank used in a step has no gradient.
+    Afterwards ``model.parameters()`` yields this rank's part of every parameter, a
+    :class:`~refshard.engine.local_part.LocalPart`, under the same name, with the whole shape and the same object
+    identity. An operator on it is correct for the whole tensor, or raises. In modes that shard nothing, it is a plain
+    parameter. Elementwise optimizers (AdamW, SGD, ...) work unchanged, and so do ``backward``,
+    ``torch.nn.utils.clip_grad_norm_``, ``torch.amp.GradScaler``, torch's distributed checkpoints and evaluation under
+    ``no_grad``. All ranks start from the first rank's weights and buffers; later, each rank keeps its own buffers.
+    In the first step, all ranks must call the same units in the same order. A parameter that no rank used in a step has
+    no gradient.
 
     Args:
-        model: a module; frozen parameters stay frozen, those on the meta device are materialised a unit at a time. One
-            that ``parallelize_module`` has split over another mesh is sharded as this rank has it; make the optimizer
-            of such a model afterwards.
+        model: a module. Frozen parameters stay frozen; parameters on the meta device are materialised a unit at a time.
+            If ``parallelize_module`` has split the model over another mesh, this rank's part of it is sharded; make
+            the optimizer of such a model after sharding.
         mesh: a device mesh with one axis (shard) or two (replicate, shard). A mode that shards nothing
             replicates over every axis. By default all ranks, on the device type of the parameters.
         mode: a row of :data:`refshard.engine.placement.MODES`: ``"replicate"``, ``"zero1"``, ``"zero2"``, ``"fsdp"`` or
             ``"yafsdp"``.
         blocks: the modules that become units, by name, by name of a list of them, or by class; by default the members
-            of the outermost ``nn.ModuleList``. The modules before them form one unit, and those after them another.
+            of the outermost ``nn.ModuleList``. The modules before them form one unit, the modules after them another.
             Without blocks, the model is one unit.
         ignored: parameters, or their names, to leave unsharded: each rank has them whole, and their gradients
-            are not reduced. They must be the same on all ranks, and on the device that the model computes on. Reduce
-            their gradients before ``torch.nn.utils.clip_grad_norm_``: its norm would otherwise differ by rank.
+            are not reduced. They must be equal on all ranks, and on the device that the model computes on. Reduce
+            their gradients before ``torch.nn.utils.clip_grad_norm_``; otherwise its norm differs by rank.
         precision: the dtypes of parameters in compute and of gradients in reduction; by default the model's own.
-        policies: modules that are sharded in another mode or precision, or over another mesh than the rest: a
-            :class:`~refshard.engine.policy.Policy` by patterns of their names, or a function of name and module.
-        accumulation: where gradients of several microbatches add up, ``"shard"`` or ``"unsharded"``; by default the
-            mode's own way. See :func:`no_sync`.
-        gradient_divide_factor: what the sum of the ranks' gradients is divided by; by default the number of ranks of
-            the mesh, so that gradients are means. Use 1 if each rank divides its loss by a number counted over all
-            ranks, such as that of tokens.
+        policies: modules to shard in another mode or precision, or over another mesh: a mapping from patterns of module
+            names to :class:`~refshard.engine.policy.Policy`, or a function of name and module.
+        accumulation: where gradients of several microbatches are summed, ``"shard"`` or ``"unsharded"``; the default
+            depends on the mode. See :func:`no_sync`.
+        gradient_divide_factor: divisor of the sum of the ranks' gradients; by default the number of ranks of the mesh,
+            so that gradients are means. Use 1 if each rank divides its loss by a count over all ranks, such as the
+            number of tokens.
         initialise: a function that fills a meta-device module's own parameters and buffers in place; by
             default the module's ``reset_parameters``.
-        offload: keep masters, their gradients and so the optimizer's state in (pinned) CPU memory.
+        offload: keep masters, their gradients and optimizer state in (pinned) CPU memory.
         communication_streams: 1, or 2 to overlap reductions with gathers: on separate CUDA streams
             (a third if shards are also replicated), and in two process groups of the same ranks.
         comm_memory: where kept buffers are allocated (whole parameters and gradients; with ``keep_buffers``, all of
             ``"yafsdp"``): in the process group's memory if it has some, else in torch's (``"default"``), by torch's
-            caching allocator (``"allocator"``), in the process group's (``"group"``) or in symmetric memory
+            caching allocator (``"allocator"``), in the process group's memory (``"group"``) or in symmetric memory
             (``"symmetric"``). In ``"yafsdp"``, the last two turn ``keep_buffers`` on. With symmetric memory, NCCL
             gathers with copy engines if its communicator has the zero-CTA policy (``NCCL_CTA_POLICY=2``).
-        keep_buffers: use more memory and wait less, in mode ``"yafsdp"`` only: keep the memory of unsharded parameters
+        keep_buffers: use more memory and wait less, in mode ``"yafsdp"`` only: keep buffers of unsharded parameters
             and gradients from step to step, keep the last blocks gathered from forward to backward, and reduce the
-            gradients of two blocks at once. By default, unused memory goes back to torch's allocator at the end of
+            gradients of two blocks at once. By default, unused memory is returned to torch's allocator at the end of
             forward, when activations peak, and at the end of backward.
-        collectives: what to communicate with; by default the mesh's process groups.
-        lanes: what orders compute, gathers and reductions; by default the device's streams.
-        debug: fill freed storage with NaN, so that a read of it shows, and check before each collective that all ranks
-            issue the same one.
+        collectives: custom collectives; by default those of the mesh's process groups.
+        lanes: custom ordering of compute, gathers and reductions; by default the device's streams.
+        debug: fill freed storage with NaN, so that reads of it become visible, and check before each collective that
+            all ranks issue the same one.
 
     Raises:
         SpecError: the mode, a block's name or another argument is unknown, or the mesh has more than two axes.
         EngineError: the model cannot be sharded; the message says which parameter and why.
-        UnsupportedError: the process group, the GPU, this torch or the mode has no such ``comm_memory``.
+        UnsupportedError: the process group, the GPU, this torch or the mode does not support ``comm_memory``.
     """
     chosen, precision = find_mode(mode, accumulation), precision or Precision()
     _check_comm_memory(comm_memory, chosen, collectives)
@@ -220,8 +221,8 @@ def engine_of(model: nn.Module) -> Engine:
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Run microbatches other than the step's last one in this context (both forward and backward).
 
-    If gradients accumulate unsharded (``replicate`` and ``zero1`` by default), they are not reduced until a backward
-    outside the context. If they accumulate in the shard, every microbatch is still reduced: its buffers are needed.
+    If gradients accumulate unsharded (``replicate`` and ``zero1`` by default), they are reduced by the next backward
+    outside the context. If they accumulate in the shard, every microbatch is still reduced, to free its buffers.
     """
     executor = engine_of(model).executor
     before, executor.accumulating = executor.accumulating, True
@@ -235,12 +236,12 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     """Scale the gradients of a sharded model in place so that their total norm is at most ``max_norm``.
 
     Same result as ``torch.nn.utils.clip_grad_norm_`` over the model's parameters, with one collective instead of one
-    per parameter. Returns the total norm before clipping, a 0-d tensor, the same on all ranks. Gradients of ``ignored``
-    parameters, which may differ between ranks, count by the mean over ranks of their norm to the power ``norm_type``.
+    per parameter. Returns the total norm before clipping, a 0-d tensor, equal on all ranks. For ``ignored`` parameters,
+    whose gradients may differ between ranks, the mean over ranks of their norm to the power ``norm_type`` counts.
 
     Raises:
-        EngineError: the model was not sharded, ``max_norm`` or ``norm_type`` is not positive, or ranks have parameters
-            that the others do not know of.
+        EngineError: the model was not sharded, ``max_norm`` or ``norm_type`` is not positive, or some ranks have
+            parameters that others lack.
     """
     engine = engine_of(model)
     for flat in (flat for unit in engine.units for flat in unit.flats if flat.trained):
@@ -254,15 +255,15 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 def whole_tensors(
     optimizer: Make, model: nn.Module, parameters: Iterable[Any] | None = None, **options: Any
 ) -> WholeTensors:
-    """An optimizer that needs whole tensors (Muon, Adafactor, Shampoo, ...) for a sharded model.
+    """Make an optimizer that needs whole tensors (Muon, Adafactor, Shampoo, ...) for a sharded model.
 
-    Each tensor has one owner among the ranks of the shard axis. In a step the owner receives the whole gradient and
-    parameter, steps them with the given optimizer class, and sends every rank its part. Only the owner keeps the
-    tensor's state. The result is bit-identical to that optimizer on an unsharded model. Parameters that are not sharded
-    (``mode="replicate"``, ``ignored``) are stepped on every rank. With ``offload``, steps and state are
-    on the device that the model computes on.
+    One rank of the shard axis owns each tensor. In a step, the owner receives the whole gradient and parameter, steps
+    them with the given optimizer class, and sends every rank its part. Only the owner keeps the tensor's state. The
+    result is bit-identical to that optimizer on an unsharded model. Parameters that are not sharded
+    (``mode="replicate"``, ``ignored``) are stepped on every rank. With ``offload``, steps and state are on the device
+    that the model computes on.
 
-    What an optimizer does to a tensor must depend on that tensor, its gradient and the options of its group alone.
+    An optimizer's update of a tensor must depend only on that tensor, its gradient and the options of its group.
 
     Args:
         optimizer: a class of optimizers, such as ``torch.optim.Muon``.
@@ -272,7 +273,7 @@ def whole_tensors(
         options: other arguments of the optimizer.
 
     Raises:
-        EngineError: the model is not sharded, a parameter is not of it or is split by tensor parallelism, or the
+        EngineError: the model is not sharded, a parameter is not in it or is split by tensor parallelism, or the
             optimizer couples tensors.
     """
     engine = engine_of(model)
@@ -297,8 +298,8 @@ def whole_tensors(
 def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every parameter's name and full master value, a unit at a time; all ranks must iterate to the end.
 
-    The tensors are copies; of a quantised parameter, it is the packed data. A tied parameter appears once, under its
-    first name. ``ignored`` parameters come last, as this rank has them.
+    The tensors are copies; for a quantised parameter, of the packed data. A tied parameter appears once, under its
+    first name. ``ignored`` parameters come last, with this rank's values.
 
     Raises:
         EngineError: the model is not sharded, or a parameter was replaced or moved since.

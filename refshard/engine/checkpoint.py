@@ -5,7 +5,7 @@ A checkpoint is a folder in the format of ``torch.distributed.checkpoint`` (DCP)
 under the bare model's names, as torch's ``get_state_dict`` makes it, so torch's own tools read it. Like every DCP
 checkpoint it holds pickled metadata: load only what you trust.
 
-What :mod:`refshard.folders` says of kills holds here: a save that dies leaves the last good checkpoint where it was.
+A save that is killed leaves the last good checkpoint in place (:mod:`refshard.folders`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -73,14 +73,14 @@ def save(
 
 
 def load(folder: str | Path, model: nn.Module, optimizer: Optimizers = None) -> dict[str, Any]:
-    """Fill a sharded model, and an optimizer over it or several, from a checkpoint, and return its ``extra``.
+    """Load a checkpoint into a sharded model and its optimizer or optimizers, and return its ``extra``.
 
-    Collective over all ranks, between steps. Any mode and world size can load what any other saved. Names, shapes and
-    files are checked before anything is changed. Values are converted to the model's dtypes. An optimizer gets its
-    state, which it need not have yet, and the hyper-parameters that its parameters were saved with, in any group; it
+    Collective over all ranks, between steps. Any mode and world size can load a checkpoint of any other. Names, shapes
+    and files are checked before anything is changed. Values are converted to the model's dtypes. An optimizer, which
+    may be new, gets the saved state and the hyper-parameters that its parameters were saved with, in any group; it
     keeps its own ``foreach``, ``fused`` and ``capturable``. With ``optimizer=None`` the saved optimizer is ignored.
 
-    A checkpoint that torch wrote with ``save({"model": ..., "optimizer": ...})`` can be loaded too, without extra.
+    A checkpoint that torch wrote with ``save({"model": ..., "optimizer": ...})`` can be loaded too; it has no extra.
 
     Raises:
         CheckpointError: there is no complete checkpoint, or it is of another model or optimizer; all ranks raise.

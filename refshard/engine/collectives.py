@@ -1,6 +1,6 @@
-"""The collectives that the engine issues, behind one seam.
+"""The collectives that the engine issues, behind one interface.
 
-This file alone chooses between torch's old and new names of the flat collectives, and between algorithms per library.
+Only this file chooses between torch's old and new names of flat collectives, and between algorithms per library.
 """
 
 import pickle

@@ -1,7 +1,7 @@
-"""The order of work between lanes: where compute runs, where gathers run, where reductions and their second legs run.
+"""The order of work between lanes: one each for compute, gathers, reductions, and the second legs of reductions.
 
-On CUDA a lane is a stream, and what one lane leaves for another is ordered by events; the host never waits, except for
-data in its own memory. On a CPU there is one lane in host order, collectives excepted, which their own handles order.
+On CUDA, a lane is a stream, and events order lanes; the host never waits, except for data in its own memory. On a CPU
+there is one lane, in host order; collectives are ordered by their own handles.
 """
 
 from abc import ABC, abstractmethod

@@ -1,7 +1,7 @@
-"""What each op does: the one place where collectives are issued and awaited, and where lanes are ordered.
+"""Executes the ops: the only place where collectives are issued and awaited, and where lanes are ordered.
 
-Six waits between lanes make it correct; the comment at each says why it is needed. A seventh, of the host, is for
-masters in its own memory.
+Six waits between lanes make it correct; a comment at each says why it is needed. The seventh, of the host, is for
+masters in host memory.
 """
 
 import zlib

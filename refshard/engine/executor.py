@@ -1,9 +1,8 @@
 """Walks the schedule: markers come in from the hooks, collectives and slot changes go out.
 
-The first training pass observes: nothing is prefetched, each buffer is allocated for a use, and the order of execution
-is written down. From then on the op stream that :mod:`refshard.engine.schedule` builds from that order is followed,
-marker by marker. Where a later pass departs from the order, the engine says so once and serves every later pass on
-demand.
+The first training pass observes: nothing is prefetched, each buffer is allocated for one use, and the order of
+execution is recorded. Later passes follow the op stream that :mod:`refshard.engine.schedule` builds from that order,
+marker by marker. If a later pass departs from the order, the engine warns once and runs every later pass on demand.
 """
 
 import warnings

@@ -1,4 +1,4 @@
-"""A flat parameter: parameters of one dtype end to end, their master shard, and what becomes of a reduced gradient."""
+"""A flat parameter: parameters of one dtype in one buffer, their master shard, and their reduced gradients."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""A unit's gradients before they are reduced: which have come, what lies in the slot, and which are still to come."""
+"""A unit's gradients before they are reduced: which have arrived, which are missing, and what the slot holds."""
 
 import math
 from collections.abc import Iterator, Sequence

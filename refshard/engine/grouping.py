@@ -1,5 +1,5 @@
-"""Which parameters form a unit: the blocks, what lies before and after them, and what ties bring together; all of a
-model without blocks.
+"""Groups parameters into units: each block, the modules before the blocks, and those after them; groups with tied
+parameters are merged. A model without blocks is one unit.
 """
 
 from collections.abc import Iterator, Sequence

@@ -2,13 +2,13 @@
 
 A unit's forward begins when the first of its modules is called and ends when each has been called once, or with the
 model's own forward. Its backward begins when the gradient of one of its outputs is there, and ends when the last of its
-parameters' gradients has arrived, which :class:`~refshard.engine.unit.Unit` counts. Frozen parameters send no gradient,
-and what reads them may come after the last one that does: a unit that has some ends when the gradients of its inputs
-are there too.
+parameters' gradients has arrived, which :class:`~refshard.engine.unit.Unit` counts. Frozen parameters get no gradient,
+and backward may read them after the last gradient has arrived: a unit with frozen parameters ends when the gradients of
+its inputs are there too.
 
-Where a call's graph is new, what backward reads is watched (:mod:`refshard.engine.reads`). A unit whose weights are
-read before its backward has begun is gathered at once, and its calls stay watched. If they are read after it has ended,
-it is gathered again and stays gathered until the backward ends, in this and all later steps.
+If a call's graph is new, backward's reads of weights are watched (:mod:`refshard.engine.reads`). If a unit's weights
+are read before its backward has begun, it is gathered at once, and its calls stay watched. If they are read after its
+backward has ended, it is gathered again and stays gathered until the whole backward ends, in this and all later steps.
 """
 
 import functools

@@ -1,7 +1,7 @@
-"""A local part that knows its whole: this rank's elements of a sharded tensor, under the whole tensor's shape.
+"""Local parts: this rank's elements of a sharded tensor, under the whole tensor's shape.
 
-What a sharded model's parameters, their gradients and their optimizer state are. An operator on one of them is right
-for the whole tensor, or it raises; nothing answers for the part as if it were the whole.
+Parameters, gradients and optimizer state of a sharded model are local parts. An operator on one is right for the whole
+tensor, or raises; no result is that of the part alone.
 
 - Elementwise operators run on the parts. A plain tensor that can be expanded to the whole's shape is the whole: each
   rank takes its own elements of it. Random ones (``normal_``, dropout) draw on each rank for its own elements.

@@ -1,4 +1,4 @@
-"""From a bare model's parameters to a unit's flat ones: materialise, flatten, take one rank's values, keep a part."""
+"""Makes a unit's flat parameters of a model's parameters: materialise, flatten, take the first rank's values, shard."""
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence

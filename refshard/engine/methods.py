@@ -11,12 +11,12 @@ from refshard.errors import EngineError, SpecError, nearest
 def register_forward_method(module: nn.Module, name: str) -> None:
     """Treat each call of the method ``name`` of ``module``, a part of a sharded model, as a forward of that module.
 
-    Use it for a method that reads its module's own weights: outside of forward they are local parts. A method that only
-    calls modules does not need it. If ``module`` is inside a block, the whole block is gathered. Calls from the
+    Use it for a method that reads its module's own weights, which are local parts outside of forward. A method that
+    only calls modules does not need it. If ``module`` is inside a block, the whole block is gathered. Calls from the
     block's forward, or from another registered method, are not affected.
 
     Raises:
-        EngineError: ``module`` is no part of a sharded model, or the method is a generator or a coroutine.
+        EngineError: ``module`` is not part of a sharded model, or the method is a generator or a coroutine.
         SpecError: ``module`` has no such method.
     """
     hooks, kind = hooks_of(module), type(module).__name__

@@ -1,7 +1,7 @@
-"""What optimizers need of a sharded model: clipping with one collective, versions that rise, refusals by name.
+"""Optimizers over a sharded model: clipping with one collective, raised versions, errors for unsupported optimizers.
 
 Parameters, gradients and state are local parts (:mod:`refshard.engine.local_part`), so that elementwise optimizers,
-``torch.nn.utils.clip_grad_norm_`` and ``torch.amp.GradScaler`` are right as they are.
+``torch.nn.utils.clip_grad_norm_`` and ``torch.amp.GradScaler`` work unchanged.
 """
 
 import functools
@@ -123,11 +123,11 @@ class _Elements(nn.Parameter):
 
 
 def local_parameters(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """This rank's elements of each parameter of a sharded model as a plain 1-D parameter over the same memory.
+    """This rank's elements of each parameter of a sharded model, as plain 1-D parameters over the same memory.
 
     Use it for elementwise optimizers that only take plain tensors, such as those of bitsandbytes and torchao.
-    :mod:`refshard.checkpoint` cannot save optimizer state that has other shapes than the parameters, such as blocks.
-    A parameter that is not sharded is returned as it is.
+    :mod:`refshard.checkpoint` cannot save optimizer state whose shapes differ from those of the parameters.
+    A parameter that is not sharded is returned unchanged.
     """
     made: list[nn.Parameter] = []
     for parameter in parameters:

@@ -1,7 +1,7 @@
-"""One pass through the units, forward and backward: by a schedule that is known, or on demand.
+"""One pass through the units, forward and backward: by a known schedule, or on demand.
 
-Both take markers, one at a time, and do what is due. A pass on demand needs no knowledge of the order; it may record
-the markers, to build a schedule from them.
+Both take markers one at a time, and execute the ops that are due. A pass on demand needs no known order; it may record
+the markers, from which a schedule is built.
 """
 
 from abc import ABC, abstractmethod

@@ -1,4 +1,4 @@
-"""How some modules are sharded unlike the rest of a model: in another mode or precision, or over another mesh."""
+"""Policies: modules that are sharded in another mode or precision, or over another mesh, than the rest of a model."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,12 +13,11 @@ from refshard.errors import SpecError, nearest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What :func:`refshard.shard` does otherwise for a module and all within it; None is as around it.
+    """How :func:`refshard.shard` treats a module and its submodules; None takes over the setting of the outer module.
 
     A module with a ``mode`` or a ``mesh`` becomes a unit of its own. ``precision`` applies to its parameters, to its
-    inputs and, if it names an ``output``, to what it returns. ``mesh`` has the ranks that hold the same parameters:
-    those of the model's, or with expert parallelism (parameters that are DTensors over a mesh of experts) those that
-    are left of it.
+    inputs and, if it has an ``output``, to its outputs. ``mesh`` must have all ranks of the model's mesh or, with
+    expert parallelism (parameters that are DTensors over a mesh of experts), the ranks that hold the same experts.
     """
 
     mode: str | None = None
@@ -26,16 +25,15 @@ class Policy:
     mesh: DeviceMesh | None = None
 
     def within(self, outer: "Policy") -> "Policy":
-        """What holds for a module of this policy in one of the policy ``outer``."""
+        """The policy of a module with this policy inside one with the policy ``outer``."""
         return Policy(
             mode=self.mode or outer.mode, precision=self.precision or outer.precision, mesh=self.mesh or outer.mesh
         )
 
 
 Policies = Mapping[str, Policy] | Callable[[str, nn.Module], Policy | None]
-"""By patterns of names of modules, as in ``"layers.*.experts"``: of several, the last that matches counts, and modules
-within one that a pattern matches belong to it. Or a function of a module's name and the module, which returns None
-where nothing is special.
+"""Policies by patterns of module names, such as ``"layers.*.experts"``; the last matching pattern counts, and applies
+to submodules too. Or a function of a module's name and the module, which returns its policy, or None if it has none.
 """
 AS_AROUND = Policy()
 

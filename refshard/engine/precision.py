@@ -1,4 +1,4 @@
-"""In which dtypes parameters are computed with, gradients reduced, and masters kept."""
+"""Mixed precision: the dtypes of compute, of gradient reductions and of masters."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,18 +12,18 @@ from refshard.errors import SpecError
 class Precision:
     """The dtypes of mixed precision.
 
-    ``parameters`` is the dtype that is gathered and that forward and backward compute in; None keeps the model's own,
-    without casts. ``reduction`` is the dtype in which gradients are summed over ranks (and over microbatches, if they
-    accumulate unsharded); None uses the masters' dtype. The masters that the optimizer updates, and their gradients,
-    keep the model's dtype from before sharding, usually fp32.
+    ``parameters`` is the dtype of gathers, forward and backward; None keeps the model's dtype, without casts.
+    ``reduction`` is the dtype in which gradients are summed over ranks (and over microbatches, if they accumulate
+    unsharded); None uses the masters' dtype. The masters that the optimizer updates, and their gradients, keep the
+    dtype that the model had before sharding, usually fp32.
 
-    ``output`` is the dtype that floating-point outputs of the model's own forward are cast to; None leaves them as they
-    are. With ``cast_inputs=False``, inputs of units are not cast to the dtype that they compute in.
+    Floating-point outputs of the model's forward are cast to ``output``; None does not cast them. With
+    ``cast_inputs=False``, inputs of units are not cast to the dtype of compute.
 
-    Frozen parameters have no master; only their cast is kept. Those in float8 are not cast.
+    Frozen parameters have no master; only their cast is kept. Parameters in float8 are not cast.
 
     Raises:
-        SpecError: a dtype is no floating-point one.
+        SpecError: a dtype is not a floating-point dtype.
     """
 
     parameters: torch.dtype | None = None
@@ -40,24 +40,24 @@ class Precision:
                 )
 
     def of_parameters(self) -> "Precision":
-        """What of it tells how parameters are kept: those for which it is equal may lie in one flat parameter."""
+        """The fields that must be equal for parameters of one flat parameter."""
         return Precision(parameters=self.parameters, reduction=self.reduction)
 
     def computed(self, dtype: torch.dtype) -> torch.dtype:
-        """What a parameter of the model's ``dtype`` is gathered and computed in."""
+        """The dtype in which a parameter of the model's ``dtype`` is gathered and computed."""
         casts = dtype.is_floating_point and dtype.itemsize > 1  # no float8
         return self.parameters if self.parameters is not None and casts else dtype
 
     def reduced(self, dtype: torch.dtype) -> torch.dtype:
-        """What gradients of a parameter of the model's ``dtype`` are reduced in."""
+        """The dtype in which gradients of a parameter of the model's ``dtype`` are reduced."""
         return self.reduction or dtype
 
     def cast_input(self, leaf: Any) -> Any:
-        """What a unit is given, as its parameters meet it."""
+        """A unit's input, cast to the dtype of its parameters."""
         return _cast(leaf, self.parameters if self.cast_inputs else None)
 
     def cast_output(self, leaf: Any) -> Any:
-        """What the model's forward returns, as its caller meets it."""
+        """An output of the model's forward, cast to ``output``."""
         return _cast(leaf, self.output)
 
 

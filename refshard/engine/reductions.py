@@ -1,6 +1,6 @@
 """Reductions over all elements of sharded tensors: each rank reduces its part, and one small collective does the rest.
 
-All ranks that hold a part call them together. 16-bit numbers are added up in fp32.
+All ranks that hold a part must call them together. 16-bit numbers are summed in fp32.
 """
 
 import math

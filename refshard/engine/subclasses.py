@@ -2,8 +2,8 @@
 
 - A frozen one computes with packed data: quantised weights and their scales. Its tensors are gathered as they are
   (:class:`Packed`).
-- One may say itself what to gather of its master, float8 for instance, by the hooks of torch's FSDP2
-  (:class:`Extended`). It may be trained.
+- One with the hooks of torch's FSDP2, such as float8, chooses what is gathered of its master (:class:`Extended`). It
+  may be trained.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""One unit: parameters that are gathered, computed with and reduced together, sharded and unsharded.
+"""One unit: parameters that are gathered, used and reduced together, in both states, sharded and unsharded.
 
 A unit holds one *flat parameter* per dtype and per ``requires_grad``. Between steps a module's parameters are local
 parts of the flat parameters' master shards; inside forward and backward they are views of the unit's slot. Both

@@ -1,7 +1,7 @@
-"""Optimizers that need whole tensors: of each tensor one rank is the owner, steps it whole, and keeps its state.
+"""Optimizers that need whole tensors: one rank owns each tensor, steps it whole, and keeps its state.
 
-The optimizer of the user's choice does not change: every rank makes one of that class for each bucket of tensors that
-it owns. Buckets take turns, so that only a few whole tensors exist at a time.
+The user's optimizer class does not change: every rank makes one instance for each bucket of tensors that it owns.
+Buckets are stepped one after another, so that only a few whole tensors exist at a time.
 """
 
 import zlib

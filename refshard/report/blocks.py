@@ -1,8 +1,8 @@
-"""What a command found: blocks for people, an object and flat rows for programs.
+"""The answer of a command: blocks for people, an object and flat rows for programs.
 
-A command returns one :class:`Answer`. :mod:`refshard.report.forms` makes text for a terminal, JSON, CSV and Markdown of
-it, :mod:`refshard.report.page` an HTML page: all from the same blocks, so that no result is described twice. Blocks are
-in the order of reading; a page and Markdown begin with the verdict.
+A command returns one :class:`Answer`. :mod:`refshard.report.forms` renders it as text for a terminal, JSON, CSV and
+Markdown, :mod:`refshard.report.page` as an HTML page: all from the same blocks, so that no result is described twice.
+Blocks are in reading order; a page and Markdown begin with the verdict.
 """
 
 from collections.abc import Callable, Mapping, Sequence

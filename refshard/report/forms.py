@@ -1,6 +1,6 @@
-"""An answer as text that fits a terminal, as JSON, CSV or Markdown.
+"""Renders an answer as text that fits a terminal, as JSON, CSV or Markdown.
 
-Names and errors come from anyone's files, so text and Markdown leave out what would steer a terminal.
+Names and errors may come from files of strangers, so text and Markdown contain no control sequences of terminals.
 """
 
 import csv

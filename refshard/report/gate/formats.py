@@ -1,4 +1,4 @@
-"""What a gate found, for a terminal, a pull request, JUnit's readers, and machines."""
+"""The results of a gate as text, Markdown for a pull request, JUnit XML, and JSON."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

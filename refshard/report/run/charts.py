@@ -1,5 +1,5 @@
-"""Charts of runs: of one comparison the traced step, step time against memory, memory over a step and losses; curves of
-throughput over ranks, of step time relative to DDP over tokens, and of each case over runs.
+"""Charts of runs. For one comparison: the traced step, step time against memory, memory over a step, and losses.
+Curves: throughput over ranks, step time relative to DDP over tokens, and each case over runs.
 
 A *curve* is one strategy. One chart holds curves of cases that differ in nothing else.
 """

@@ -1,4 +1,4 @@
-"""The findings of a run: which strategy to use, how sure that is, and how the others compare."""
+"""The verdict of a run: which strategy to use, how certain that is, and how the others compare."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -1,9 +1,9 @@
 """The charts of traces: steps and ranks as bars, a step and a layer as lanes over time, memory as curves.
 
-On lanes, each style in a row is one curve that steps up where a block begins and down where it ends, filled: an SVG
-path, however many blocks it has, where bars would be an element each. An invisible curve in each row carries the text
-that pointing shows; its points are the blocks' ends, so that the nearest point belongs to the block under the pointer.
-The texts are in the layout's ``meta`` once, and each block's code in the curve's.
+On lanes, each style in a row is one filled curve that steps up where a block begins and down where it ends: one SVG
+path for any number of blocks, while bars would need an element each. An invisible curve in each row has the text that
+hovering shows; its points are the blocks' ends, so that the nearest point belongs to the block under the pointer. The
+texts are in the layout's ``meta`` once, and the codes of blocks in that of the curve.
 """
 
 import json

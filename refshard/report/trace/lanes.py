@@ -1,6 +1,6 @@
 """Rows of blocks over time: the lanes of a step, or of the time around one layer's backward.
 
-Each block has a note, which pointing shows: a short name, which stands on blocks that are wide enough, and the rest.
+Each block has a note, which hovering shows: a short name, which is also drawn on wide blocks, and the rest.
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The ranks of a job as one answer: who comes last, what that costs the others, and why."""
+"""The ranks of a job as one answer: which rank is late, what that costs the others, and why."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The sections of a trace: each makes a table of its figures, with sentences, or None if the trace cannot tell."""
+"""The sections of a trace's report: each is a table of figures with sentences, or None if the trace lacks them."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
