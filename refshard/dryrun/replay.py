@@ -223,11 +223,6 @@ class Replayed:
         host_starts, host_ends = self.host_starts - start, self.host_ends - start
         return replace(self, starts=starts, ends=ends, host_starts=host_starts, host_ends=host_ends)
 
-    @property
-    def length(self) -> int:
-        """When host and device are done with everything."""
-        return int(max((column.max() for column in (self.ends, self.host_ends) if len(column)), default=0))
-
 
 def replay(recording: Recording, prices: Prices, rates: Rates) -> Replayed:
     """Replay one rank on its own."""
