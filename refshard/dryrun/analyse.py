@@ -107,7 +107,9 @@ class Analysis:
     @property
     def trained(self) -> bool:
         """Whether the last optimizer step had work on the GPU: of its modules, its backward or its optimizer."""
-        return self.step is not None and bool(_works(self.run.recording)[self.step.first : self.step.end].any())
+        recording = self.run.recording
+        works = _kernels(recording) & (recording.phases != Phase.OTHER)
+        return self.step is not None and bool(works[self.step.first : self.step.end].any())
 
     @property
     def nvidia_smi_bytes(self) -> int | None:
@@ -202,11 +204,6 @@ def analyse(
         races=find_races(recording) if races else None, measured=None if known is None else measured,
         coverage=None if known is None else coverage(recording, steps[-1], prices.seconds, known),
     )  # fmt: skip
-
-
-def _works(recording: Recording) -> npt.NDArray[np.bool_]:
-    """Which events are kernels of training: launched by a module, in backward or in an optimizer's step."""
-    return _kernels(recording) & (recording.phases != Phase.OTHER)  # type: ignore[no-any-return]
 
 
 def _kernels(recording: Recording) -> npt.NDArray[np.bool_]:
