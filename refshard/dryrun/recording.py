@@ -184,6 +184,17 @@ class Recording:
         return len(self.kinds)
 
 
+def on_stream(recording: Recording, *kinds: Kind) -> npt.NDArray[np.bool_]:
+    """Which events of these kinds a stream has to pass."""
+    found: npt.NDArray[np.bool_] = np.isin(recording.kinds, kinds) & (recording.streams != NO_STREAM)
+    return found & (recording.flags & Flag.HOST_ONLY == 0)
+
+
+def host_copies(recording: Recording) -> npt.NDArray[np.bool_]:
+    """Which events copy to or from the host."""
+    return recording.flags & (Flag.HOST_TO_DEVICE | Flag.DEVICE_TO_HOST) != 0  # type: ignore[no-any-return]
+
+
 _TABLES = ("name_table", "signature_table", "module_table", "site_table")
 
 

@@ -6,7 +6,7 @@ exist as ``nn.Parameter`` objects; exposing one or the other swaps references in
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import chain
@@ -229,7 +229,7 @@ class Unit:
         self._places = [
             (container, key, p.sharded, p.unsharded)
             for p in self.parameters
-            for container, key in (*((module._parameters, name) for module, name in p.holders), *p.listed)
+            for container, key in (*_attributes(p), *p.listed)
         ]
         self.presence = Presence.UNSHARDED if self.aliased else Presence.SHARDED
         self._set_versions()
@@ -445,6 +445,10 @@ class Unit:
         if not self.in_backward:
             self.on_early_gradient(self)
         parameter.kept, parameter.sharded.grad = parameter.sharded.grad, None
+
+
+def _attributes(parameter: UnitParameter) -> Iterator[tuple[Any, str | int]]:
+    return ((module._parameters, name) for module, name in parameter.holders)
 
 
 class _Listed(dict[str, nn.Parameter | None]):

@@ -225,6 +225,11 @@ class Spans:
         rows = computes if computes.any() else np.ones(len(self), np.bool_)
         return int(np.argmax(np.bincount(self.lanes[rows], weights=(self.ends - self.starts)[rows])))
 
+    def alone(self) -> Mask:
+        """Which rows overlap no other."""
+        reach = np.maximum.accumulate(self.ends)
+        return np.append(True, self.starts[1:] >= reach[:-1]) & np.append(self.ends[:-1] <= self.starts[1:], True)
+
     def covered(self, rows: Mask) -> Intervals:
         """Union of these rows' intervals."""
         return Intervals.union(self.starts[rows], self.ends[rows])
