@@ -186,8 +186,8 @@ class Recording:
 
 def on_stream(recording: Recording, *kinds: Kind) -> npt.NDArray[np.bool_]:
     """Which events of these kinds a stream has to pass."""
-    found: npt.NDArray[np.bool_] = np.isin(recording.kinds, kinds) & (recording.streams != NO_STREAM)
-    return found & (recording.flags & Flag.HOST_ONLY == 0)
+    taken = np.isin(recording.kinds, kinds) & (recording.flags & Flag.HOST_ONLY == 0)
+    return taken & (recording.streams != NO_STREAM)  # type: ignore[no-any-return]
 
 
 def host_copies(recording: Recording) -> npt.NDArray[np.bool_]:

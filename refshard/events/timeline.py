@@ -228,7 +228,9 @@ class Spans:
     def alone(self) -> Mask:
         """Which rows overlap no other."""
         reach = np.maximum.accumulate(self.ends)
-        return np.append(True, self.starts[1:] >= reach[:-1]) & np.append(self.ends[:-1] <= self.starts[1:], True)
+        follow, precede = self.starts[1:] >= reach[:-1], self.ends[:-1] <= self.starts[1:]
+        found: Mask = np.append(True, follow) & np.append(precede, True)
+        return found
 
     def covered(self, rows: Mask) -> Intervals:
         """Union of these rows' intervals."""
