@@ -23,12 +23,12 @@ BUDGETS = {
     "refshard/fakecuda": 2_002,
     "refshard/measure": 8_612,
     "refshard/models": 1_300,
-    "refshard/plan": 3_400,
+    "refshard/plan": 3_405,
     "refshard/report": 10_760,
     "refshard/specs": 3_020,
     "refshard/strategies": 3_190,
     "refshard/*.py": 2_600,
-    "tests": 81_820,
+    "tests": 81_840,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 
