@@ -53,6 +53,7 @@ class OwnTime:
     end of each. ``joins`` says at which ones no compute goes on as they end, so that all ranks go on together.
     """
 
+    starts: Nanoseconds
     ends: Nanoseconds
     joins: Mask
     before: Mapping[LateCause, Nanoseconds]
@@ -88,7 +89,9 @@ def own_time(trace: TraceFile, timeline: Timeline) -> OwnTime | None:
         }  # fmt: skip
         sums_of.append(parts)
     joins = timeline.busy(Kind.COMPUTE).within(ends - 1, ends + 1) < 2
-    return OwnTime(ends=ends, joins=joins, before=sums_of[0], after=sums_of[1], works=_works(trace, timeline))
+    return OwnTime(
+        starts=starts, ends=ends, joins=joins, before=sums_of[0], after=sums_of[1], works=_works(trace, timeline)
+    )
 
 
 def _works(trace: TraceFile, timeline: Timeline) -> Works:
