@@ -193,11 +193,8 @@ def collective_cost(cluster: ClusterSpec, op: CollectiveOp, nbytes: int, shape: 
     ways = [_Way.plain(cluster, shape)]
     if cluster.quick is not None and op not in _STRAIGHT:
         ways.append(_Way.quick(cluster, shape))
-    return min((way.cost(a, op, nbytes) for way in ways for a in _applicable(cluster, op, shape)), key=_seconds)
-
-
-def _seconds(cost: CollectiveCost) -> float:
-    return cost.seconds
+    costs = (way.cost(a, op, nbytes) for way in ways for a in _applicable(cluster, op, shape))
+    return min(costs, key=lambda cost: cost.seconds)
 
 
 def _measured(points: list[MeasuredCollective], nbytes: int, link: Link) -> CollectiveCost:

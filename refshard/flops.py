@@ -26,7 +26,7 @@ Models beyond Llama:
 from typing import Literal
 
 from refshard.errors import SpecError
-from refshard.specs.job import Job, Tuning, Workload
+from refshard.specs.job import Job, Workload
 from refshard.specs.model import ModelSpec, active_parameter_count, position_parameters
 from refshard.specs.tuning import Frozen, Lora
 
@@ -34,31 +34,12 @@ Convention = Literal["A", "B", "C"]
 CONVENTION: Convention = "C"
 """By which refshard counts, everywhere: only the half of attention that a causal mask leaves is computed."""
 
-FORMULAS: dict[Workload, dict[Convention, str]] = {
-    "training": {
-        "A": "6(N-E) + 12LHQT (torchtitan)",
-        "B": "6N + 12LHQT (torchtitan 2024, llm-foundry)",
-        "C": "6(N-E) + 6LHQT, causal half (Megatron)",
-    },
-    "inference": {
-        "A": "2(N-E) + 4LHQT, forward only (a third of torchtitan's)",
-        "B": "2N + 4LHQT, forward only (a third of torchtitan 2024's, llm-foundry's)",
-        "C": "2(N-E) + 2LHQT, causal half, forward only (a third of Megatron's)",
-    },
+FORMULAS = {
+    "training": "6(N-E) + 6LHQT, causal half (Megatron)",
+    "tuning": "4(N-E) + 6R + 6LHQT, causal half (Megatron's, without the gradients of frozen weights)",
+    "inference": "2(N-E) + 2LHQT, causal half, forward only (a third of Megatron's)",
 }
-
-
-TUNED = {
-    "A": "4(N-E) + 6R + 12LHQT (torchtitan's, without the gradients of frozen weights)",
-    "B": "4N + 6R + 12LHQT (torchtitan 2024's, llm-foundry's, without the gradients of frozen weights)",
-    "C": "4(N-E) + 6R + 6LHQT, causal half (Megatron's, without the gradients of frozen weights)",
-}
-"""By convention, of training adapters of R parameters."""
-
-
-def formula(convention: Convention, workload: Workload, tuning: Tuning = "full") -> str:
-    """What :func:`flops_per_token` counts, in words."""
-    return TUNED[convention] if workload == "training" and tuning != "full" else FORMULAS[workload][convention]
+"""What :func:`flops_of` counts: of training, of training adapters of R parameters, and of forward alone."""
 
 
 def adapted_shapes(model: ModelSpec, lora: Lora) -> dict[str, tuple[int, int]]:

@@ -43,7 +43,7 @@ def units(layers: int) -> list[Shapes]:
 
 def laid_out(found: list[Shapes]) -> list[tuple[UnitLayout, list[tuple[int, int]]]]:
     """Each unit's layout, and what the last rank keeps of its parameters."""
-    layouts = [lay_out(f"unit {place}", parameters, RANKS) for place, parameters in enumerate(found)]
+    layouts = [lay_out(parameters, RANKS) for parameters in found]
     return [(layout, [layout.local_range(p, RANKS - 1) for p in layout.parameters]) for layout in layouts]
 
 

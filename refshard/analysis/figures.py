@@ -330,11 +330,6 @@ class Contention(msgspec.Struct, frozen=True, kw_only=True):
     beside_ns: int
     shapeless_ns: int
 
-    @property
-    def lost_ns(self) -> int:
-        """All that is lost."""
-        return sum(one.lost_ns for one in self.classes)
-
 
 class OperatorReport(msgspec.Struct, frozen=True, kw_only=True):
     """What the operators and kernels of all ``steps`` take (of a trace without steps: of the whole, as one).

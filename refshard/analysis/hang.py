@@ -156,7 +156,7 @@ class _Job:
         if not (found or causes or followers or doubts):
             causes += [self._stalled(m) for m in waits if m.pending >= set(m.members)]
         return Hang(
-            mismatches=(*found, *causes), followers=tuple(followers), stands=tuple(self._stands()),
+            mismatches=(*found, *causes), followers=tuple(followers), stands=tuple(map(self._stand, self.flights)),
             doubts=tuple(doubts), silent=self.silent,
         )  # fmt: skip
 
@@ -194,15 +194,13 @@ class _Job:
         for rank, flight in self.flights.items():
             calls: dict[object, tuple[GroupKey, list[Entry]]] = {}
             for entry in flight.entries:
-                group = self._group_of(rank, entry.process_group[0])
+                known = self.groups.get(entry.process_group[0], ())
+                group = next((group for group in known if rank in group.ranks), None)
                 if entry.is_p2p == messages and group is not None:
                     number = entry.p2p_seq_id if messages else entry.collective_seq_id
                     calls.setdefault((group, number), (group, []))[1].append(entry)
             for group, entries in calls.values():
                 yield rank, group, entries
-
-    def _group_of(self, rank: int, name: str) -> GroupKey | None:
-        return next((group for group in self.groups.get(name, ()) if rank in group.ranks), None)
 
     def _not_called(self, meeting: _Meeting) -> set[int]:
         """Ranks with a dump in which the call should be, and is not."""
@@ -347,9 +345,6 @@ class _Job:
             rank=rank, call=meeting.calls[rank], waits=bool(waiting), group=meeting.group, number=meeting.number,
             created_ns=meeting.created[rank] or None, calls=len(mine), lost=lost,
         )  # fmt: skip
-
-    def _stands(self) -> Iterator[Stand]:
-        return map(self._stand, self.flights)
 
 
 def _groups(flights: Mapping[int, Flight]) -> dict[str, list[GroupKey]]:

@@ -677,7 +677,6 @@ class Streams:
 
     rows: tuple[Rows, ...]
     launches: tuple[Nanoseconds, ...]
-    starts: Nanoseconds
     ends: Nanoseconds
 
     @classmethod
@@ -688,7 +687,7 @@ class Streams:
         rows = tuple(np.split(order, cuts))
         launches = np.where(spans.launches == UNKNOWN, LOWEST, spans.launches)
         ordered = tuple(np.maximum.accumulate(launches[mine]) if len(mine) else launches[mine] for mine in rows)
-        return cls(rows=rows, launches=ordered, starts=spans.starts, ends=spans.ends)
+        return cls(rows=rows, launches=ordered, ends=spans.ends)
 
     def last_before(self, lane: int, points: Nanoseconds) -> Rows:
         """The last span of a lane launched before each point, :data:`UNKNOWN` without one."""

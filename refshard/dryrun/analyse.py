@@ -94,7 +94,7 @@ class Analysis:
     @property
     def launches(self) -> int:
         """How many kernels were launched."""
-        return int(_kernels(self.run.recording).sum())
+        return int(kernels(self.run.recording).sum())
 
     @property
     def unreached(self) -> tuple[str, ...]:
@@ -107,7 +107,9 @@ class Analysis:
     @property
     def trained(self) -> bool:
         """Whether the last optimizer step had work on the GPU: of its modules, its backward or its optimizer."""
-        return self.step is not None and bool(_works(self.run.recording)[self.step.first : self.step.end].any())
+        recording = self.run.recording
+        works = kernels(recording) & (recording.phases != Phase.OTHER)
+        return self.step is not None and bool(works[self.step.first : self.step.end].any())
 
     @property
     def nvidia_smi_bytes(self) -> int | None:
@@ -204,12 +206,8 @@ def analyse(
     )  # fmt: skip
 
 
-def _works(recording: Recording) -> npt.NDArray[np.bool_]:
-    """Which events are kernels of training: launched by a module, in backward or in an optimizer's step."""
-    return _kernels(recording) & (recording.phases != Phase.OTHER)  # type: ignore[no-any-return]
-
-
-def _kernels(recording: Recording) -> npt.NDArray[np.bool_]:
+def kernels(recording: Recording) -> npt.NDArray[np.bool_]:
+    """Which events are launches of kernels."""
     return (recording.kinds == Kind.LAUNCH) & (recording.flags & Flag.HOST_ONLY == 0)  # type: ignore[no-any-return]
 
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from refshard.analysis.operators import CAUSAL
 from refshard.dryrun.price import graph_launches
-from refshard.dryrun.recording import GRAPH_LAUNCH, GROUP, NO_STREAM, Flag, Kind, Phase, Recording
+from refshard.dryrun.recording import GRAPH_LAUNCH, GROUP, NO_STREAM, Flag, Kind, Phase, Recording, host_copies
 from refshard.dryrun.replay import NEVER, Replayed
 from refshard.dryrun.steps import Step, host_windows, steps_of
 from refshard.dryrun.work import Tensor, parse
@@ -134,7 +134,7 @@ def _labels(recording: Recording, main: int) -> npt.NDArray[np.int64]:
     gathers, reduces = (_named(recording, names) & collective for names in (_GATHERS, _REDUCES))
     reduces &= (recording.phases == Phase.BACKWARD) | _named(recording, ("reduce_scatter",))
     launch = recording.kinds == Kind.LAUNCH
-    aside = launch & (recording.streams != main) & ~_host_copies(recording)
+    aside = launch & (recording.streams != main) & ~host_copies(recording)
     backward = np.isin(recording.phases, (Phase.BACKWARD, Phase.OTHER))
     for_gathers = aside & np.isin(recording.streams, _serving(recording, gathers, main))
     for_reduces = aside & np.isin(recording.streams, _serving(recording, reduces, main)) & (backward | ~for_gathers)
@@ -161,11 +161,6 @@ def _named(recording: Recording, names: tuple[str, ...]) -> npt.NDArray[np.bool_
     found: npt.NDArray[np.bool_] = np.array([name in names for name in recording.name_table] or [False])[
         recording.names
     ]
-    return found
-
-
-def _host_copies(recording: Recording) -> npt.NDArray[np.bool_]:
-    found: npt.NDArray[np.bool_] = recording.flags & (Flag.HOST_TO_DEVICE | Flag.DEVICE_TO_HOST) != 0
     return found
 
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from refshard.analysis.exact import Value
-from refshard.dryrun.analyse import Analysis
+from refshard.dryrun.analyse import Analysis, kernels
 from refshard.dryrun.memory import live_rows, without_numbers
-from refshard.dryrun.recording import Flag, Kind
+from refshard.dryrun.recording import Kind
 
 
 def exact_figures(found: Analysis) -> dict[str, Value]:
@@ -25,7 +25,7 @@ def exact_figures(found: Analysis) -> dict[str, Value]:
         return figures
     rows = slice(found.step.first, found.step.end)
     kinds, names = recording.kinds[rows], recording.names[rows]
-    launched = (kinds == Kind.LAUNCH) & (recording.flags[rows] & Flag.HOST_ONLY == 0)
+    launched = kernels(recording)[rows]
     order = "\n".join(recording.name_table[code] for code in names[launched].tolist())
     figures |= {
         "operators": int(launched.sum()),
@@ -58,7 +58,7 @@ def by_module(found: Analysis) -> dict[str, Use]:
     operators, seconds = Counter[str](), Counter[str]()
     if found.step is not None:
         rows = slice(found.step.first, found.step.end)
-        launched = (recording.kinds[rows] == Kind.LAUNCH) & (recording.flags[rows] & Flag.HOST_ONLY == 0)
+        launched = kernels(recording)[rows]
         codes = recording.modules[rows][launched]
         sums = np.bincount(codes, weights=found.prices.seconds[rows][launched])
         for code, count in zip(*(column.tolist() for column in np.unique(codes, return_counts=True))):
@@ -81,7 +81,7 @@ def by_operator(found: Analysis) -> dict[str, tuple[int, int]]:
 
     if found.step is not None:
         rows = slice(found.step.first, found.step.end)
-        launched = (recording.kinds[rows] == Kind.LAUNCH) & (recording.flags[rows] & Flag.HOST_ONLY == 0)
+        launched = kernels(recording)[rows]
         codes = np.stack([recording.names[rows][launched], recording.modules[rows][launched]])
         pairs, counts = np.unique(codes, axis=1, return_counts=True)
         for (name, module), count in zip(pairs.T.tolist(), counts.tolist()):

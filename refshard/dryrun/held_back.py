@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from refshard.dryrun.device import Rates
 from refshard.dryrun.price import price
-from refshard.dryrun.recording import HOST_COUNTS, NO_STREAM, Flag, Kind, Recording
+from refshard.dryrun.recording import HOST_COUNTS, NO_STREAM, Flag, Kind, Recording, on_stream
 from refshard.dryrun.replay import Replayed, replay_together
 from refshard.dryrun.request import Pool
 from refshard.specs.cluster import ClusterSpec
@@ -51,7 +51,7 @@ class AsHostKnew(Follower):
         self._kinds: list[int] = recording.kinds.tolist()
         self._streams: list[int] = recording.streams.tolist()
         self._subjects: list[int] = recording.subjects.tolist()
-        self._on_stream: list[bool] = on_stream(recording).tolist()
+        self._on_stream: list[bool] = on_stream(recording, *ON_STREAM).tolist()
 
     def ask(self, row: int) -> None:
         """Tell the streams of it."""
@@ -85,7 +85,7 @@ class AsReplayed(Follower):
         self.now: list[int] = replayed.host_starts.tolist()
         self.finished: list[int] = finish_times(recording, replayed).tolist()
         self._streams: list[int] = recording.streams.tolist()
-        self._on_stream: list[bool] = on_stream(recording).tolist()
+        self._on_stream: list[bool] = on_stream(recording, *ON_STREAM).tolist()
 
     def ask(self, row: int) -> None:
         """Remember it."""
@@ -110,16 +110,6 @@ def _replayed_progress(follower: AsReplayed, ext: ModuleType) -> Any:
     return Replay()
 
 
-def on_stream(recording: Recording) -> npt.NDArray[np.bool_]:
-    """Which events a stream has to pass."""
-    found: npt.NDArray[np.bool_] = (
-        np.isin(recording.kinds, ON_STREAM)
-        & (recording.streams != NO_STREAM)
-        & (recording.flags & Flag.HOST_ONLY == 0)
-    )  # fmt: skip
-    return found
-
-
 def finish_times(recording: Recording, replayed: Replayed) -> npt.NDArray[np.int64]:
     """When a stream has passed each event, in nanoseconds of the replay; for what no stream passes, when the host has.
 
@@ -128,7 +118,7 @@ def finish_times(recording: Recording, replayed: Replayed) -> npt.NDArray[np.int
     found = replayed.host_ends.copy()
     passed: dict[int, int] = {}
     recorded: dict[int, int] = {}
-    for row in np.flatnonzero(on_stream(recording)).tolist():
+    for row in np.flatnonzero(on_stream(recording, *ON_STREAM)).tolist():
         kind, stream, subject = int(recording.kinds[row]), int(recording.streams[row]), int(recording.subjects[row])
         awaited = recorded.get(subject, 0) if kind == Kind.WAIT else 0
         end = max(int(found[row]), int(replayed.ends[row]), awaited, passed.get(stream, 0))

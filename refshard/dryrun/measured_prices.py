@@ -204,8 +204,7 @@ def calls_of(measured: MeasuredTrace, names: Collection[str]) -> list[Call]:
     )
     place = innermost_on(host.threads[rows], host.starts[rows], host.ends[rows], launches.threads, spans.launches)
     generated = {name.removeprefix(kind): name for name in names for kind in TRITON if name.startswith(kind)}
-    reach = np.maximum.accumulate(spans.ends)
-    alone = np.append(True, spans.starts[1:] >= reach[:-1]) & np.append(spans.ends[:-1] <= spans.starts[1:], True)
+    alone = spans.alone()
     kernels_of: dict[tuple[str, int], list[int]] = defaultdict(list)
     for span in np.argsort(spans.launches, kind="stable").tolist():
         own = trace.names[spans.names[span]]

@@ -60,11 +60,6 @@ class MemoryAccount:
         """Most that was allocated from the first forward pass on."""
         return int(self.allocated[self.loading :].max(initial=0))
 
-    @property
-    def peak_reserved_bytes(self) -> int:
-        """Most that was reserved."""
-        return int(self.reserved.max(initial=0))
-
     def by_category(self) -> dict[Category, int]:
         """Bytes at the peak, the largest first."""
         return _largest((one.category, one.bytes) for one in self.held)

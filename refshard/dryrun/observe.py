@@ -175,7 +175,8 @@ class Observer:
         if id(module) not in self._codes:
             self._name(module)
         if self._depth == 0:
-            self._uncounted = module.training and id(module) in self._roots and _has_parameters(module)
+            is_loss = next(module.parameters(), None) is None  # a module without parameters, which is given the labels
+            self._uncounted = module.training and id(module) in self._roots and not is_loss
             inputs = (*inputs, _ids_by_name(sys._getframe(1)))
         if self._uncounted and (self._depth == 0 or isinstance(module, nn.Embedding)):
             self._count_tokens(inputs)
@@ -302,11 +303,6 @@ def _ids_by_name(caller: FrameType) -> Any:
     compiled module no other hook sees token ids.
     """
     return caller.f_locals.get("kwargs", {}).get("input_ids")
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    """A loss may be a module too, and is given the labels."""
-    return next(module.parameters(), None) is not None
 
 
 def _optimized(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

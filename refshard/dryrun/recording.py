@@ -184,6 +184,17 @@ class Recording:
         return len(self.kinds)
 
 
+def on_stream(recording: Recording, *kinds: Kind) -> npt.NDArray[np.bool_]:
+    """Which events of these kinds a stream has to pass."""
+    taken = np.isin(recording.kinds, kinds) & (recording.flags & Flag.HOST_ONLY == 0)
+    return taken & (recording.streams != NO_STREAM)  # type: ignore[no-any-return]
+
+
+def host_copies(recording: Recording) -> npt.NDArray[np.bool_]:
+    """Which events copy to or from the host."""
+    return recording.flags & (Flag.HOST_TO_DEVICE | Flag.DEVICE_TO_HOST) != 0  # type: ignore[no-any-return]
+
+
 _TABLES = ("name_table", "signature_table", "module_table", "site_table")
 
 

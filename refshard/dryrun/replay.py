@@ -21,32 +21,24 @@ import numpy.typing as npt
 
 from refshard.dryrun.device import Device, Gate, Rates, Share, Token, Work
 from refshard.dryrun.price import Prices, is_message, peer_of
-from refshard.dryrun.recording import GROUP, NO_STREAM, Flag, Kind, Recording
+from refshard.dryrun.recording import GROUP, NO_STREAM, Kind, Recording, host_copies, on_stream
 
 NS = 1e9
 
 
 def main_stream(recording: Recording, prices: Prices) -> int:
     """The stream with the longest kernels in total, without copies to and from the host; 0 if nothing is launched."""
-    launched = _on_device(recording) & (recording.kinds == Kind.LAUNCH)
-    kernels = launched & (recording.flags & (Flag.HOST_TO_DEVICE | Flag.DEVICE_TO_HOST) == 0)
+    kernels = on_stream(recording, Kind.LAUNCH) & ~host_copies(recording)
     streams, places = np.unique(recording.streams[kernels], return_inverse=True)
     if not len(streams):
         return 0
     return int(streams[np.argmax(np.bincount(places, weights=prices.seconds[kernels]))])
 
 
-def _on_device(recording: Recording) -> npt.NDArray[np.bool_]:
-    runs = np.isin(recording.kinds, (Kind.LAUNCH, Kind.COLLECTIVE))
-    found: npt.NDArray[np.bool_] = runs & (recording.streams != NO_STREAM) & (recording.flags & Flag.HOST_ONLY == 0)
-    return found
-
-
 def _shares(recording: Recording, prices: Prices) -> npt.NDArray[np.int64]:
-    copies = recording.flags & (Flag.HOST_TO_DEVICE | Flag.DEVICE_TO_HOST) != 0
     collective = recording.kinds == Kind.COLLECTIVE
     main = main_stream(recording, prices)
-    conditions = (collective & (prices.links >= 0), copies | collective, recording.streams == main)
+    conditions = (collective & (prices.links >= 0), host_copies(recording) | collective, recording.streams == main)
     return np.select(conditions, (Share.LINK, Share.ENGINE, Share.MAIN), Share.SIDE)
 
 
@@ -65,7 +57,7 @@ class Host:
         self._streams: list[int] = recording.streams.tolist()
         self._subjects: list[int] = recording.subjects.tolist()
         self._sizes: list[int] = recording.sizes.tolist()
-        self._runs: list[bool] = _on_device(recording).tolist()
+        self._runs: list[bool] = on_stream(recording, Kind.LAUNCH, Kind.COLLECTIVE).tolist()
         self._shares = [Share(code) for code in range(len(Share))]
         self._share: list[int] = _shares(recording, prices).tolist()
         self._ns: list[float] = (prices.seconds * NS).tolist()
@@ -222,11 +214,6 @@ class Replayed:
         starts, ends = (np.where(times == NEVER, NEVER, times - start) for times in (self.starts, self.ends))
         host_starts, host_ends = self.host_starts - start, self.host_ends - start
         return replace(self, starts=starts, ends=ends, host_starts=host_starts, host_ends=host_ends)
-
-    @property
-    def length(self) -> int:
-        """When host and device are done with everything."""
-        return int(max((column.max() for column in (self.ends, self.host_ends) if len(column)), default=0))
 
 
 def replay(recording: Recording, prices: Prices, rates: Rates) -> Replayed:

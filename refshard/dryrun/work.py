@@ -35,11 +35,6 @@ class Tensor:
         """Elements."""
         return math.prod(self.shape)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements; of a dtype that is not known, one byte each."""
-        return self.numel * element_bytes(self.dtype)
-
 
 @dataclass(frozen=True, slots=True)
 class Signature:

@@ -19,7 +19,7 @@ from refshard.emit.tool import (
     refuse_job,
     uneven,
 )
-from refshard.specs.model import ModelSpec, is_factory
+from refshard.specs.model import is_factory
 
 VERSION = "0.19.0"
 COMMIT = "5be9626709af2722333bf54797c954c09edeada3"
@@ -91,19 +91,15 @@ def emit(setting: Setting) -> Emitted:
     )
 
 
-def _biases(model: ModelSpec) -> int:
-    """Elements of a layer's biases of queries, keys and values, as Qwen 2.5 has them."""
-    return (model.n_heads + 2 * model.n_kv_heads) * model.head_dim
-
-
 def _check(setting: Setting) -> None:
     one, model, policy = setting.job, setting.model, str(setting.job.checkpointing)
     fsdp = one.strategy == "megatron-fsdp"
+    biases = (model.n_heads + 2 * model.n_kv_heads) * model.head_dim  # of queries, keys and values, as in Qwen 2.5
     refuse_job(
         "megatron",
         setting,
         strategies=STRATEGIES,
-        llama=(*MODELS, *(["vectors"] if model.vectors == _biases(model) else [])),
+        llama=(*MODELS, *(["vectors"] if model.vectors == biases else [])),
     )
     refuse(
         "megatron",

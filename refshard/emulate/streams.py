@@ -67,36 +67,28 @@ class CudaDevice(Device):
         torch.cuda.synchronize(device)  # what was zeroed is read on other streams
 
     def current(self) -> Any:
-        """See :meth:`Device.current`."""
         return torch.cuda.current_stream(self._device)
 
     def stream(self) -> Any:
-        """See :meth:`Device.stream`."""
         return torch.cuda.Stream(self._device)
 
     def use(self, stream: Any) -> AbstractContextManager[object]:
-        """See :meth:`Device.use`."""
         return torch.cuda.stream(stream)
 
     def slot(self) -> Any:
-        """See :meth:`Device.slot`."""
         return torch.zeros(1, dtype=torch.int64, device=self._device)
 
     def start(self, slot: Any, link: Link, transfer_s: float, latency_s: float) -> None:
-        """See :meth:`Device.start`."""
         transfer, latency = _ticks(transfer_s), _ticks(latency_s)
         self._kernels.start(self._free_at, slot, _LINKS.index(link), transfer, latency)
 
     def hold(self, slot: Any) -> None:
-        """See :meth:`Device.hold`."""
         self._kernels.hold(slot, self._counts, self._multiprocessors)
 
     def future(self) -> "torch.futures.Future[Any]":
-        """See :meth:`Device.future`."""
         return torch.futures.Future(devices=[self._device])
 
     def tally(self) -> Tally:
-        """See :meth:`Device.tally`."""
         torch.cuda.synchronize(self._device)
         return Tally(*self._counts.tolist())
 
@@ -123,7 +115,6 @@ class StreamDelay(Delay):
         self._last: Any = None
 
     def run(self, call: Call) -> dist.Work:
-        """See :meth:`Delay.run`."""
         current = self._device.current()
         stream = current
         if call.asynchronous:

@@ -224,11 +224,9 @@ class GroupCollectives(Collectives):
 
     @property
     def scale(self) -> float:
-        """See :meth:`Collectives.scale`."""
         return 1.0 if self._op == dist.ReduceOp.AVG else super().scale
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
-        """See :meth:`Collectives.all_gather`."""
         output, shard = _known(output), _known(shard)
         if self._gather is not None and not self._by_parts:
             return self._gather(output, shard)
@@ -245,7 +243,6 @@ class GroupCollectives(Collectives):
         )
 
     def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, scratch: torch.Tensor | None = None) -> Pending:
-        """See :meth:`Collectives.reduce_scatter`."""
         if self._shards is None:
             if output.data_ptr() != full.data_ptr():
                 output.copy_(full)
@@ -273,7 +270,6 @@ class GroupCollectives(Collectives):
         return slice(rank * numel, (rank + 1) * numel)
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
-        """See :meth:`Collectives.all_reduce`."""
         if self._replicas is None:
             return _LAUNCHED
         return dist.all_reduce(tensor, op=self._op, group=self._replicas, async_op=self._handles) or _LAUNCHED
@@ -291,14 +287,12 @@ class GroupCollectives(Collectives):
         return work
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """See :meth:`Collectives.broadcast`."""
         for group in (self._replicas, self._shards):
             if group is not None:
                 with self._told("broadcast of the first rank's weights"):
                     dist.broadcast(_known(tensor), group_src=0, group=group)
 
     def reduce_over_shards(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> None:
-        """See :meth:`Collectives.reduce_over_shards`."""
         if self._shards is not None:
             there = tensor.to(self.device)  # offloaded gradients are on the CPU, the group may not be
             with self._told("all_reduce of a norm"):
@@ -318,7 +312,6 @@ class GroupCollectives(Collectives):
         return whole.to(part.device)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> Pending:
-        """See :meth:`Collectives.all_reduce_max`."""
         work: Pending = _LAUNCHED
         for group in (self._reducing, self._replicas):
             if group is not None:
@@ -485,7 +478,6 @@ class Together:
     works: tuple[Pending, ...]
 
     def wait(self) -> None:
-        """See :meth:`Pending.wait`."""
         for work in self.works:
             work.wait()
 

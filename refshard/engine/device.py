@@ -74,7 +74,6 @@ class HostLanes(Lanes):
     """A CPU: everything runs in the order of the host's calls."""
 
     def use(self, lane: Lane) -> AbstractContextManager[object]:
-        """See :meth:`Lanes.use`."""
         return _NOTHING
 
     def computes(self) -> None:
@@ -90,14 +89,12 @@ class HostLanes(Lanes):
         """See :meth:`Lanes.alone`."""
 
     def record(self, lane: Lane, reuse: object = None) -> object:
-        """See :meth:`Lanes.record`."""
         return None
 
     def wait(self, lane: Lane, event: object) -> None:
         """See :meth:`Lanes.wait`."""
 
     def issued(self, lane: Lane, pending: Pending) -> Pending:
-        """See :meth:`Lanes.issued`."""
         return pending
 
     def follow(self, lane: Lane, pending: Pending) -> None:
@@ -144,11 +141,9 @@ class StreamLanes(Lanes):
         self._awaited: list[_Done] = []
 
     def use(self, lane: Lane) -> AbstractContextManager[object]:
-        """See :meth:`Lanes.use`."""
         return self._use(self._stream(lane))
 
     def computes(self) -> None:
-        """See :meth:`Lanes.computes`."""
         number = self._number()
         if number not in self._computing:
             stream = self._current()
@@ -156,13 +151,11 @@ class StreamLanes(Lanes):
             self._computing[number] = stream
 
     def join(self) -> None:
-        """See :meth:`Lanes.join`."""
         self.computes()
         if len(self._computing) > 1:
             self._await_others(self._current())
 
     def fork(self) -> None:
-        """See :meth:`Lanes.fork`."""
         if len(self._computing) > 1:
             current = self._current()
             event = current.record_event()
@@ -171,37 +164,31 @@ class StreamLanes(Lanes):
                     stream.wait_event(event)
 
     def alone(self) -> None:
-        """See :meth:`Lanes.alone`."""
         self._computing.clear()
 
     def record(self, lane: Lane, reuse: object = None) -> object:
-        """See :meth:`Lanes.record`."""
         if lane == "compute":
             self.join()
         event: object = self._stream(lane).record_event(reuse)
         return event
 
     def wait(self, lane: Lane, event: object) -> None:
-        """See :meth:`Lanes.wait`."""
         if lane == "compute":
             self.computes()
         for stream in self._computing.values() if lane == "compute" else (self._streams[lane],):
             stream.wait_event(event)
 
     def issued(self, lane: Lane, pending: Pending) -> Pending:
-        """See :meth:`Lanes.issued`."""
         pending.wait()
         done = self._awaited.pop() if self._awaited else _Done(self, self._awaited)
         done.event = self.record(lane, done.event)
         return done
 
     def follow(self, lane: Lane, pending: Pending) -> None:
-        """See :meth:`Lanes.follow`."""
         assert isinstance(pending, _Done)
         self.wait(lane, pending.event)
 
     def synchronise(self, event: Any) -> None:
-        """See :meth:`Lanes.synchronise`."""
         event.synchronize()
 
     def _await_others(self, stream: Stream) -> None:

@@ -40,7 +40,8 @@ class Executor:
 
     A pass begins with ``begin_pass``, or with ``begin_call`` where the model's own forward is not what is called;
     ``mark`` is called at each marker; ``end_backward`` ends a training step, ``end_evaluation`` a pass that has no
-    backward. While ``accumulating``, gradients that add up unsharded are not reduced.
+    backward. While ``accumulating``, gradients that add up unsharded are not reduced. ``order`` says whether the order
+    of execution is being observed, followed, or was found to vary.
     """
 
     def __init__(self, units: Sequence[Unit], collectives: Collectives, lanes: Lanes, *, debug: bool) -> None:
@@ -48,7 +49,7 @@ class Executor:
         self._collectives = collectives
         self._debug = debug
         self._effects = Effects(self._units, collectives, lanes)
-        self._order = Order.OBSERVING
+        self.order = Order.OBSERVING
         self._observed_training: tuple[Op, ...] = ()
         self._rings: Rings = {}
         self._own_gradients: dict[int, Slot] = {}
@@ -67,11 +68,6 @@ class Executor:
         for unit in self._units:
             unit.computes = lanes.computes
             self._bind_first(unit)
-
-    @property
-    def order(self) -> Order:
-        """Whether the order of execution is being observed, followed, or was found to vary."""
-        return self._order
 
     @property
     def stream(self) -> tuple[Op, ...]:
@@ -94,17 +90,17 @@ class Executor:
         self.abandon_pass(keep_ahead=True)
         if changed:
             self._take_over_freezing(changed)
-        if self._order is Order.OBSERVING:
+        if self.order is Order.OBSERVING:
             self._forget_barred_forwards()
             # What such a backward reads is where its forward found it: units must not move to other slots before.
             if self._observed_training and not self._open_forwards:
                 self._plan(self._observed_training, {True, False})
-                self._order = Order.FOLLOWING
+                self.order = Order.FOLLOWING
             elif training:
                 self._leave_arena()
                 self._open_forwards.add(forward)
         # An evaluation before the first training step is observed too: it may be all that the model is for.
-        observes = self._order is Order.OBSERVING and (training or not self._followed)
+        observes = self.order is Order.OBSERVING and (training or not self._followed)
         self._effects.masters_changed(self._units)
         self._open(training=training, forward=True, record=[] if observes else None)
 
@@ -117,7 +113,7 @@ class Executor:
         """
         if unit.check_parameters():
             self._take_over_freezing([unit])
-        if self._order is Order.OBSERVING and training:
+        if self.order is Order.OBSERVING and training:
             self._forget_barred_forwards()
             self._leave_arena()
             self._open_forwards.add(forward)
@@ -226,8 +222,8 @@ class Executor:
         """What the schedule was made from does not hold any more: observe the next training pass anew."""
         self._serve_on_demand()
         self._observed_training = ()
-        if self._order is Order.FOLLOWING:
-            self._order = Order.OBSERVING
+        if self.order is Order.FOLLOWING:
+            self.order = Order.OBSERVING
             self._followed = set()
 
     def abandon_forward(self, forward: object) -> None:
@@ -300,7 +296,7 @@ class Executor:
         self._backward_open = True
         for unit in self._units:
             unit.gradients.begin_backward()
-        if self._order is Order.OBSERVING:
+        if self.order is Order.OBSERVING:
             self._leave_arena()  # a forward without gradients, which checkpointing recomputes now
         if isinstance(self._pass, OnDemand) and self._pass.record is None:
             # The last pass was a backward, as pipelines have it, or an evaluation; or nothing is followed. What a
@@ -455,7 +451,7 @@ class Executor:
         # An evaluation that takes another way (an early exit, say) leaves training's order alone.
         self._followed.discard(kind.training)
         if kind.training:
-            self._order = Order.ON_DEMAND
+            self.order = Order.ON_DEMAND
 
     def _end_pass(self) -> None:
         """Do what is due after the last marker; say once if a unit was left out."""

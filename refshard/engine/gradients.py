@@ -1,7 +1,7 @@
 """A unit's gradients before they are reduced: which have arrived, which are missing, and what the slot holds."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -96,11 +96,8 @@ class Gradients:
 
     def any_due(self) -> bool:
         """Whether autograd has yet to accumulate one of them in the backward under way."""
-        return any(torch._C._will_engine_execute_node(get_gradient_edge(p.unsharded).node) for p in self._missing())
-
-    def _missing(self) -> Iterator[UnitParameter]:
-        """The parameters whose gradient has not come in this backward, without those that are frozen now."""
-        return (p for p in self.parameters if p.layout.name not in self.arrived and p.unsharded.requires_grad)
+        missing = (p for p in self.parameters if p.layout.name not in self.arrived and p.unsharded.requires_grad)
+        return any(torch._C._will_engine_execute_node(get_gradient_edge(p.unsharded).node) for p in missing)
 
     def place(self, slot: Slot) -> None:
         """Let gradients from now on lie in ``slot``; none may be on their way."""

@@ -39,7 +39,6 @@ class ParameterLayout:
 class UnitLayout:
     """One unit's flat buffer: ``numel`` elements with all padding, ``world_size`` shards of equal length."""
 
-    name: str
     parameters: tuple[ParameterLayout, ...]
     numel: int
     world_size: int
@@ -60,14 +59,14 @@ class UnitLayout:
         return start, max(start, stop)
 
 
-def lay_out(name: str, shapes: Sequence[tuple[str, tuple[int, ...]]], world_size: int) -> UnitLayout:
+def lay_out(shapes: Sequence[tuple[str, tuple[int, ...]]], world_size: int) -> UnitLayout:
     """Place the parameters ``(name, shape)`` in the order given, aligned, and pad to ``world_size`` equal shards."""
     placed, end = [], 0
     for parameter_name, shape in shapes:
         parameter = ParameterLayout(parameter_name, tuple(shape), _round_up(end, PARAMETER_ALIGNMENT))
         placed.append(parameter)
         end = parameter.offset + parameter.numel
-    return UnitLayout(name, tuple(placed), _round_up(max(end, 1), SHARD_ALIGNMENT * world_size), world_size)
+    return UnitLayout(tuple(placed), _round_up(max(end, 1), SHARD_ALIGNMENT * world_size), world_size)
 
 
 def _round_up(n: int, multiple: int) -> int:

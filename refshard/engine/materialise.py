@@ -61,7 +61,7 @@ def make_unit(index: int, group: UnitGroup, terms: Terms) -> Unit:
             dtypes = piece.tensor.dtype, piece.form and piece.form.dtype
             key = dtypes, member.parameter.requires_grad, piece.precision, type(piece.form)
             partitions.setdefault(key, []).append(piece)
-    flats = tuple(_flatten(group.name, pieces, terms) for pieces in partitions.values())
+    flats = tuple(_flatten(pieces, terms) for pieces in partitions.values())
     parts = {p.layout.name: flat.part_of(p) for flat in flats for p in flat.parameters}
     for piece, parameter in zip(chain(*partitions.values()), (p for flat in flats for p in flat.parameters)):
         if isinstance(piece.form, Packed) and piece.holders:
@@ -299,11 +299,11 @@ def _fill(module: nn.Module, device: torch.device, initialise: Initialise | None
             )
 
 
-def _flatten(name: str, pieces: Sequence[_Piece], terms: Terms) -> FlatParameter:
+def _flatten(pieces: Sequence[_Piece], terms: Terms) -> FlatParameter:
     collectives, device = terms.collectives, terms.device
     dtype, trained = pieces[0].tensor.dtype, pieces[0].member.parameter.requires_grad
     form, precision = pieces[0].form, pieces[0].precision
-    layout = lay_out(name, [(piece.name, tuple(piece.tensor.shape)) for piece in pieces], collectives.world_size)
+    layout = lay_out([(piece.name, tuple(piece.tensor.shape)) for piece in pieces], collectives.world_size)
     computed, reduced = precision.computed(dtype), precision.reduced(dtype)
     if isinstance(form, Extended):
         computed = form.dtype

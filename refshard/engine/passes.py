@@ -105,7 +105,6 @@ class Followed(Pass):
         return self._scenes[self._next].marker
 
     def expects(self, marker: Op | None) -> bool:
-        """See :meth:`Pass.expects`."""
         return self.due == marker or self._place_of(marker) is not None
 
     def _place_of(self, marker: Op | None) -> int | None:
@@ -119,11 +118,9 @@ class Followed(Pass):
         return None
 
     def mark(self, marker: Op) -> None:
-        """See :meth:`Pass.mark`."""
         self._advance(marker)
 
     def end(self) -> None:
-        """See :meth:`Pass.end`."""
         self._advance(None)
 
     def _advance(self, marker: Op | None) -> None:
@@ -137,7 +134,6 @@ class Followed(Pass):
         self._scenes[self._next - 1].play()
 
     def turned(self, kind: PassKind, scenes_of: Callable[[PassKind], Sequence[Scene]]) -> Pass:
-        """See :meth:`Pass.turned`."""
         turned = Followed(kind, self._units, scenes_of(kind), self._next)
         turned.left_out = self.left_out
         return turned
@@ -158,7 +154,6 @@ class OnDemand(Pass):
         return True
 
     def mark(self, marker: Op) -> None:
-        """See :meth:`Pass.mark`."""
         unit = self._units[marker.unit]
         if marker.kind is OpKind.BEGIN:
             self._end_others(unit)
@@ -173,7 +168,6 @@ class OnDemand(Pass):
         """See :meth:`Pass.end`: nothing is left to be done."""
 
     def turned(self, kind: PassKind, scenes_of: Callable[[PassKind], Sequence[Scene]]) -> Pass:
-        """See :meth:`Pass.turned`."""
         return OnDemand(kind, self._units, self._effects, self.record)
 
     def _end_others(self, unit: Unit) -> None:

@@ -187,22 +187,18 @@ class _Bucket:
         return any(member.present for member in self._members)
 
     def bring(self) -> None:
-        """See :meth:`Exchange.bring`."""
         for exchange in self._exchanges:
             exchange.bring()
 
     def arrive(self) -> None:
-        """See :meth:`Exchange.arrive`."""
         for exchange in self._exchanges:
             exchange.arrive()
 
     def send_back(self) -> None:
-        """See :meth:`Exchange.send_back`."""
         for exchange in self._exchanges:
             exchange.send_back()
 
     def land(self) -> None:
-        """See :meth:`Exchange.land`."""
         for exchange in self._exchanges:
             exchange.land()
 

@@ -4,7 +4,7 @@ All times are int64 nanoseconds. A measured trace, an emulated one and a simulat
 :class:`Timeline`, so that overlap is computed once, by the same code.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from enum import IntFlag, StrEnum
 from typing import Any, NamedTuple, TypeVar, cast
@@ -165,17 +165,6 @@ UNKNOWN = -1
 """Stands in a column of :class:`Spans` for what the trace does not tell."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """One event: ``kind`` of work on ``lane`` (a stream or a thread) over ``[start, end)`` nanoseconds."""
-
-    kind: Kind
-    lane: str
-    name: str
-    start: int
-    end: int
-
-
 class Inputs(NamedTuple):
     """The tensors that an operator was given: ``dims`` as in ``[8192,4096]x[4096,14336]``, ``dtype`` as in ``bf16``."""
 
@@ -221,32 +210,8 @@ class Spans:
     in_autograd: Mask = field(default_factory=lambda: np.empty(0, np.bool_))
     input_names: tuple[Inputs, ...] = ()
 
-    @classmethod
-    def of(cls, spans: Iterable[Span]) -> "Spans":
-        """Columns of spans in any order, with only the fields of a :class:`Span`."""
-        rows = sorted(spans, key=lambda s: (s.start, s.end))
-        lane_names = tuple(dict.fromkeys(s.lane for s in rows))
-        name_table = tuple(dict.fromkeys(s.name for s in rows))
-        names = np.array([name_table.index(s.name) for s in rows], np.int32)
-        unknown = np.full(len(rows), UNKNOWN)
-        return cls(
-            starts=np.array([s.start for s in rows], np.int64), ends=np.array([s.end for s in rows], np.int64),
-            kinds=np.array([KINDS.index(s.kind) for s in rows], np.int8),
-            lanes=np.array([lane_names.index(s.lane) for s in rows], np.int32), names=names, operators=names,
-            launches=unknown.astype(np.int64), queued=unknown.astype(np.int64), steps=unknown.astype(np.int32),
-            units=unknown.astype(np.int32), under=np.zeros(len(rows), np.int16), signatures=names,
-            lane_names=lane_names, name_table=name_table, signature_names=name_table,
-        )  # fmt: skip
-
     def __len__(self) -> int:
         return len(self.starts)
-
-    def __iter__(self) -> Iterator[Span]:
-        """Row by row, for tests and small timelines."""
-        for start, end, kind, lane, name in zip(self.starts, self.ends, self.kinds, self.lanes, self.names):
-            yield Span(
-                kind=KINDS[kind], lane=self.lane_names[lane], name=self.name_table[name], start=int(start), end=int(end)
-            )
 
     def of_kind(self, *kinds: Kind) -> Mask:
         """Which rows are of these kinds."""
@@ -259,6 +224,13 @@ class Spans:
         computes = self.of_kind(Kind.COMPUTE)
         rows = computes if computes.any() else np.ones(len(self), np.bool_)
         return int(np.argmax(np.bincount(self.lanes[rows], weights=(self.ends - self.starts)[rows])))
+
+    def alone(self) -> Mask:
+        """Which rows overlap no other."""
+        reach = np.maximum.accumulate(self.ends)
+        follow, precede = self.starts[1:] >= reach[:-1], self.ends[:-1] <= self.starts[1:]
+        found: Mask = np.append(True, follow) & np.append(precede, True)
+        return found
 
     def covered(self, rows: Mask) -> Intervals:
         """Union of these rows' intervals."""

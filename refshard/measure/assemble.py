@@ -16,7 +16,7 @@ from refshard.analysis.figures import Breakdown
 from refshard.analysis.kineto import read_timeline
 from refshard.analysis.overlap import collectives_per_step, mean_ratio, step_breakdowns
 from refshard.errors import TraceError
-from refshard.flops import CONVENTION, formula
+from refshard.flops import CONVENTION, FORMULAS
 from refshard.measure.flight import waited_for
 from refshard.measure.launchers.base import LaunchOutcome
 from refshard.measure.load import load_of
@@ -223,7 +223,8 @@ def flops_text(case: Case) -> str:
     if is_factory(case.job.model):
         return "matrix products, attention and convolutions, counted by torch"
     frozen = ", less the backward of frozen parts" if case.job.frozen else ""
-    return f"{CONVENTION}: {formula(CONVENTION, case.job.workload, case.job.tuning)}{frozen}"
+    tunes = case.job.workload == "training" and case.job.tuning != "full"
+    return f"{CONVENTION}: {FORMULAS['tuning' if tunes else case.job.workload]}{frozen}"
 
 
 def recompute_text(case: Case, n_layers: int) -> str:

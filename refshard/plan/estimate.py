@@ -87,7 +87,7 @@ class _Estimate:
         self._megatron = candidates.where("strategy", "megatron")
         self._alone = candidates["pp"] == 1
         # A model may have some dense layers and mixtures of experts in the others: figures are of the average layer.
-        self._routed = routed_layers(model) / model.n_layers
+        self._routed = model.expert_layers / model.n_layers
         # Dense layers come first, or alternate, and those of the first stage count. The part that are mixtures, of a
         # pipeline's first rank and others.
         dense, every = (model.experts.dense_layers, model.experts.every) if model.experts else (0, 1)
@@ -552,11 +552,6 @@ def _factored_elements(model: ModelSpec) -> float:
     """The averages of Adafactor, one for each row and each column of a matrix, those of experts one by one."""
     block = sum(m + n for m, n in _block_matrices(model))
     return model.n_layers * block + (1 if model.tied else 2) * (model.vocab + model.dim)
-
-
-def routed_layers(model: AnyModel) -> int:
-    """Layers that are mixtures of experts."""
-    return model.expert_layers
 
 
 def checkpointed_layers(policy: Policy, n_layers: int) -> int:

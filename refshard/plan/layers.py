@@ -72,10 +72,6 @@ class Issued:
     nbytes: float
     count: float = 1
 
-    def times(self, number: float) -> "Issued":
-        """So many times as often."""
-        return Issued(self.op, self.nbytes, self.count * number)
-
 
 def around_products(model: ModelSpec, share: Share, which: Pass, *, dense: bool = True) -> tuple[Issued, ...]:
     """Within one layer over tensor-parallel ranks: a sublayer's input is gathered and its sum scattered, twice; the

@@ -119,7 +119,8 @@ def _text_of(block: Block, paper: Paper) -> str:
     if isinstance(block, Table):
         return _titled(block.title, _table_text(block, paper), paper) if block.rows else ""
     if isinstance(block, Notes):
-        return _titled(block.title, _bullets(block.sentences, paper), paper) if block.sentences else ""
+        bullets = "\n".join(_filled(s, paper.line, first="* ", then="  ") for s in block.sentences)
+        return _titled(block.title, bullets, paper) if block.sentences else ""
     if isinstance(block, Verdict):
         return "\n".join(_coloured(_filled(s, paper.line), block.style, paper) for s in block.sentences)
     assert isinstance(block, Text)
@@ -128,10 +129,6 @@ def _text_of(block: Block, paper: Paper) -> str:
 
 def _titled(title: str, text: str, paper: Paper) -> str:
     return "\n\n".join(filter(None, (_coloured(_filled(title, paper.line), "strong", paper), text)))
-
-
-def _bullets(sentences: Sequence[str], paper: Paper) -> str:
-    return "\n".join(_filled(s, paper.line, first="* ", then="  ") for s in sentences)
 
 
 def _filled(text: str, width: int, *, first: str = "", then: str = "", breaks_words: bool = False) -> str:

@@ -11,6 +11,7 @@ from refshard.analysis.overlap import step_breakdowns
 from refshard.errors import TraceError
 from refshard.events.timeline import Kind
 from tests.analysis.handmade import BASE_US, event, note, shaped, step, write
+from tests.events.spans import listed
 
 
 def cpu_trace(path: Path) -> Path:
@@ -106,7 +107,7 @@ def test_on_a_gpu_whatever_kernels_an_emulated_collective_runs_are_communication
         *launched("elementwise_kernel", 7, 22, 8, 9), *launched("refshard_emulated_hold", 8, 30, 30, 9),
         *launched("gemm", 12, 25, 40, 7),
     ]))  # fmt: skip
-    assert {(s.name, s.kind) for s in timeline.spans} == {
+    assert {(s.name, s.kind) for s in listed(timeline.spans)} == {
         ("refshard_emulated_start", Kind.COMM), ("elementwise_kernel", Kind.COMM),
         ("refshard_emulated_hold", Kind.COMM), ("gemm", Kind.COMPUTE),
     }  # fmt: skip
@@ -126,7 +127,7 @@ def test_gpu_trace_by_hand(tmp_path: Path) -> None:
         event("my_comm", 60, 10, cat="kernel", stream=21, collective="allreduce"),
         event("Stream Wait Event", 70, 20, cat="cuda_sync", stream=20),
     ]))  # fmt: skip
-    assert {(s.kind, s.lane) for s in timeline.spans} == {
+    assert {(s.kind, s.lane) for s in listed(timeline.spans)} == {
         (Kind.COMPUTE, "stream 7"), (Kind.COPY, "stream 7"), (Kind.COMM, "stream 20"), (Kind.COMM, "stream 21"),
     }  # fmt: skip
     (found,) = step_breakdowns(timeline)
@@ -171,7 +172,7 @@ def test_classes_stand_in_order_of_precedence(tmp_path: Path) -> None:
         annotation("FSDP::all_gather_copy_out (layers.0)", 10), *launched("split", 11, 22, 1, 3),
         *launched("gemm", 30, 31, 1, 4), *launched("", 32, 33, 1, 5),
     ])).spans  # fmt: skip
-    assert [(s.name, s.kind) for s in spans] == [
+    assert [(s.name, s.kind) for s in listed(spans)] == [
         ("chunk_cat", Kind.PREP), ("ncclDevKernel_ReduceScatter", Kind.COMM), ("split", Kind.COPY),
         ("Memcpy DtoD", Kind.PREP), ("gemm", Kind.COMPUTE), ("", Kind.UNCLASSIFIED),
     ]  # fmt: skip

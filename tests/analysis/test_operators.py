@@ -287,7 +287,8 @@ def test_it_is_the_difference_of_medians_where_rank_sums_tell_one(runs: list[Run
     assert one.alone_ns == round(sum(len(beside) * median(alone) for beside, alone in alike))
     if abs((chance := rank_sums(alike)) - 0.025) > 1e-6:
         assert one.slower == (one.beside_ns > one.alone_ns and chance < norm.sf(1.96))
-    assert found.lost_ns == one.lost_ns == (one.beside_ns - one.alone_ns if one.slower else 0)
+    lost = one.beside_ns - one.alone_ns if one.slower else 0
+    assert sum(part.lost_ns for part in found.classes) == one.lost_ns == lost
 
 
 def test_a_run_is_beside_communication_if_more_than_half_of_it_is() -> None:

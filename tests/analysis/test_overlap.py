@@ -12,10 +12,11 @@ from refshard.analysis.analyse import analyse
 from refshard.analysis.figures import Breakdown, Cause, LoneCopy
 from refshard.analysis.overlap import breakdowns, collectives_per_step, lone_copies, mean_ratio, step_breakdowns
 from refshard.errors import TraceError
-from refshard.events.timeline import UNKNOWN, Collective, Kind, Meaning, Spans, Timeline, Window
+from refshard.events.timeline import UNKNOWN, Collective, Kind, Meaning, Timeline, Window
 from tests.analysis.builder import Training
 from tests.analysis.handmade import event, step, write
 from tests.analysis.small import Row, bounds, idle_gaps, points, rows, timeline_of, windows
+from tests.events.spans import listed, spans_of
 
 COMPUTE, COMM = Kind.COMPUTE, Kind.COMM
 
@@ -54,7 +55,7 @@ def test_every_window_is_broken_down_as_its_points_say(found: list[Row], inside:
 
 def test_a_trace_without_launches_has_no_split() -> None:
     spans = Training(steps=1).trace().timeline().spans
-    (found,) = breakdowns(Timeline(rank=0, windows=(), spans=Spans.of(spans)), *bounds([(0, 100)]))
+    (found,) = breakdowns(Timeline(rank=0, windows=(), spans=spans_of(listed(spans))), *bounds([(0, 100)]))
     assert (found.idle_ns, found.idle_unknown_ns) == (100, 100)
     assert (found.idle_host_ns, found.idle_dependency_ns) == (None, None)
 

@@ -29,6 +29,7 @@ from refshard.events.timeline import KINDS, UNKNOWN, Kind, Timeline
 from refshard.events.writer import as_kineto
 from refshard.specs.cluster import load_cluster
 from tests.dryrun.made import COPIES_IN, GATHERS, REDUCES, Made, prices, sharded_step
+from tests.events.spans import listed
 from tests.report import dryruns
 
 H100 = load_cluster("dgx-h100")
@@ -57,7 +58,7 @@ def timeline_of_steps(recording: Recording, replayed: Replayed, steps: Sequence[
 
 
 def rows(timeline: Timeline, kind: Kind) -> set[str]:
-    return {span.name for span in timeline.spans if span.kind is kind}
+    return {span.name for span in listed(timeline.spans) if span.kind is kind}
 
 
 def test_a_step_ends_with_its_mark() -> None:

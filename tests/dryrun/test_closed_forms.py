@@ -17,7 +17,6 @@ import msgspec
 import pytest
 
 from refshard.measure.dry.many import dry_run_many
-from refshard.plan.collectives import issued_by_rank
 from refshard.plan.estimate import estimate
 from refshard.plan.space import Candidates
 from refshard.records import CollectiveCount
@@ -27,6 +26,7 @@ from refshard.specs.job import Job, Optimizer, Precision, Schedule, Tuning
 from refshard.specs.model import ModelSpec, load_model, parameter_count
 from refshard.specs.writing import to_toml
 from tests.fakecuda.needs import needs_device
+from tests.plan.issued import issued_by_rank
 
 RECORDED = Path(__file__).with_name("closed_forms.json")
 

@@ -18,7 +18,7 @@ from refshard.dryrun.price import (
     price,
 )
 from refshard.dryrun.recording import Flag
-from refshard.dryrun.work import parse, work_of
+from refshard.dryrun.work import element_bytes, parse, work_of
 from refshard.errors import SpecError
 from refshard.specs.cluster import ClusterSpec, LinkSpec, load_cluster
 from refshard.specs.hardware import HardwareSpec, Rate
@@ -56,10 +56,10 @@ def cluster(on: HardwareSpec, between: LinkSpec | None = None) -> ClusterSpec:
 
 def test_a_signature_is_read_as_it_is_written() -> None:
     found = parse("bf16[2,8] int64[] fp32[0] -> Float8_e4m3fnuz[4]")
-    assert [(t.dtype, t.shape, t.nbytes) for t in found.inputs] == [
+    assert [(t.dtype, t.shape, t.numel * element_bytes(t.dtype)) for t in found.inputs] == [
         ("bf16", (2, 8), 32), ("int64", (), 8), ("fp32", (0,), 0)
     ]  # fmt: skip
-    assert [(t.dtype, t.nbytes) for t in found.results] == [("Float8_e4m3fnuz", 4)]
+    assert [(t.dtype, t.numel * element_bytes(t.dtype)) for t in found.results] == [("Float8_e4m3fnuz", 4)]
     assert parse("").inputs == parse("").results == ()
 
 

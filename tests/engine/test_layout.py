@@ -10,7 +10,7 @@ shapes = st.lists(st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple)
 
 @given(shapes, st.integers(1, 9))
 def test_every_element_has_exactly_one_place(given_shapes: list[tuple[int, ...]], world_size: int) -> None:
-    layout = lay_out("unit", [(f"p{i}", s) for i, s in enumerate(given_shapes)], world_size)
+    layout = lay_out([(f"p{i}", s) for i, s in enumerate(given_shapes)], world_size)
     taken = [e for p in layout.parameters for e in range(p.offset, p.offset + p.numel)]
     assert len(taken) == len(set(taken))
     assert all(0 <= e < layout.numel for e in taken)
@@ -19,7 +19,7 @@ def test_every_element_has_exactly_one_place(given_shapes: list[tuple[int, ...]]
 
 @given(shapes, st.integers(1, 9))
 def test_alignment_holds_in_the_narrowest_dtype(given_shapes: list[tuple[int, ...]], world_size: int) -> None:
-    layout = lay_out("unit", [(f"p{i}", s) for i, s in enumerate(given_shapes)], world_size)
+    layout = lay_out([(f"p{i}", s) for i, s in enumerate(given_shapes)], world_size)
     assert all(p.offset * NARROWEST_BYTES % 128 == 0 for p in layout.parameters)
     assert layout.shard_numel * world_size == layout.numel
     assert layout.shard_numel * NARROWEST_BYTES % 16 == 0
@@ -27,7 +27,7 @@ def test_alignment_holds_in_the_narrowest_dtype(given_shapes: list[tuple[int, ..
 
 @given(shapes, st.integers(1, 9))
 def test_local_parts_of_all_ranks_tile_each_parameter(given_shapes: list[tuple[int, ...]], world_size: int) -> None:
-    layout = lay_out("unit", [(f"p{i}", s) for i, s in enumerate(given_shapes)], world_size)
+    layout = lay_out([(f"p{i}", s) for i, s in enumerate(given_shapes)], world_size)
     for parameter in layout.parameters:
         tiled: list[int] = []
         for rank in range(world_size):
@@ -38,6 +38,6 @@ def test_local_parts_of_all_ranks_tile_each_parameter(given_shapes: list[tuple[i
 
 
 def test_padding_is_small() -> None:
-    layout = lay_out("unit", [("weight", (100, 100)), ("bias", (100,))], 3)
+    layout = lay_out([("weight", (100, 100)), ("bias", (100,))], 3)
     assert [p.offset for p in layout.parameters] == [0, 10048]
     assert (layout.numel, layout.shard_numel) == (10152, 3384)

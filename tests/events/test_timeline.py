@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refshard.events.timeline import Intervals, Kind, Span, Spans, Timeline
+from refshard.events.timeline import Intervals, Kind, Timeline
+from tests.events.spans import Span, listed, spans_of
 
 pairs = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 15)).map(lambda p: (p[0], p[0] + p[1])), max_size=12)
 
@@ -64,7 +65,7 @@ def test_an_interval_that_ends_before_it_starts_is_refused() -> None:
 def test_busy_is_the_union_over_lanes() -> None:
     rows = (Kind.COMPUTE, "stream 9", 5, 12), (Kind.COMM, "stream 20", 8, 20), (Kind.COMPUTE, "stream 7", 0, 10)
     spans = [Span(kind=kind, lane=lane, name="x", start=start, end=end) for kind, lane, start, end in rows]
-    timeline = Timeline(rank=0, windows=(), spans=Spans.of(spans))
+    timeline = Timeline(rank=0, windows=(), spans=spans_of(spans))
     assert timeline.busy(Kind.COMPUTE).pairs == [(0, 12)]
     assert (timeline.busy(Kind.COMM) - timeline.busy(Kind.COMPUTE)).length == 8
 
@@ -73,6 +74,6 @@ def test_columns_hold_the_spans_in_order_of_start_and_end() -> None:
     late = Span(kind=Kind.COPY, lane="b", name="y", start=5, end=6)
     long = Span(kind=Kind.COMM, lane="a", name="x", start=1, end=9)
     short = Span(kind=Kind.COMPUTE, lane="b", name="x", start=1, end=2)
-    spans = Spans.of([late, long, short])
-    assert list(spans) == [short, long, late]
+    spans = spans_of([late, long, short])
+    assert listed(spans) == [short, long, late]
     assert [spans.signature_names[code] for code in spans.signatures] == ["x", "x", "y"]

@@ -13,6 +13,7 @@ from refshard.measure.trainer import mark_units
 from refshard.models.activation import checkpoint_layers
 from refshard.models.llama import Llama, initialise, next_token_loss
 from refshard.specs.layers import checkpointing_of
+from tests.events.spans import listed
 from tests.models import small_spec
 
 BLOCKS = tuple(f"model.layers.{i}" for i in range(3))
@@ -40,7 +41,7 @@ def products(timeline: Timeline) -> dict[tuple[str | None, str], int]:
     """How many matrix products each unit has in each phase."""
     found: dict[tuple[str | None, str], int] = {}
     spans = timeline.spans
-    for span, unit, under in zip(spans, spans.units.tolist(), spans.under.tolist()):
+    for span, unit, under in zip(listed(spans), spans.units.tolist(), spans.under.tolist()):
         if span.name in ("aten::mm", "aten::linear"):
             phase = "backward" if under & Meaning.BACKWARD else "forward" if under & Meaning.FORWARD else ""
             key = spans.unit_names[unit] if unit >= 0 else None, phase

@@ -2,10 +2,10 @@
 
 import pytest
 
-from refshard.plan.collectives import issued_by_rank
 from refshard.plan.kernels import Share
 from refshard.plan.layers import around_products
 from refshard.specs.model import load_model
+from tests.plan.issued import issued_by_rank
 from tests.plan.made import job
 
 MODEL, SEQ_LEN = load_model("llama3-8b"), 8192

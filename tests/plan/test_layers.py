@@ -12,7 +12,6 @@ from refshard import resources
 from refshard.costs import collective_cost
 from refshard.flops import attention_flops_per_token, flops_per_token
 from refshard.plan.collectives import group_of
-from refshard.plan.estimate import routed_layers
 from refshard.plan.kernels import (
     Share,
     attention_linears,
@@ -63,7 +62,7 @@ def costs(
 
 def products_flops(model: ModelSpec, share: Share) -> float:
     """Of a forward pass of one rank, all layers and the head."""
-    attention, routed = attention_linears(model), routed_layers(model)
+    attention, routed = attention_linears(model), model.expert_layers
     dense, mixed = feed_forward_linears(model), feed_forward_linears(model, dense=False) if routed else ()
     layers = [(model.n_layers, attention), (model.n_layers - routed, dense), (routed, mixed)]
     total = sum(count * sum(product_of(model, one, share).flops for one in linears) for count, linears in layers)

@@ -3,7 +3,6 @@
 import pytest
 
 from refshard import resources
-from refshard.plan.estimate import routed_layers
 from refshard.plan.kernels import sizes_of
 from refshard.specs.model import ModelSpec, load_model, parameter_count
 
@@ -11,7 +10,7 @@ MODELS = sorted(resources.model_profiles())
 
 
 def on_one_rank(model: ModelSpec, tp: int = 1, expert: int = 1) -> float:
-    sizes, routed = sizes_of(model, tp, expert), routed_layers(model)
+    sizes, routed = sizes_of(model, tp, expert), model.expert_layers
     dense = (model.n_layers - routed) * sizes.dense
     return dense + routed * (sizes.routed + sizes.experts) + sizes.embedding + sizes.head
 

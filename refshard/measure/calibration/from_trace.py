@@ -82,8 +82,7 @@ def _undisturbed(timeline: Timeline) -> Timeline:
     and predictions add what concurrent work costs.
     """
     spans = timeline.spans
-    reach = np.maximum.accumulate(spans.ends)
-    alone = np.append(True, spans.starts[1:] >= reach[:-1]) & np.append(spans.ends[:-1] <= spans.starts[1:], True)
+    alone = spans.alone()
     disturbed = ~alone | np.isin(spans.calls, np.setdiff1d(spans.calls[~alone], UNKNOWN))
     return replace(timeline, spans=replace(spans, steps=np.where(disturbed, UNKNOWN, spans.steps)))
 

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refshard.analysis.figures import Cause
-from refshard.events.timeline import KINDS, Kind, Meaning, Span, Spans, Timeline, Window
+from refshard.events.timeline import KINDS, Kind, Meaning, Timeline, Window
 from refshard.report.trace.lanes import MOST_LANES, MOST_ROWS, LaneRow, drawn_windows, hulls, idle_by_cause, rows_of
+from tests.events.spans import Span, spans_of
 from tests.report import traces
 
 rows = st.lists(
@@ -21,7 +22,7 @@ rows = st.lists(
 def simple(spans: list[Span], start: int = 0, end: int | None = None) -> Timeline:
     last = max((span.end for span in spans), default=1)
     window = Window(step=0, start=start, end=last if end is None else end)
-    return Timeline(rank=0, windows=(window,), spans=Spans.of(spans))
+    return Timeline(rank=0, windows=(window,), spans=spans_of(spans))
 
 
 def drawn(timeline: Timeline) -> list[LaneRow]:

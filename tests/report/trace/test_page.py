@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from refshard.analysis.analyse import Analysis
-from refshard.events.timeline import Spans, Timeline, Window
+from refshard.events.timeline import Timeline, Window
 from refshard.report.draw import embed
+from tests.events.spans import spans_of
 from tests.report import traces
 from tests.report.pages import Page
 from tests.report.traces import HOSTILE
@@ -167,7 +168,7 @@ def test_a_trace_in_which_nothing_ran_can_be_shown(tmp_path: Path) -> None:
     figures = msgspec.structs.replace(
         full.figures, whole=nothing, steps=(), units=(), collectives=(), waits_for=(), memory=(), warnings=()
     )
-    empty = traces.analysis(figures, Timeline(rank=0, windows=(), spans=Spans.of([])))
+    empty = traces.analysis(figures, Timeline(rank=0, windows=(), spans=spans_of([])))
     text = Page(traces.page([empty])).text
     assert "Overheads, over the whole trace" in text
     assert "Collectives, the most exposed" not in text
