@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from refshard.engine.optim import local_parameters
     from refshard.engine.policy import Policy
     from refshard.engine.precision import Precision
+    from refshard.measure.store import read_run
 
 __all__ = [
     "Policy",
@@ -26,6 +27,7 @@ __all__ = [
     "full_parameters",
     "local_parameters",
     "no_sync",
+    "read_run",
     "read_trace",
     "register_forward_method",
     "reshard",
@@ -43,6 +45,7 @@ _HOME = {
     "full_parameters": "refshard.engine.api",
     "local_parameters": "refshard.engine.optim",
     "no_sync": "refshard.engine.api",
+    "read_run": "refshard.measure.store",
     "read_trace": "refshard.analysis.frames",
     "register_forward_method": "refshard.engine.methods",
     "reshard": "refshard.engine.ahead",
@@ -53,7 +56,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the engine, and torch with it, dry runs or frames on first use."""
+    """Import the engine, and torch with it, dry runs, records or frames on first use."""
     if name == "checkpoint":
         return importlib.import_module("refshard.engine.checkpoint")
     if name in _HOME:

@@ -138,6 +138,7 @@ def test_public_face() -> None:
         "full_parameters",
         "local_parameters",
         "no_sync",
+        "read_run",
         "read_trace",
         "register_forward_method",
         "reshard",
