@@ -152,8 +152,8 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """One figure to read first. ``part`` is the beginning of a part's name in the chart with the id ``chart``, which
-    the fact is about.
+    """One figure to read first. ``part`` is the beginning of a part's name in the chart with the id ``chart``, in its
+    bar on ``row``, which the fact is about.
     """
 
     label: str
@@ -162,6 +162,7 @@ class Fact:
     style: Style = "plain"
     chart: str = ""
     part: str = ""
+    row: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
