@@ -163,7 +163,8 @@ def sides_chart(
         places = {} if side[0].kept is None else _longest_places(side[0].figures, side[0].kept, prefix, length)
         for part in sorted(shown, key=lambda part: -means[row][part]):
             if (place := places.get(part)) and means[row][part] >= 0.01 * steps[row]:
-                text = f"{name}: {part} {format_ns(1e9 * means[row][part])}"
+                of = "" if any(one.row == row for one in jumps) else f"{name}: "
+                text = f"{of}{part} {format_ns(1e9 * means[row][part])}"
                 jumps.append(replace(place, row=row, text=text, note=f"{name}, {place.note}"))
     lead = ", ".join(f"{name} {format_ns(1e9 * step)}" for name, step in zip(names, steps))
     lead = f"Mean steps on one scale, {lead}"

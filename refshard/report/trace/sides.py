@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 
 from refshard.analysis.analyse import Analysis
-from refshard.analysis.figures import TraceFigures
+from refshard.analysis.figures import Cause, TraceFigures
 from refshard.report.blocks import Block, Cell, Charts, Quantity, Row, Section, Table, cell_text, table
 from refshard.report.trace import sections
-from refshard.report.trace.text import ns, section, who
+from refshard.report.trace.text import IDLE, ON_CPU, ns, section, who
 from refshard.report.trace.where import where_means
 
 _SMALL = 0.001
@@ -40,7 +40,9 @@ def side_by_side(
     firsts = [side[0] for side in sides]
     length, own = scale(firsts), prefixes or [f"side-{n}" for n in range(len(sides))]
     bars = Charts(draw=lambda: [_charts().sides_chart(names, sides, own, length())])
-    blocks: list[Block] = [bars, _by_part(names, [where_means(side) for side in sides])]
+    called = {IDLE[Cause.LAUNCH]: ON_CPU} if all(one.figures.device == "cpu" for one in firsts) else {}
+    means = [{called.get(name, name): value for name, value in where_means(side).items()} for side in sides]
+    blocks: list[Block] = [bars, _by_part(names, means)]
     if len(sides) > 2:
         return blocks
     about = " and ".join(f"{name}: {who(one.figures)}" for name, one in zip(names, firsts))
