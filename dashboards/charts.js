@@ -93,7 +93,7 @@ const charts = (() => {
     ["middle right", 1, 0], ["middle left", -1, 0], ["top center", 0, -1], ["bottom center", 0, 1],
     ["top right", 1, -1], ["bottom right", 1, 1], ["top left", -1, -1], ["bottom left", -1, 1],
   ];
-  // Around a point on the front, further away: such a label has an arrow.
+  // Further away from a point that must have a label, which then has an arrow.
   const FURTHER = [40, 60, 80, 110, 140, 180].flatMap((far) => Array.from({ length: 16 }, (_, n) => n * Math.PI / 8)
     .map((angle) => [far * Math.cos(angle), far * Math.sin(angle)]));
   const HIGH = 17; // of a label's line, px
@@ -135,9 +135,10 @@ const charts = (() => {
       return { left: x - 3, top, width: 6, height: yaxis.d2p(trace.y[place] - arrayminus[place]) - top };
     });
     const line = dots(front.x.map((x, at) => [xaxis.d2p(x), yaxis.d2p(front.y[at])]));
-    // Those on the front first, then lower points: they are the better ones.
-    const onFront = points.map((_, at) => front.x.some((x, n) => x === trace.x[at] && front.y[n] === trace.y[at]));
-    const order = points.map((_, at) => at).sort((a, b) => onFront[b] - onFront[a] || points[b][1] - points[a][1]);
+    // Those to use, then those on the front, then lower points: they are the better ones.
+    const rank = points.map((_, at) => (trace.meta.chosen?.includes(trace.text[at]) ? 2
+      : front.x.some((x, n) => x === trace.x[at] && front.y[n] === trace.y[at]) ? 1 : 0));
+    const order = points.map((_, at) => at).sort((a, b) => rank[b] - rank[a] || points[b][1] - points[a][1]);
     const together = [];
     for (const at of order) {
       const near = together.find(([first]) =>
@@ -158,7 +159,7 @@ const charts = (() => {
       const clear = (free, obstacles) => free.find(({ at }) => !obstacles.some((other) => meet(at, other)));
       const free = places(AROUND, boxAt);
       let label = clear(free, [...errors, ...line]) ?? clear(free, errors);
-      if (!label && onFront[members[0]]) {
+      if (!label && rank[members[0]]) {
         const far = places(FURTHER, ([x, y], width, height, [right, down]) =>
           ({ left: x + right - width / 2, top: y + down - height / 2, width, height }));
         label = clear(far, [...errors, ...line]) ?? clear(far, errors) ?? free[0] ?? far[0];

@@ -14,7 +14,7 @@ SLACK = 100
 """Most lines that a budget may exceed its package by."""
 BUDGETS = {
     "refshard/analysis": 12_270,
-    "refshard/commands": 3_850,
+    "refshard/commands": 3_860,
     "refshard/dryrun": 8_120,
     "refshard/emit": 940,
     "refshard/emulate": 1_400,
@@ -24,7 +24,7 @@ BUDGETS = {
     "refshard/measure": 8_615,
     "refshard/models": 1_300,
     "refshard/plan": 3_485,
-    "refshard/report": 10_760,
+    "refshard/report": 10_870,
     "refshard/specs": 3_020,
     "refshard/strategies": 3_190,
     "refshard/*.py": 2_620,

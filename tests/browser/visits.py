@@ -114,7 +114,7 @@ class Visit:
 
     def rows(self, caption: str) -> list[list[str]]:
         """The cells of the rows that a table shows, the row of its heads aside."""
-        cells = "(rows) => rows.map((row) => [...row.cells].filter((c) => !c.hidden).map((c) => c.textContent.trim()))"
+        cells = "(rows) => rows.map((row) => [...row.cells].filter((c) => !c.hidden).map((c) => c.textContent.trim().replaceAll('\\u00a0', ' ')))"
         shown = self.table(caption).locator("tbody tr:not([hidden])").evaluate_all(cells)
         return [[str(text) for text in row] for row in shown]
 

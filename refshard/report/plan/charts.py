@@ -58,7 +58,7 @@ def _point(row: Row, place: int, varied: Sequence[str]) -> Point:
     ]  # fmt: skip
     return Point(
         name=_name(row, place), time=row.time_s, memory=row.memory_bytes, tip="<br>".join(lines),
-        colour=look(place).colour, place=place, number=place,
+        colour=look(place).colour, place=place, number=place, chosen=not place,
     )  # fmt: skip
 
 

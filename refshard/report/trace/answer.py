@@ -4,7 +4,7 @@ trace, warnings, and each job's largest loss as the verdict.
 
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType, ModuleType
@@ -39,8 +39,9 @@ from refshard.report.blocks import (
 from refshard.report.draw.embed import embedded
 from refshard.report.trace import sections
 from refshard.report.trace.findings import SMALL, Finding, findings, warnings_text
+from refshard.report.trace.lanes import one_scale
 from refshard.report.trace.ranks import lateness_table
-from refshard.report.trace.sides import scale, side_by_side
+from refshard.report.trace.sides import side_by_side
 from refshard.report.trace.text import each, has_steps, job_names, jobs, ns, parts, per, share, who
 
 _OPTIONAL = (
@@ -81,14 +82,15 @@ def trace_answer(analyses: Sequence[Analysis], checks: Sequence[Block] = (), mor
     traces = [one.figures for one in analyses]
     found, names = findings(traces), job_names(traces)
     several = len(found) > 1
-    lead = [f"{name}: {one.lead}" if several else one.lead for name, one in zip(names.values(), found)]
-    lead = [*_lengths(traces), *lead]
+    lead, lengths = [one.lead for one in found], _lengths(traces)
+    lead = [*lengths, *(f"{name}: {text}" for name, text in zip(names.values(), lead))] if several else lead
     worst = _worst(analyses)
     places = [f"trace-{analyses.index(one)}" for one in worst.values()]
     bars = [
         f"{names[job]}, {who(one.figures)}" if len(traces) > len(names) else names[job] for job, one in worst.items()
     ]
-    both = side_by_side(bars, [[one] for one in worst.values()], places) if _is_alike(worst.values()) else []
+    is_shared = lengths and len(worst) == len(names)
+    both = side_by_side(bars, [[one] for one in worst.values()], places) if is_shared else []
     blocks: list[Block] = both[:2]
     for (job, members), finding in zip(jobs(traces).items(), found):
         ranks = sorted(members, key=lambda trace: (trace.rank is None, trace.rank))
@@ -126,7 +128,7 @@ def trace_answer(analyses: Sequence[Analysis], checks: Sequence[Block] = (), mor
             *blocks,
             *([] if both and len(traces) == len(names) else [Charts(draw=lambda: _charts().ranks_chart(traces))]),
             *both[2:],
-            *_each_trace(analyses, scale(list(worst.values())) if both else int),
+            *_each_trace(analyses, one_scale(list(worst.values())) if both else 0),
             *checks,
             *_warnings(traces),
             Section(title="Definitions", id="words", nav="Definitions", where="page",
@@ -149,11 +151,6 @@ def _worst(analyses: Sequence[Analysis]) -> dict[int, Analysis]:
 
 def _step_ns(figures: TraceFigures) -> float:
     return fmean(part.breakdown.span_ns for part in parts(figures))
-
-
-def _is_alike(analyses: Collection[Analysis]) -> bool:
-    """Whether there are several traces, all with steps, so that one scale fits all."""
-    return len(analyses) > 1 and {per(one.figures) for one in analyses} == {"per step"}
 
 
 def _lengths(traces: Sequence[TraceFigures]) -> list[str]:
@@ -257,7 +254,7 @@ def _warnings(traces: Sequence[TraceFigures]) -> Iterator[Block]:
     yield Notes(sentences=warnings_text(traces), title="Warnings", where="always" if few else "detail")
 
 
-def _each_trace(analyses: Sequence[Analysis], length: Callable[[], int]) -> Iterator[Section]:
+def _each_trace(analyses: Sequence[Analysis], length: int) -> Iterator[Section]:
     """The sections of each trace; a terminal shows those of the first trace of each job. Timelines are at least
     ``length`` nanoseconds long.
     """
@@ -282,10 +279,10 @@ def _each_trace(analyses: Sequence[Analysis], length: Callable[[], int]) -> Iter
 
 def rank_blocks(
     figures: TraceFigures, timeline: Timeline | None, prefix: str, trace: TraceFile | None = None,
-    length: Callable[[], int] = int,
+    length: int = 0,
 ) -> list[Block]:  # fmt: skip
     """Charts of one trace, with ids that begin with ``prefix``, then its sections."""
-    charts = Charts(draw=lambda: _charts().all_charts(figures, timeline, prefix, length()))
+    charts = Charts(draw=lambda: _charts().all_charts(figures, timeline, prefix, length))
     return [charts, *([trace] if trace is not None else []), *sections.sections_of(figures, timeline)]
 
 

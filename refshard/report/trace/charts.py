@@ -65,8 +65,6 @@ _NUDGE = 1 / 30_000
 """How far within a block its points lie, so that none is on its neighbour's: plotly compares hundredths of a pixel."""
 _CHARACTER = 1 / 100
 """Room for a character of a label, like the nudge a part of the figure's width."""
-_COMPARABLE = 2
-"""Timelines share a scale if the longest is at most this many times the shortest."""
 _LINE, _LINES = 48, 6
 """Most characters of a line that pointing shows, and most lines."""
 
@@ -132,15 +130,6 @@ def where_chart(
     jumps = [replace(places.get(name, nowhere), part=names[name], text=told) for name, told in said.items()]
     drawn = replace(drawn, lead=lead, jumps=jumps)
     return _on_cpu(drawn) if figures.device == "cpu" else drawn
-
-
-def one_scale(analyses: Sequence[Analysis]) -> int:
-    """The nanoseconds that the timelines of all these traces can share as their scale; 0 if the steps that are drawn
-    differ by more than :data:`_COMPARABLE`.
-    """
-    shown = [drawn_windows(one.figures, one.kept)[0] for one in analyses if one.kept is not None]
-    lengths = [window.close - window.begin for window in shown]
-    return max(lengths, default=0) if max(lengths, default=0) <= _COMPARABLE * min(lengths, default=0) else 0
 
 
 def sides_chart(

@@ -8,6 +8,7 @@ from refshard.analysis.analyse import Analysis
 from refshard.analysis.figures import Cause, TraceFigures
 from refshard.report.blocks import Block, Cell, Charts, Quantity, Row, Section, Table, cell_text, table
 from refshard.report.trace import sections
+from refshard.report.trace.lanes import one_scale
 from refshard.report.trace.text import IDLE, ON_CPU, ns, section, who
 from refshard.report.trace.where import where_means
 
@@ -38,8 +39,8 @@ def side_by_side(
     its timelines, unless those are drawn already, under ``prefixes``. ``names`` are those of columns and bars.
     """
     firsts = [side[0] for side in sides]
-    length, own = scale(firsts), prefixes or [f"side-{n}" for n in range(len(sides))]
-    bars = Charts(draw=lambda: [_charts().sides_chart(names, sides, own, length())])
+    length, own = one_scale(firsts), prefixes or [f"side-{n}" for n in range(len(sides))]
+    bars = Charts(draw=lambda: [_charts().sides_chart(names, sides, own, length)])
     called = {IDLE[Cause.LAUNCH]: ON_CPU} if all(one.figures.device == "cpu" for one in firsts) else {}
     means = [{called.get(name, name): value for name, value in where_means(side).items()} for side in sides]
     blocks: list[Block] = [bars, _by_part(names, means)]
@@ -62,19 +63,14 @@ def side_by_side(
     return [*blocks, lanes_section] if lanes else blocks
 
 
-def scale(analyses: Sequence[Analysis]) -> Callable[[], int]:
-    """:func:`refshard.report.trace.charts.one_scale`, for when it is drawn."""
-    return lambda: int(_charts().one_scale(analyses))
-
-
 def _charts() -> ModuleType:
     from refshard.report.trace import charts  # plotly takes a second to import
 
     return charts
 
 
-def _lanes(one: Analysis, prefix: str, length: Callable[[], int]) -> Charts:
-    return Charts(draw=lambda: _charts().all_charts(one.figures, one.kept, prefix, length()))
+def _lanes(one: Analysis, prefix: str, length: int) -> Charts:
+    return Charts(draw=lambda: _charts().all_charts(one.figures, one.kept, prefix, length))
 
 
 def _by_part(names: Sequence[str], means: Sequence[dict[str, float]]) -> Table:

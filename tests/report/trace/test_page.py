@@ -13,7 +13,7 @@ import pytest
 from refshard.analysis.analyse import Analysis
 from refshard.events.timeline import Spans, Timeline, Window
 from refshard.report.draw import embed
-from refshard.report.trace.charts import one_scale
+from refshard.report.trace.lanes import one_scale
 from tests.report import traces
 from tests.report.pages import Page
 from tests.report.traces import HOSTILE
