@@ -163,9 +163,7 @@ def _lengths(traces: Sequence[TraceFigures]) -> list[str]:
     if len(names) < 2 or len(steps) < len(names):
         return []
     least, most = (of(steps, key=lambda name: steps[name]) for of in (min, max))
-    return [
-        f"The shortest step is {least}'s, {format_ns(steps[least])}; the longest is {most}'s, {format_ns(steps[most])}."
-    ]
+    return [f"{least} has the shortest step, {format_ns(steps[least])}; {most} the longest, {format_ns(steps[most])}."]
 
 
 def where_block(

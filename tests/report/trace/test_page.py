@@ -117,7 +117,7 @@ def test_jobs_share_one_scale_if_their_steps_are_alike(tmp_path: Path) -> None:
     assert [row["text"] for row in bars["layout"]["meta"]["rows"]] == ["a", "b"]
     assert len(rest) == len(found)  # the steps of each trace; no bar of a job alone
     assert timelines[0] == timelines[2]
-    assert "The shortest step is a's" in page.text.replace("\N{NO-BREAK SPACE}", " ")
+    assert "a has the shortest step, " in page.text.replace("\N{NO-BREAK SPACE}", " ")
     apart = [found[0], traces.trace(tmp_path, traces.gpu(layers=24), file="c.json", job=1)]
     assert one_scale(found) > 0 == one_scale(apart)
 
