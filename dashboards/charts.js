@@ -160,8 +160,11 @@ const charts = (() => {
       const free = places(AROUND, boxAt);
       let label = clear(free, [...errors, ...line]) ?? clear(free, errors);
       if (!label && rank[members[0]]) {
-        const far = places(FURTHER, ([x, y], width, height, [right, down]) =>
-          ({ left: x + right - width / 2, top: y + down - height / 2, width, height }));
+        const [x, y] = points[members[0]];
+        const others = taken.slice(0, points.length).filter((_, at) => !members.includes(at));
+        const far = places(FURTHER, (_, width, height, [right, down]) =>
+          ({ left: x + right - width / 2, top: y + down - height / 2, width, height })).filter(({ side: [right, down] }) =>
+          !dots([[x, y], [x + right, y + down]]).some((dot) => others.some((other) => meet(dot, other))));
         label = clear(far, [...errors, ...line]) ?? clear(far, errors) ?? free[0] ?? far[0];
       }
       if (!label) continue;
