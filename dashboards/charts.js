@@ -93,6 +93,9 @@ const charts = (() => {
     ["middle right", 1, 0], ["middle left", -1, 0], ["top center", 0, -1], ["bottom center", 0, 1],
     ["top right", 1, -1], ["bottom right", 1, 1], ["top left", -1, -1], ["bottom left", -1, 1],
   ];
+  // Further away from a point that must have a label, which then has an arrow.
+  const FURTHER = [40, 60, 80, 110, 140, 180].flatMap((far) => Array.from({ length: 16 }, (_, n) => n * Math.PI / 8)
+    .map((angle) => [far * Math.cos(angle), far * Math.sin(angle)]));
   const HIGH = 17; // of a label's line, px
   const FAR = 9; // from a point's middle to its label, px
   const SAME = 10; // points that are nearer lie on each other, px
@@ -132,9 +135,10 @@ const charts = (() => {
       return { left: x - 3, top, width: 6, height: yaxis.d2p(trace.y[place] - arrayminus[place]) - top };
     });
     const line = dots(front.x.map((x, at) => [xaxis.d2p(x), yaxis.d2p(front.y[at])]));
-    // Those on the front first, then lower points: they are the better ones.
-    const onFront = points.map((_, at) => front.x.some((x, n) => x === trace.x[at] && front.y[n] === trace.y[at]));
-    const order = points.map((_, at) => at).sort((a, b) => onFront[b] - onFront[a] || points[b][1] - points[a][1]);
+    // Those to use, then those on the front, then lower points: they are the better ones.
+    const rank = points.map((_, at) => (trace.meta.chosen?.includes(trace.text[at]) ? 2
+      : front.x.some((x, n) => x === trace.x[at] && front.y[n] === trace.y[at]) ? 1 : 0));
+    const order = points.map((_, at) => at).sort((a, b) => rank[b] - rank[a] || points[b][1] - points[a][1]);
     const together = [];
     for (const at of order) {
       const near = together.find(([first]) =>
@@ -146,14 +150,23 @@ const charts = (() => {
     for (const members of together) {
       const names = members.map((at) => trace.text[at]);
       const forms = names.length > 1 && wide(names.join(", ")) <= WIDE ? [[names.join(", ")], names] : [names];
-      const free = forms.flatMap((lines) => {
+      const isFree = ({ at }) => at.left >= 0 && at.top >= 0 && at.left + at.width <= size.w
+        && at.top + at.height <= size.h && !taken.some((other) => meet(at, other));
+      const places = (sides, boxOf) => forms.flatMap((lines) => {
         const [width, height] = [Math.max(...lines.map(wide)), HIGH * lines.length];
-        return AROUND.map((side) => ({ text: lines.join("<br>"), side: side[0],
-          at: boxAt(points[members[0]], width, height, side) }));
-      }).filter(({ at }) => at.left >= 0 && at.top >= 0 && at.left + at.width <= size.w && at.top + at.height <= size.h
-        && !taken.some((other) => meet(at, other)));
-      const clear = (obstacles) => free.find(({ at }) => !obstacles.some((other) => meet(at, other)));
-      const label = clear([...errors, ...line]) ?? clear(errors) ?? (onFront[members[0]] ? free[0] : undefined);
+        return sides.map((side) => ({ text: lines.join("<br>"), side, at: boxOf(points[members[0]], width, height, side) }));
+      }).filter(isFree);
+      const clear = (free, obstacles) => free.find(({ at }) => !obstacles.some((other) => meet(at, other)));
+      const free = places(AROUND, boxAt);
+      let label = clear(free, [...errors, ...line]) ?? clear(free, errors);
+      if (!label && rank[members[0]]) {
+        const [x, y] = points[members[0]];
+        const others = taken.slice(0, points.length).filter((_, at) => !members.includes(at));
+        const far = places(FURTHER, (_, width, height, [right, down]) =>
+          ({ left: x + right - width / 2, top: y + down - height / 2, width, height })).filter(({ side: [right, down] }) =>
+          !dots([[x, y], [x + right, y + down]]).some((dot) => others.some((other) => meet(dot, other))));
+        label = clear(far, [...errors, ...line]) ?? clear(far, errors) ?? free[0] ?? far[0];
+      }
       if (!label) continue;
       taken.push(label.at);
       labels[members[0]] = label;
@@ -161,16 +174,22 @@ const charts = (() => {
     return labels;
   };
 
-  const label = (box, traces) => {
+  const label = (box, traces, fixed) => {
     const at = traces.findIndex((trace) => trace.meta?.labels);
     if (at < 0) return undefined;
     box.labelledAt = box.clientWidth;
     const trace = traces[at];
     const labels = placed(box, trace, traces.find((one) => one.meta?.front));
-    return Plotly.restyle(box, {
-      text: [trace.text.map((_, place) => labels[place]?.text ?? "")],
-      textposition: [trace.text.map((_, place) => labels[place]?.side ?? "middle right")],
-    }, [at]);
+    const isFar = (one) => typeof one?.side[0] === "number";
+    const arrows = labels.flatMap((one, place) => (isFar(one) ? [{
+      x: box._fullLayout.xaxis.type === "log" ? Math.log10(trace.x[place]) : trace.x[place], y: trace.y[place],
+      text: one.text, ax: one.side[0], ay: one.side[1], arrowcolor: "#777777", arrowwidth: 1, arrowhead: 0, standoff: 7,
+      borderpad: 0, font: { size: 13 },
+    }] : []));
+    return Plotly.update(box, {
+      text: [trace.text.map((_, place) => (isFar(labels[place]) ? "" : labels[place]?.text ?? ""))],
+      textposition: [trace.text.map((_, place) => (isFar(labels[place]) ? "middle right" : labels[place]?.side[0] ?? "middle right"))],
+    }, { annotations: [...fixed, ...arrows] }, [at]);
   };
 
   // --- drawing
@@ -184,8 +203,9 @@ const charts = (() => {
     const named = layout.showlegend === false ? []
       : traces.filter((trace) => trace.showlegend !== false && trace.name).map(({ name }) => name);
     const isAbove = named.length && !layout.meta?.texts;
-    const more = width < 600 ? 22 * named.length : isAbove ? 20 * Math.max(0, linesOf(named, width) - 2) : 0;
-    const height = width < 600 ? Math.max(layout.height + more, 2 * more) : layout.height + more;
+    const lines = width < 600 ? named.length : isAbove ? linesOf(named, width) : 0;
+    const more = width < 600 ? 22 * lines : 20 * Math.max(0, lines - 2);
+    const height = Math.max(layout.height + more, 44 * lines);
     let box = element.querySelector(".plot");
     if (!box) box = element.appendChild(document.createElement("div"));
     box.className = "plot";
@@ -196,11 +216,11 @@ const charts = (() => {
       displayModeBar: Boolean(layout.meta?.texts), displaylogo: false, responsive: true,
       modeBarButtons: [["zoomIn2d", "zoomOut2d", "zoom2d", "pan2d", "resetScale2d"]],
     });
-    await label(box, traces);
+    await label(box, traces, layout.annotations ?? []);
     if (!box.watched) {
       box.watched = true;
       box.on("plotly_afterplot", () => {
-        if (box.labelledAt && box.labelledAt !== box.clientWidth) label(box, shown(element).data);
+        if (box.labelledAt && box.labelledAt !== box.clientWidth) label(box, shown(element).data, layout.annotations ?? []);
       });
       box.on("plotly_click", ({ points: [point] }) => jumpOf(element, point.data.name, point.y)?.click());
     }
@@ -247,7 +267,7 @@ const charts = (() => {
   };
   document.addEventListener("click", (event) => {
     const link = event.target.closest?.("a.jump, a.part");
-    const jump = link?.matches(".part") ? jumpOf(document.getElementById(link.hash.slice(1)), link.dataset.part) : link;
+    const jump = link?.matches(".part") ? jumpOf(document.getElementById(link.hash.slice(1)), link.dataset.part, Number(link.dataset.row)) : link;
     if (!jump || !("DecompressionStream" in window)) return;
     event.preventDefault();
     goTo(jump);
@@ -255,7 +275,7 @@ const charts = (() => {
 
   for (const link of document.querySelectorAll("a.part")) {
     const bar = document.getElementById(link.hash.slice(1));
-    if (!bar || !jumpOf(bar, link.dataset.part)) link.replaceWith(...link.childNodes);
+    if (!bar || !jumpOf(bar, link.dataset.part, Number(link.dataset.row))) link.replaceWith(...link.childNodes);
   }
 
   // --- saving; offered before anything is drawn, since buttons may take a line, and a page must not move later

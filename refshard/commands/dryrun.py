@@ -8,7 +8,7 @@ import msgspec
 from msgspec.structs import replace
 
 from refshard.commands.dryrun_model import Training, training_command
-from refshard.commands.printing import write_page
+from refshard.commands.printing import check_writable, write_page
 from refshard.dryrun.advice import Advice, Choices, advise
 from refshard.dryrun.analyse import Analysis
 from refshard.dryrun.command_line import TrainingCommand, read_command
@@ -80,9 +80,8 @@ def dryrun(options: Options, *, trace: Path | None = None, html: Path | None = N
             to explain is none, damaged, or has no stacks.
         RefshardError: the fake device cannot be made.
     """
-    for option, path in (("trace", trace), ("html", html)):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise SpecError(f"{option}: {path} cannot be written; name a file in a folder that exists")
+    check_writable("trace", trace)
+    check_writable("html", html)
     if options.ranks is not None and (options.rank is not None or options.compile == "both"):
         excluded = "--rank" if options.rank is not None else "--compile both"
         raise SpecError(f"dryrun: --ranks and {excluded} exclude each other, got both; leave one out")

@@ -12,48 +12,52 @@ from refshard.commands.dryrun import Options as DryRunOptions
 from refshard.commands.dryrun import dryrun
 from refshard.commands.dryrun_model import Training
 from refshard.commands.plan import Options, plan
-from refshard.commands.printing import tell
+from refshard.commands.printing import check_writable, tell, write_page
 from refshard.outside_memory import EXPANDABLE_SEGMENTS
 from refshard.quantities import format_seconds
-from refshard.report.blocks import Answer, Text, Verdict
+from refshard.report.blocks import Answer, Section, Text, Verdict
 from refshard.specs.cluster import load_cluster
 from refshard.specs.job import Job
 
 
 def fit(options: Options, *, html: Path | None = None) -> Answer:
     """The dry run of what the plan says to use, and the command that trains it; the plan's answer if nothing fits.
-    ``html`` is a file for the dry run's page.
+    ``html`` is a file for a page of everything.
 
     Raises:
         SpecError: as :func:`refshard.commands.plan.plan`, or the page cannot be written.
         RefshardError: the fake device cannot be made.
     """
+    check_writable("html", html)
     planned = plan(options)
     size = planned.data["sizes"][-1]
     if not size["rows"]:
+        if html is not None:
+            write_page(planned, html, "fit")
         return planned
     best, job = size["rows"][0], msgspec.convert(size["rows"][0]["job"], Job)
     training = training_of(job)
     tell(f"dry run: {job.strategy} on {job.gpus:,} of {job.cluster}")
     name, _, value = EXPANDABLE_SEGMENTS.partition("=")  # which the plan assumes
     found = dryrun(
-        DryRunOptions(training=training, cluster=job.cluster, gpus=job.gpus, advise=False, environment={name: value}),
-        html=html,
+        DryRunOptions(training=training, cluster=job.cluster, gpus=job.gpus, advise=False, environment={name: value})
     )
     said = [block if isinstance(block, Verdict) else replace(block, where="detail") for block in found.blocks]
     train = f"{EXPANDABLE_SEGMENTS} {shlex.join(train_command(training, job))}"
-    return replace(
-        found,
-        data={**found.data, "plan": best, "train": train},
-        blocks=[
-            Verdict(
-                sentences=[f"Plan, by closed forms: {planned.data['verdict'][0]}", *beyond(found.data["step_s"], best)],
-                style="plain",
-            ),
-            *said,
-            Text(text=f"Train it: {train}"),
-        ],
+    use = Verdict(
+        sentences=[f"Plan, by closed forms: {planned.data['verdict'][0]}", *beyond(found.data["step_s"], best)],
+        style="plain",
     )
+    if html is not None:
+        assert planned.cover is not None
+        assert found.cover is not None
+        whole = [use, *found.blocks, Section(title="Train it", id="train", nav="Train it",
+                                             blocks=[Text(text=train, style="command")])]  # fmt: skip
+        cover = replace(found.cover, title=planned.cover.title)
+        write_page(replace(found, blocks=whole, cover=cover), html, "fit")
+    more = [Text(text=f"page: {html}")] if html is not None else []
+    blocks = [use, *said, Text(text=f"Train it: {train}"), *more]
+    return replace(found, data={**found.data, "plan": best, "train": train}, blocks=blocks)
 
 
 def beyond(step_s: float | None, row: Mapping[str, Any]) -> list[str]:

@@ -130,6 +130,16 @@ def write_page(answer: Answer, path: Path, product: str) -> None:
         raise SpecError(f"html: {path} cannot be written ({error.strerror}); name a writable file") from None
 
 
+def check_writable(option: str, path: Path | None) -> None:
+    """Check early that a file can be written, if one is named.
+
+    Raises:
+        SpecError: it is a folder, or its folder does not exist.
+    """
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise SpecError(f"{option}: {path} cannot be written; name a file in a folder that exists")
+
+
 def put_out(text: str, stream: TextIO) -> None:
     """Write to ``stream``; a reader that has seen enough (``head``) is no error."""
     try:

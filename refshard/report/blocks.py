@@ -106,7 +106,8 @@ class Column:
 class Table:
     """Cells under a title. Columns that do not fit a terminal are left out from the right, so the most important ones
     come first. A terminal shows the first ``shown`` rows (None: all). ``caption`` explains the rows; a page shows it.
-    ``cases`` are the numbers of the cases that rows belong to: a page's filter hides those of other strategies.
+    ``cases`` are the numbers of the cases that rows belong to: a page's filter hides those of other strategies. A page
+    shows ``numbers`` before the rows' names, as its charts do.
     """
 
     kind: ClassVar[str] = "table"
@@ -116,6 +117,7 @@ class Table:
     caption: str = ""
     shown: int | None = None
     cases: Sequence[int] = ()
+    numbers: Sequence[int] = ()
     id: str = ""
     where: Where = "always"
 
@@ -152,8 +154,8 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """One figure to read first. ``part`` is the beginning of a part's name in the chart with the id ``chart``, which
-    the fact is about.
+    """One figure to read first. ``part`` is the beginning of a part's name in the chart with the id ``chart``, in its
+    bar on ``row``, which the fact is about.
     """
 
     label: str
@@ -162,6 +164,7 @@ class Fact:
     style: Style = "plain"
     chart: str = ""
     part: str = ""
+    row: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

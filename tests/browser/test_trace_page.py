@@ -122,7 +122,7 @@ def test_paper_has_the_charts(browser: "Browser", trace_address: str) -> None:
     visit.run("dispatchEvent(new Event('beforeprint'))")
     shown = visit.page.locator(".chart:visible").count()
     assert visit.page.locator(".plot:visible .cartesianlayer").count() == shown > 3
-    assert visit.run("document.querySelector('#trace-0-steps .main-svg').clientWidth") == 680
+    assert visit.run("document.querySelector('#ranks .main-svg').clientWidth") == 680
     visit.page.context.close()
 
 

@@ -116,7 +116,7 @@ class Visit:
         """The cells of the rows that a table shows, the row of its heads aside."""
         cells = "(rows) => rows.map((row) => [...row.cells].filter((c) => !c.hidden).map((c) => c.textContent.trim()))"
         shown = self.table(caption).locator("tbody tr:not([hidden])").evaluate_all(cells)
-        return [[str(text) for text in row] for row in shown]
+        return [[str(text).replace("\N{NO-BREAK SPACE}", " ") for text in row] for row in shown]
 
     def table(self, caption: str) -> Any:
         """The first table whose caption has these words, scrolled into view."""

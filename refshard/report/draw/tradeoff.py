@@ -25,7 +25,8 @@ _BAND = "rgba(0,114,178,0.10)"
 class Point:
     """A strategy: its step time (s, perhaps with an interval), memory (B), tip and look.
 
-    ``place`` chooses the marker; ``number`` is that of its case, if there are cases.
+    ``place`` chooses the marker; ``number`` is that of its case, if there are cases. A ``chosen`` one is never without
+    its name.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Point:
     colour: str
     place: int
     number: int = 0
+    chosen: bool = False
     low: float | None = None
     high: float | None = None
 
@@ -143,7 +145,11 @@ def _points(points: Sequence[Point], sizes: tuple[float, float], *, hollow: bool
         error_y=None if hollow else bars,
         customdata=[point.tip for point in points],
         hovertemplate="%{customdata}<extra></extra>",
-        meta={"cases": [point.number for point in points], "labels": not hollow},
+        meta={
+            "cases": [point.number for point in points],
+            "labels": not hollow,
+            "chosen": [label_text(point.name) for point in points if point.chosen],
+        },
     )
 
 

@@ -178,6 +178,9 @@ def _where_it_ran(found: Analysis) -> str:
 
 
 def _what_ran(request: Request) -> str:
+    """The command; of a model that refshard trains, what it is."""
+    if request.module and request.command[0].startswith("refshard."):
+        return " ".join(request.command[1:])
     return " ".join(request.command if not request.module else ("-m", *request.command))
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import plotly.graph_objects as go
@@ -139,7 +139,8 @@ def picture(
     top = _HEADROOM * highest / size
     limit = usable_bytes / size if shown else None
     if limit is not None:
-        _add_limit(figure, limit, f"usable: {format_bytes(usable_bytes)}")
+        is_late = xs[course.peak] > xs[-1] / 2
+        _add_limit(figure, limit, f"usable: {format_bytes(usable_bytes)}", "left" if is_late else "right")
     _add_peak(figure, course, xs, size, _label_height(course, size, top, limit))
     figure.update_layout(template=THEME, height=460, showlegend=True, hovermode="x unified")
     figure.update_xaxes(
@@ -236,10 +237,12 @@ def _add_phases(figure: go.Figure, course: MemoryCourse, axis: Axis, pieces: Seq
             )
 
 
-def _add_limit(figure: go.Figure, y: float, text: str) -> None:
+def _add_limit(figure: go.Figure, y: float, text: str, side: Literal["left", "right"]) -> None:
+    """A line, with its name where the peak's label is not."""
     figure.add_shape(type="line", x0=0, x1=1, xref="paper", y0=y, y1=y, line={"dash": "dash", "width": 2, "color": RED})
     figure.add_annotation(
-        x=0, xref="paper", xanchor="left", xshift=4, y=y, yanchor="bottom", showarrow=False, text=text
+        x=int(side == "right"), xref="paper", xanchor=side, xshift=-4 if side == "right" else 4, y=y, yanchor="bottom",
+        showarrow=False, text=text,
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ def speed_and_memory(rows: Sequence[Row]) -> Chart:
         x=short(row.tried.reserved_bytes / _GIB for row in best),
         y=[round(row.tried.tokens_per_s or 0) for row in best],
         mode="lines", line={"color": INK, "width": 1.5, "dash": "dot"}, hoverinfo="skip", showlegend=False,
+        meta={"front": True},
     )  # fmt: skip
     sizes = list(dict.fromkeys(row.trial.request.world_size for row in drawn))
     for place, size in enumerate(sizes):
@@ -34,8 +35,21 @@ def speed_and_memory(rows: Sequence[Row]) -> Chart:
                     "symbol": [marker if row.tried.fits else f"{marker}-open" for row in some]},
             text=[_tip(row) for row in some], hovertemplate="%{text}<extra></extra>",
         )  # fmt: skip
-    limit = min(row.tried.usable_bytes for row in drawn) / _GIB
-    figure.add_vline(x=limit, line={"color": RED, "dash": "dash", "width": 2}, annotation_text="usable")
+    figure.add_scatter(
+        x=short(row.tried.reserved_bytes / _GIB for row in drawn),
+        y=[round(row.tried.tokens_per_s or 0) for row in drawn], mode="text",
+        text=[label_text(named(row.choices)) for row in drawn], hoverinfo="skip", showlegend=False,
+        meta={"labels": True},
+    )  # fmt: skip
+    limit = min(row.tried.usable_bytes for row in drawn)
+    figure.add_shape(
+        type="line", x0=limit / _GIB, x1=limit / _GIB, yref="paper", y0=0, y1=1, name="limit",
+        line={"color": RED, "dash": "dash", "width": 2},
+    )  # fmt: skip
+    figure.add_annotation(
+        x=limit / _GIB, yref="paper", y=1, xanchor="right", yanchor="top", showarrow=False,
+        text=f"usable: {format_bytes(limit)}",
+    )  # fmt: skip
     figure.update_layout(template=THEME, height=400, showlegend=len(sizes) > 1, hovermode="closest", margin={"t": 24})
     figure.update_xaxes(title_text="peak reserved per GPU, GiB (lower is better)", rangemode="tozero")
     figure.update_yaxes(title_text="tokens/s/GPU (higher is better)", rangemode="tozero")

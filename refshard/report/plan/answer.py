@@ -40,17 +40,19 @@ def plan_answer(plan: Plan, spread: Spread, title: str, *, model: str, cluster: 
         about = (
             "a few layers of the real code of the first configurations ran on fake GPUs; the others are in closed form"
         )
+    numbers = range(1, len(rows) + 1)
     verdict, warnings, assumptions = text.verdict(plan, spread), text.warnings(plan, spread), text.assumptions(plan)
     blocks: list[Block] = [Verdict(sentences=verdict, style="strong" if rows else "bad")]
 
     def section(title: str, identity: str, inside: Table, chart: str = "", *, heading: bool = True) -> None:
-        charts = [Charts(draw=partial(_charts, chart, shown, plan, spread))] if chart else []
+        charts = [Charts(draw=partial(_charts, chart, shown, plan, spread), titled=False)] if chart else []
         nav, inside = re.split(r",| \(", title)[0], replace(inside, caption=title)
         blocks.append(Section(title=title, id=identity, nav=nav, heading=heading, blocks=[*charts, inside]))
 
     if rows:
         blocks.append(Charts(draw=partial(_charts, "tradeoff", shown, plan, spread)))
-        blocks.append(table(_summary(rows, varied), left=2, title=f"{title}, {ranks} ({fidelity})"))
+        summary = table(_summary(rows, varied), left=2, title=f"{title}, {ranks} ({fidelity})")
+        blocks.append(replace(summary, numbers=numbers))
         if len(plan.sizes) > 1:
             several = sum(bool(size.rows) for size in plan.sizes) > 1
             section("By number of ranks", "sizes", table(_scaling(plan)), "scaling" if several else "")
@@ -63,10 +65,14 @@ def plan_answer(plan: Plan, spread: Spread, title: str, *, model: str, cluster: 
             }
             for row in shown.front
         ]
-        section("Step time against memory (Pareto front)", "front", table(front, left=2))
+        places = [text.numbered(shown).index(row) + 1 for row in shown.front]
+        section("Step time against memory (Pareto front)", "front", replace(table(front, left=2), numbers=places))
     if rows:
-        section("Time of a step", "time-part", _time_by_part(rows, varied), "time", heading=False)
-        section("Memory at the peak", "memory-part", _memory_by_part(rows, varied), "memory", heading=False)
+        closed = " (closed form)" if fidelity == "dry run" else ""
+        for name, inside in (("Time of a step", _time_by_part), ("Memory at the peak", _memory_by_part)):
+            kind = name.partition(" ")[0].lower()
+            found = replace(inside(rows, varied), numbers=numbers)
+            section(f"{name}{closed}", f"{kind}-part", found, kind, heading=False)
     if shown.unfit:
         unfit = shown.unfit[:SHOWN_UNFIT] if rows else shown.unfit
         needs = [{**_which(row, varied), "needs": Quantity(row.memory_bytes, "B")} for row in unfit]

@@ -13,18 +13,19 @@ from refshard.report.draw.palette import BLUE, INK, RED, look
 from refshard.report.draw.tradeoff import Frame, Point, tradeoff_figure
 from refshard.report.plan import text
 
+_CLOSED = " The parts are known in closed form only; dry runs gave other totals, which stand above."
 _CUT = 1.6
 """The axis of memory ends at this many times what tensors can fill."""
 
 
 def tradeoff(size: Size, plan: Plan, spread: Spread) -> Chart:
     """Step time against memory, of the best configurations and the Pareto front."""
-    rows = [*size.rows, *(row for row in size.front if row not in size.rows)]
+    rows = text.numbered(size)
     points = [_point(row, place, plan.varied) for place, row in enumerate(rows)]
     front = [(rows.index(row), row) for row in size.front]
     error = spread.of(rows[0].kind)
     frame = Frame(
-        memory="peak memory", limit=size.usable_bytes, limit_text=f"{format_bytes(size.usable_bytes)} usable",
+        memory="peak memory", limit=size.usable_bytes, limit_text=f"{text.usable_text(size)} usable",
         tie=(1 + error.within) * points[0].time if error else None,
     )  # fmt: skip
     listed = "; ".join(
@@ -57,7 +58,7 @@ def _point(row: Row, place: int, varied: Sequence[str]) -> Point:
     ]  # fmt: skip
     return Point(
         name=_name(row, place), time=row.time_s, memory=row.memory_bytes, tip="<br>".join(lines),
-        colour=look(place).colour, place=place, number=place,
+        colour=look(place).colour, place=place, number=place, chosen=not place,
     )  # fmt: skip
 
 
@@ -94,8 +95,9 @@ def scaling_chart(plan: Plan) -> Chart:
 def time_chart(rows: Sequence[Row]) -> Chart:
     """The parts of each configuration's step."""
     totals = [format_seconds(row.step_s) for row in rows]
+    closed = _CLOSED if any(row.dry_step_s for row in rows) else ""
     figure = _bars(rows, [row.parts for row in rows], totals, "s", "per step")
-    return chart("time", "Time of a step", figure, f"Time of a step: {_listed(rows, totals)}.")
+    return chart("time", "Time of a step", figure, f"Time of a step: {_listed(rows, totals)}.{closed}")
 
 
 def memory_chart(shown: Size) -> Chart:
@@ -108,8 +110,10 @@ def memory_chart(shown: Size) -> Chart:
     usable = shown.usable_bytes / size
     figure.add_vline(x=usable, line={"color": RED, "dash": "dash", "width": 2})
     figure.update_xaxes(range=[0, min(max(1.05 * highest / size, 1.05 * usable), _CUT * usable)])
-    limit = f"Dashed: usable memory, {format_bytes(shown.usable_bytes)}."
-    return chart("memory", "Memory at the peak", figure, f"Memory at the peak: {_listed(rows, totals)}. {limit}")
+    limit = f"Dashed: usable memory, {text.usable_text(shown)}."
+    closed = _CLOSED if any(row.dry_step_s for row in rows) else ""
+    sentence = f"Memory at the peak: {_listed(rows, totals)}. {limit}{closed}"
+    return chart("memory", "Memory at the peak", figure, sentence)
 
 
 def _bars(

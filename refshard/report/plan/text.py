@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from refshard.outside_memory import EXPANDABLE_SEGMENTS
 from refshard.plan.cost_models import find_cost_model
 from refshard.plan.memory import FRAGMENTATION
-from refshard.plan.plan import Plan, Row, Spread, cheapest, fastest, ranked
+from refshard.plan.plan import Plan, Row, Size, Spread, cheapest, fastest, ranked
 from refshard.plan.space import OWN_KERNELS
 from refshard.quantities import format_bytes, format_percent, format_seconds
 from refshard.report.verdict import use
@@ -96,6 +96,17 @@ def range_text(row: Row, unknown: str = "not known") -> str:
     if row.low_s is None or row.high_s is None:
         return unknown
     return f"{format_seconds(row.low_s)} to {format_seconds(row.high_s)}"
+
+
+def numbered(size: Size) -> list[Row]:
+    """The rows that charts show, by their numbers, which begin at 1."""
+    return [*size.rows, *(row for row in size.front if row not in size.rows)]
+
+
+def usable_text(size: Size) -> str:
+    """What the configurations that are shown can use: communicators take more memory in some."""
+    ends = {format_bytes(end(row.usable_bytes for row in (*size.rows, *size.unfit))): None for end in (min, max)}
+    return " to ".join(ends)
 
 
 def verdict(plan: Plan, spread: Spread) -> list[str]:

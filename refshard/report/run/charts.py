@@ -164,6 +164,7 @@ def tradeoff(ranking: Ranking, identity: str, dry_runs: Mapping[CaseResult, Case
             colour=colour(ranking.setting, case.strategy),
             place=known.index(case.strategy) if case.strategy in known else 0,
             number=case.number,
+            chosen=case in ranking.choices,
             low=bounded.low if bounded else None,
             high=bounded.high if bounded else None,
         )

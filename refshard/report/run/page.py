@@ -16,7 +16,7 @@ from refshard.analysis.ratios import pairs
 from refshard.analysis.rehearsal import Noise
 from refshard.folders import replace_file
 from refshard.records import METRICS
-from refshard.report.blocks import Answer, Block, Cover, Facts, Marked, Notes, Row, Section, Text, table
+from refshard.report.blocks import Answer, Block, Cover, Facts, Marked, Notes, Row, Section, Text, Verdict, table
 from refshard.report.draw.charts import Chart
 from refshard.report.draw.embed import embedded
 from refshard.report.page import SCRIPTS, filled
@@ -233,7 +233,8 @@ def index_answer(every: Mapping[str, Evidence]) -> Answer:
         })  # fmt: skip
     found = table(rows, left=5, text=["about"], caption="Runs")
     columns = [replace(column, wraps=column.head in ("verdict", "about")) for column in found.columns]
-    blocks: list[Block] = [replace(found, columns=columns)]
+    used = overview([one for evidence in every.values() for one in findings(evidence)])
+    blocks: list[Block] = [*([Verdict(sentences=used)] if used else []), replace(found, columns=columns)]
     together = gather(*(run for evidence in every.values() for run in evidence.runs))
     if over_runs := trend(together.runs, together):
         heading = "Trend of each case over runs"

@@ -17,6 +17,7 @@ from refshard.analysis.figures import Breakdown, OperatorClass, TraceFigures
 from refshard.analysis.hta import HtaFailure, HtaFigures
 from refshard.analysis.overlap import mean_ratio
 from refshard.events.timeline import Timeline
+from refshard.quantities import format_ns
 from refshard.report.blocks import (
     Answer,
     Block,
@@ -38,7 +39,9 @@ from refshard.report.blocks import (
 from refshard.report.draw.embed import embedded
 from refshard.report.trace import sections
 from refshard.report.trace.findings import SMALL, Finding, findings, warnings_text
+from refshard.report.trace.lanes import one_scale
 from refshard.report.trace.ranks import lateness_table
+from refshard.report.trace.sides import side_by_side
 from refshard.report.trace.text import each, has_steps, job_names, jobs, ns, parts, per, share, who
 
 _OPTIONAL = (
@@ -78,23 +81,35 @@ def trace_answer(analyses: Sequence[Analysis], checks: Sequence[Block] = (), mor
     """
     traces = [one.figures for one in analyses]
     found, names = findings(traces), job_names(traces)
-    lead = [one.lead if len(found) == 1 else f"{name}: {one.lead}" for name, one in zip(names.values(), found)]
-    blocks: list[Block] = []
-    for members, finding in zip(jobs(traces).values(), found):
+    several = len(found) > 1
+    lead, lengths = [one.lead for one in found], _lengths(traces)
+    lead = [*lengths, *(f"{name}: {text}" for name, text in zip(names.values(), lead))] if several else lead
+    worst = _worst(analyses)
+    places = [f"trace-{analyses.index(one)}" for one in worst.values()]
+    bars = [
+        f"{names[job]}, {who(one.figures)}" if len(traces) > len(names) else names[job] for job, one in worst.items()
+    ]
+    is_shared = lengths and len(worst) == len(names)
+    both = side_by_side(bars, [[one] for one in worst.values()], places) if is_shared else []
+    blocks: list[Block] = both[:2]
+    for (job, members), finding in zip(jobs(traces).items(), found):
         ranks = sorted(members, key=lambda trace: (trace.rank is None, trace.rank))
-        shown = [one for one in analyses if one.figures in members and one.kept is not None and len(one.kept.spans)]
-        if shown and members[0].unavailable is None:
-            worst = max(shown, key=lambda one: fmean(part.breakdown.span_ns for part in parts(one.figures)))
-            gains = sections.paying(worst.figures)
-            place = analyses.index(worst)
-            blocks += [where_block(worst.figures, worst.timeline, f"trace-{place}"), *([gains] if gains.facts else [])]
-        blocks += [_job_table(ranks, f"{finding.title} ({_pattern(ranks)})"), Notes(sentences=finding.more)]
+        own: list[Block] = []
+        if one := worst.get(job):
+            row = list(worst).index(job)
+            gains = sections.paying(one.figures, *(("sides", row) if both else (f"where-{job}", 0)))
+            own += [] if both else [where_block(one.figures, one.timeline, places[row])]
+            own += [gains] if gains.facts else []
+        title = f"{finding.title} ({_pattern(ranks)})"
+        own += [_job_table(ranks, title), Notes(sentences=finding.more)]
+        job_section = Section(title=title, id=f"job-{job}", nav=names[job], heading=False, blocks=own)
+        blocks += [job_section] if several else own
         if waits := sections.waits(members):
-            name = "" if len(found) == 1 else f": {names[members[0].job]}"
+            name = f": {names[job]}" if several else ""
             caption = f"Time waited in collectives for the last rank, {sections.per_step(members[0])}; longest first"
             late = [lateness] if (lateness := lateness_table(members)) is not None else []
             blocks.append(
-                Section(title=f"Who waits for whom{name}", id=f"waits-{members[0].job}", nav="Who waits",
+                Section(title=f"Who waits for whom{name}", id=f"waits-{job}", nav="" if several else "Who waits",
                         blocks=[*late, table(waits, left=2, caption=caption)], where="detail")
             )  # fmt: skip
     title = f"{len(traces)} traces of {f'{len(names)} jobs' if len(names) > 1 else 'one job'}"
@@ -111,8 +126,9 @@ def trace_answer(analyses: Sequence[Analysis], checks: Sequence[Block] = (), mor
         rows=[{key: value for key, value in one.items() if not is_nested(value)} for one in objects],
         blocks=[
             *blocks,
-            Charts(draw=lambda: _charts().ranks_chart(traces)),
-            *_each_trace(analyses),
+            *([] if both and len(traces) == len(names) else [Charts(draw=lambda: _charts().ranks_chart(traces))]),
+            *both[2:],
+            *_each_trace(analyses, one_scale(list(worst.values())) if both else 0),
             *checks,
             *_warnings(traces),
             Section(title="Definitions", id="words", nav="Definitions", where="page",
@@ -122,6 +138,32 @@ def trace_answer(analyses: Sequence[Analysis], checks: Sequence[Block] = (), mor
         ],
         cover=Cover(title=Path(traces[0].file).name if len(traces) == 1 else title),
     )  # fmt: skip
+
+
+def _worst(analyses: Sequence[Analysis]) -> dict[int, Analysis]:
+    """Of each job whose timelines are kept, the trace with the longest step."""
+    found = dict[int, Analysis]()
+    for one in sorted(analyses, key=lambda one: one.figures.job):
+        if one.kept is not None and len(one.kept.spans) and one.figures.unavailable is None:
+            found[one.figures.job] = max(found.get(one.figures.job, one), one, key=lambda one: _step_ns(one.figures))
+    return found
+
+
+def _step_ns(figures: TraceFigures) -> float:
+    return fmean(part.breakdown.span_ns for part in parts(figures))
+
+
+def _lengths(traces: Sequence[TraceFigures]) -> list[str]:
+    """Which of several jobs has the shortest step, and which the longest, if all have steps."""
+    names = job_names(traces)
+    steps = {
+        name: fmean(map(_step_ns, members)) for name, members in zip(names.values(), jobs(traces).values())
+        if all(one.unavailable is None and per(one) == "per step" for one in members)
+    }  # fmt: skip
+    if len(names) < 2 or len(steps) < len(names):
+        return []
+    least, most = (of(steps, key=lambda name: steps[name]) for of in (min, max))
+    return [f"{least} has the shortest step, {format_ns(steps[least])}; {most} the longest, {format_ns(steps[most])}."]
 
 
 def where_block(
@@ -191,7 +233,7 @@ def _job_table(members: Sequence[TraceFigures], title: str) -> Table:
         )
     steps_head = "windows" if members[0].windows else "steps"
     rows = without_empty(rows, (*_OPTIONAL, steps_head))
-    return table(rows, left=0, text=("device",), title=title, caption="Means over the steps")
+    return table(rows, left=0, text=("device",), title=title, caption=f"Means over the {steps_head}")
 
 
 def _mean(steps: Sequence[Breakdown], key: str) -> Cell:
@@ -210,8 +252,10 @@ def _warnings(traces: Sequence[TraceFigures]) -> Iterator[Block]:
     yield Notes(sentences=warnings_text(traces), title="Warnings", where="always" if few else "detail")
 
 
-def _each_trace(analyses: Sequence[Analysis]) -> Iterator[Section]:
-    """The sections of each trace; a terminal shows those of the first trace of each job."""
+def _each_trace(analyses: Sequence[Analysis], length: int) -> Iterator[Section]:
+    """The sections of each trace; a terminal shows those of the first trace of each job. Timelines are at least
+    ``length`` nanoseconds long.
+    """
     contents: list[str | None] = []
     several, shown = len(analyses) > 1, set[int]()
     for place, one in enumerate(analyses):
@@ -226,16 +270,17 @@ def _each_trace(analyses: Sequence[Analysis]) -> Iterator[Section]:
         yield Section(
             title=f"{Path(figures.file).name}: {who(figures)}, {figures.device}" if several else "Trace",
             id=f"trace-{place}", nav="" if several else "Trace", heading=several and first,
-            blocks=rank_blocks(figures, one.kept, f"trace-{place}", perfetto), where="always" if first else "page",
-            folded=not first,
+            blocks=rank_blocks(figures, one.kept, f"trace-{place}", perfetto, length),
+            where="always" if first else "page", folded=not first,
         )  # fmt: skip
 
 
 def rank_blocks(
-    figures: TraceFigures, timeline: Timeline | None, prefix: str, trace: TraceFile | None = None
-) -> list[Block]:
+    figures: TraceFigures, timeline: Timeline | None, prefix: str, trace: TraceFile | None = None,
+    length: int = 0,
+) -> list[Block]:  # fmt: skip
     """Charts of one trace, with ids that begin with ``prefix``, then its sections."""
-    charts = Charts(draw=lambda: _charts().all_charts(figures, timeline, prefix))
+    charts = Charts(draw=lambda: _charts().all_charts(figures, timeline, prefix, length))
     return [charts, *([trace] if trace is not None else []), *sections.sections_of(figures, timeline)]
 
 

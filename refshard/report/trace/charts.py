@@ -122,6 +122,7 @@ def where_chart(
     order = sorted(parts.items(), key=lambda part: -part[1])
     said = {name: f"{names[name]} {format_ns(1e9 * value)}" for name, value in order if value >= 0.01 * step}
     lead = f"{'Mean ' if found.steps > 1 else ''}{each(figures)} of {who(figures)}, {format_ns(1e9 * step)}"
+    lead = f"{lead[0].upper()}{lead[1:]}"
     title = f"Where the {each(figures)} goes"
     drawn = chart(f"where-{figures.job}", title, figure, f"{lead}: {', '.join(said.values())}.")
     places = _longest_places(figures, timeline, prefix)
@@ -131,9 +132,11 @@ def where_chart(
     return _on_cpu(drawn) if figures.device == "cpu" else drawn
 
 
-def sides_chart(names: Sequence[str], sides: Sequence[Sequence[Analysis]], prefixes: Sequence[str]) -> Chart:
-    """The bars of two jobs on one scale, means over the ranks of each. A part leads to where it is longest in the
-    timelines of a job's first rank, which are drawn under its prefix.
+def sides_chart(
+    names: Sequence[str], sides: Sequence[Sequence[Analysis]], prefixes: Sequence[str], length: int
+) -> Chart:
+    """The bars of several jobs on one scale, means over the ranks of each. A part leads to where it is longest in the
+    timelines of a job's first rank, which are drawn under its prefix over ``length``, as :func:`all_charts` does.
     """
     means = [where_means(side) for side in sides]
     steps = [sum(parts.values()) for parts in means]
@@ -142,23 +145,26 @@ def sides_chart(names: Sequence[str], sides: Sequence[Sequence[Analysis]], prefi
         Bar(place=n, name=name, parts={part: parts[part] for part in shown})
         for n, (name, parts) in enumerate(zip(names, means))
     ]
-    figure = stacked([Row(text=name) for name in names], bars, {name: LOOKS[name] for name in shown}, "s", "per step")
+    rows = [Row(text=shortened(name, 24)) for name in names]
+    figure = stacked(rows, bars, {name: LOOKS[name] for name in shown}, "s", "per step")
     jumps = list[Jump]()
     for row, (name, side, prefix) in enumerate(zip(names, sides, prefixes)):
-        places = {} if side[0].kept is None else _longest_places(side[0].figures, side[0].kept, prefix)
+        places = {} if side[0].kept is None else _longest_places(side[0].figures, side[0].kept, prefix, length)
         for part in sorted(shown, key=lambda part: -means[row][part]):
             if (place := places.get(part)) and means[row][part] >= 0.01 * steps[row]:
-                text = f"{name}: {part} {format_ns(1e9 * means[row][part])}"
+                of = "" if any(one.row == row for one in jumps) else f"{name}: "
+                text = f"{of}{part} {format_ns(1e9 * means[row][part])}"
                 jumps.append(replace(place, row=row, text=text, note=f"{name}, {place.note}"))
     lead = ", ".join(f"{name} {format_ns(1e9 * step)}" for name, step in zip(names, steps))
     lead = f"Mean steps on one scale, {lead}"
     told = f"{lead}{': ' if jumps else ''}{', '.join(one.text for one in jumps)}."
-    drawn = replace(chart("sides", "Both steps", figure, told), lead=lead, jumps=jumps)
+    title = "Both steps" if len(sides) == 2 else "All steps"
+    drawn = replace(chart("sides", title, figure, told), lead=lead, jumps=jumps)
     return _on_cpu(drawn) if all(one.figures.device == "cpu" for side in sides for one in side) else drawn
 
 
-def _longest_places(figures: TraceFigures, timeline: Timeline, prefix: str) -> dict[str, Jump]:
-    """Where each part of the step is longest in the windows that are drawn."""
+def _longest_places(figures: TraceFigures, timeline: Timeline, prefix: str, length: int = 0) -> dict[str, Jump]:
+    """Where each part of the step is longest in the windows that are drawn, each over ``length`` at least."""
     windows = drawn_windows(figures, timeline)
     shown = tuple(Window(step=one.step, start=one.begin, end=one.close) for one in windows)
     found = dict[str, Owner]()
@@ -170,7 +176,7 @@ def _longest_places(figures: TraceFigures, timeline: Timeline, prefix: str) -> d
         ns, start, end = owner.longest
         n = next(n for n, window in enumerate(windows) if start < window.close and end > window.begin)
         window = windows[n]
-        begin, close = ((at - window.begin) / (window.close - window.begin) for at in (start, end))
+        begin, close = ((at - window.begin) / max(window.close - window.begin, length) for at in (start, end))
         note = f"{format_ns(ns)}: {label_of(owner.work)}"
         places[name] = Jump(
             part=name, text=name, chart=f"{prefix}-timeline-{n}", begin=max(0.0, begin), end=min(1.0, close), note=note
@@ -178,15 +184,18 @@ def _longest_places(figures: TraceFigures, timeline: Timeline, prefix: str) -> d
     return places
 
 
-def all_charts(figures: TraceFigures, timeline: Timeline | None, prefix: str) -> list[Chart]:
-    """Every chart of one trace, as far as its timeline is known; ids begin with ``prefix``."""
+def all_charts(figures: TraceFigures, timeline: Timeline | None, prefix: str, length: int = 0) -> list[Chart]:
+    """Every chart of one trace, as far as its timeline is known; ids begin with ``prefix``. The axes of timelines are
+    at least ``length`` nanoseconds long.
+    """
     found = []
     windows = () if timeline is None or not len(timeline.spans) else drawn_windows(figures, timeline)
     for n, window in enumerate(windows):
         assert timeline is not None
         rows, undrawn = rows_of(timeline, figures, window.begin, window.close)
         title = f"from the start of the {'trace' if window.step is None else 'step'}"
-        figure, cell = spans_figure(rows, (window.begin, window.close), window.begin, title, MOST_SPANS)
+        close = max(window.close, window.begin + length)
+        figure, cell = spans_figure(rows, (window.begin, close), window.begin, title, MOST_SPANS)
         sentences = [f"{window.label[0].upper()}{window.label[1:]}, of {who(figures)}."]
         if cell:
             sentences.append(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from refshard.analysis.analyse import Analysis
 from refshard.analysis.figures import Cause, CollectiveFigures, TraceFigures
 from refshard.analysis.overlap import Gaps, exposed_communication, idle_gaps
 from refshard.events.timeline import KINDS, UNKNOWN, Collective, Intervals, Kind, Meaning, Nanoseconds, Spans, Timeline
@@ -20,6 +21,8 @@ Note = tuple[str, str]
 Rows = npt.NDArray[np.bool_]
 MOST_ROWS, MOST_LANES, _MOST_AT_ONCE = 6, 12, 3
 """Rows of a lane (the last also takes anything nested more deeply); lanes; names of concurrent collectives."""
+_COMPARABLE = 2
+"""Timelines share a scale if the longest is at most this many times the shortest."""
 _WIDEST = 3
 """The picture of a layer reaches at most this many times the layer's length to either side."""
 NAMES = {
@@ -87,6 +90,15 @@ def drawn_windows(figures: TraceFigures, timeline: Timeline) -> tuple[Window, ..
         )
         for step, why in chosen
     )  # fmt: skip
+
+
+def one_scale(analyses: Sequence[Analysis]) -> int:
+    """Nanoseconds that the timelines of all these traces can have as their scale: 0 if the drawn steps differ by more
+    than :data:`_COMPARABLE`.
+    """
+    shown = [drawn_windows(one.figures, one.kept)[0] for one in analyses if one.kept is not None]
+    lengths = [window.close - window.begin for window in shown] or [0]
+    return max(lengths) if max(lengths) <= _COMPARABLE * min(lengths) else 0
 
 
 def rows_of(

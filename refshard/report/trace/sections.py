@@ -226,8 +226,10 @@ def what_ifs(figures: TraceFigures) -> Section | None:
     )  # fmt: skip
 
 
-def paying(one: TraceFigures) -> Facts:
-    """The three changes that gain most: replays, and of a step bound by compute its kernels at good rates."""
+def paying(one: TraceFigures, chart: str, row: int) -> Facts:
+    """The three changes that gain most: replays, and of a step bound by compute its kernels at good rates. The bar on
+    ``row`` of ``chart`` has the parts that they shorten.
+    """
     found, span = list[tuple[float, str, str, str]](), mean([one], lambda part: part.span_ns)
     if one.what_if is not None and one.what_if.replay_error <= TOLERATED_ERROR:
         found += [
@@ -250,7 +252,7 @@ def paying(one: TraceFigures) -> Facts:
     most = sorted(found, key=lambda fact: -fact[0])[:3]
     return Facts(facts=[
         Fact(label=label[:1].upper() + label[1:], value=f"-{format_ns(gain)} ({format_percent(gain / span)})",
-             detail=text, chart=f"where-{one.job}" if part else "", part=part)
+             detail=text, chart=chart if part else "", part=part, row=row)
         for gain, label, text, part in most
         if gain >= _SMALL_GAIN * span
     ])  # fmt: skip

@@ -1,14 +1,15 @@
-"""Two jobs side by side on a page: their steps as bars on one scale, and the columns of their tables together."""
+"""Jobs side by side on a page: their steps as bars on one scale, and of two the columns of their tables together."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
 from refshard.analysis.analyse import Analysis
-from refshard.analysis.figures import TraceFigures
+from refshard.analysis.figures import Cause, TraceFigures
 from refshard.report.blocks import Block, Cell, Charts, Quantity, Row, Section, Table, cell_text, table
 from refshard.report.trace import sections
-from refshard.report.trace.text import ns, section, who
+from refshard.report.trace.lanes import one_scale
+from refshard.report.trace.text import IDLE, ON_CPU, ns, section, who
 from refshard.report.trace.where import where_means
 
 _SMALL = 0.001
@@ -31,12 +32,20 @@ _TABLES: tuple[tuple[str, Callable[[TraceFigures], Section | None], Sequence[str
 """Title, table of one trace, and the columns that say which rows of two traces are about the same."""
 
 
-def side_by_side(names: tuple[str, str], sides: tuple[Sequence[Analysis], Sequence[Analysis]]) -> list[Block]:
-    """Both mean steps as bars, a row for each of their parts, and of the first trace of each side its tables and its
-    timelines. ``names`` are those of columns and bars.
+def side_by_side(
+    names: Sequence[str], sides: Sequence[Sequence[Analysis]], prefixes: Sequence[str] = ()
+) -> list[Block]:  # fmt: skip
+    """The mean steps as bars, a row for each of their parts, and of the first trace of each of two sides its tables and
+    its timelines, unless those are drawn already, under ``prefixes``. ``names`` are those of columns and bars.
     """
-    prefixes = [f"side-{n}" for n in range(len(sides))]
     firsts = [side[0] for side in sides]
+    length, own = one_scale(firsts), prefixes or [f"side-{n}" for n in range(len(sides))]
+    bars = Charts(draw=lambda: [_charts().sides_chart(names, sides, own, length)])
+    called = {IDLE[Cause.LAUNCH]: ON_CPU} if all(one.figures.device == "cpu" for one in firsts) else {}
+    means = [{called.get(name, name): value for name, value in where_means(side).items()} for side in sides]
+    blocks: list[Block] = [bars, _by_part(names, means)]
+    if len(sides) > 2:
+        return blocks
     about = " and ".join(f"{name}: {who(one.figures)}" for name, one in zip(names, firsts))
     tables = list[Block]()
     for title, make, keys in _TABLES:
@@ -45,16 +54,13 @@ def side_by_side(names: tuple[str, str], sides: tuple[Sequence[Analysis], Sequen
             both = beside(found, names, keys, f"{about}. {found[0].caption}")
             tables.append(Section(title=title, blocks=[both], folded=True))
     lanes = [
-        Section(title=f"{name}: {who(one.figures)} of {one.path.name}", blocks=[_lanes(one, prefix)])
-        for name, one, prefix in zip(names, firsts, prefixes)
-        if one.kept is not None
+        Section(title=f"{name}: {who(one.figures)} of {one.path.name}", blocks=[_lanes(one, prefix, length)])
+        for name, one, prefix in zip(names, firsts, own)
+        if one.kept is not None and not prefixes
     ]
-    return [
-        Charts(draw=lambda: [_charts().sides_chart(names, sides, prefixes)]),
-        _by_part(names, [where_means(side) for side in sides]),
-        Section(title="Tables side by side", id="tables", nav="Tables", blocks=tables, where="page"),
-        Section(title="Timelines", id="lanes", nav="Timelines", blocks=lanes, where="page"),
-    ]
+    blocks.append(Section(title="Tables side by side", id="tables", nav="Tables", blocks=tables, where="page"))
+    lanes_section = Section(title="Timelines", id="lanes", nav="Timelines", blocks=lanes, where="page")
+    return [*blocks, lanes_section] if lanes else blocks
 
 
 def _charts() -> ModuleType:
@@ -63,26 +69,33 @@ def _charts() -> ModuleType:
     return charts
 
 
-def _lanes(one: Analysis, prefix: str) -> Charts:
-    return Charts(draw=lambda: _charts().all_charts(one.figures, one.kept, prefix))
+def _lanes(one: Analysis, prefix: str, length: int) -> Charts:
+    return Charts(draw=lambda: _charts().all_charts(one.figures, one.kept, prefix, length))
 
 
-def _by_part(names: tuple[str, str], means: Sequence[dict[str, float]]) -> Table:
+def _by_part(names: Sequence[str], means: Sequence[dict[str, float]]) -> Table:
     steps = [sum(parts.values()) for parts in means]
     every = {name: [parts[name] for parts in means] for name in means[0]} | {"step": steps}
     rows: list[Row] = [
         {
             "part of the step": name, **{side: ns(1e9 * value) for side, value in zip(names, values)},
-            _delta(names): _signed(Quantity(1e9 * (values[1] - values[0]), "ns")),
-            f"{names[1]} / {names[0]}": f"{values[1] / values[0]:.2f}" if all(values) else None,
+            **(_change(names, values) if len(names) == 2 else {}),
         }
         for name, values in every.items()
         if any(value >= _SMALL * step for value, step in zip(values, steps))
     ]  # fmt: skip
-    return table(rows, caption="The parts of both bars, which add up to the steps", where="page")
+    return table(rows, caption="The parts of the bars, which add up to the steps", where="page")
 
 
-def _delta(names: tuple[str, str]) -> str:
+def _change(names: Sequence[str], values: Sequence[float]) -> Row:
+    a, b = values
+    return {
+        _delta(names): _signed(Quantity(1e9 * (b - a), "ns")),
+        f"{names[1]} / {names[0]}": f"{b / a:.2f}" if a and b else None,
+    }
+
+
+def _delta(names: Sequence[str]) -> str:
     return f"{names[1]} - {names[0]}"
 
 
@@ -96,7 +109,7 @@ def _table_of(section: Section | None) -> Table | None:
     return tables[0] if tables else None
 
 
-def beside(both: Sequence[Table], names: tuple[str, str], keys: Sequence[str], caption: str) -> Table:
+def beside(both: Sequence[Table], names: Sequence[str], keys: Sequence[str], caption: str) -> Table:
     """Two tables with the same columns as one: rows with the same cells under ``keys`` are one row, and each other
     column comes once for each table, the first time and the first size with their change. Rows that change most come
     first, those of one table last.

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from refshard.analysis.analyse import Analysis
-from refshard.analysis.attribution import Attribution, Work, class_of_work
+from refshard.analysis.attribution import Attribution, Work, attribute, class_of_work
 from refshard.analysis.figures import Cause, TraceFigures
 from refshard.report.draw.palette import RED, SPANS, STEP, Look
 from refshard.report.draw.palette import WORK as WORKS
@@ -32,8 +32,9 @@ def where_parts(figures: TraceFigures, found: Attribution) -> dict[str, float]:
 
 
 def where_means(side: Sequence[Analysis]) -> dict[str, float]:
-    """The means of :func:`where_parts` over the ranks of a job, which are analysed to be compared."""
-    every = [where_parts(one.figures, one.attribution) for one in side if one.attribution is not None]
+    """The means of :func:`where_parts` over the ranks of a job, as far as they are analysed to be compared or drawn."""
+    found = [(one.figures, one.attribution or (attribute(one.kept) if one.kept else None)) for one in side]
+    every = [where_parts(figures, attribution) for figures, attribution in found if attribution]
     return {name: fmean(parts[name] for parts in every) for name in LOOKS}
 
 

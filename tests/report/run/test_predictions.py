@@ -147,7 +147,7 @@ def test_the_chart_and_the_page_have_dry_runs_if_both_ended_ok() -> None:
     assert [case.strategy for case in found] == ["fsdp2", "refshard-fsdp", "refshard-yafsdp"]
     assert {case.fidelity for case in found.values()} == {"dryrun"}
     for shown, made in ((True, evidence()), (False, gather(measured()))):
-        html = "".join(page(made))
+        html = "".join(page(made)).replace("\N{NO-BREAK SPACE}", " ")
         for text in ("dry run (hollow)", "Dry run and measurement", 'href="#dry-runs"'):
             assert (text in html) is shown
         assert REASON in html

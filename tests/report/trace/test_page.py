@@ -13,6 +13,7 @@ import pytest
 from refshard.analysis.analyse import Analysis
 from refshard.events.timeline import Timeline, Window
 from refshard.report.draw import embed
+from refshard.report.trace.lanes import one_scale
 from tests.events.spans import spans_of
 from tests.report import traces
 from tests.report.pages import Page
@@ -92,17 +93,34 @@ def test_hostile_names_stay_text(tmp_path: Path, seen: Page) -> None:
 
 def test_each_trace_has_its_timeline_layer_and_charts(seen: Page) -> None:
     sections = [section["id"] for section in seen.having("section")]
-    assert sections == ["verdict", "waits-0", "waits-1", "trace-0", "trace-1", "trace-2", "words", "made"]
+    jobs = ["job-0", "waits-0", "job-1", "waits-1"]
+    assert sections == ["verdict", *jobs, "tables", "trace-0", "trace-1", "trace-2", "words", "made"]
     figures = {box["id"] for box in seen.having("div") if box.get("class") == "chart"}
     charts = ("timeline-0", "layer", "steps", "memory")
     slowest = {f"trace-{n}-timeline-1" for n in range(2)}  # the CPU's steps are equal
     each = {f"trace-{n}-{chart}" for n in range(3) for chart in charts}
-    assert figures == {"ranks", "where-0", "where-1"} | slowest | each
+    assert figures == {"ranks", "sides"} | slowest | each
     for box in seen.having("div"):
         if box.get("class") == "chart":
             assert seen.text.count(str(box["aria-label"])) >= 1
     assert seen.text.index("The largest loss is ") < seen.text.index(traces.FEW) < seen.text.index("Timeline of")
     assert seen.text.index("of median length") < seen.text.index("Timeline of step 2, the slowest")
+
+
+def test_jobs_share_one_scale_if_their_steps_are_alike(tmp_path: Path) -> None:
+    made = [(traces.gpu(layers=6), "a.json"), (traces.gpu(layers=6, slow_comm=1.4), "b.json")]
+    found = [traces.trace(tmp_path, one, file=name, job=n) for n, (one, name) in enumerate(made)]
+    page = Page(traces.page(found))
+    figures = [json.loads(content) for kind, content in page.scripts if kind == DATA[0] and content[:8] == '{"data":']
+    steps = [one for one in figures if one["layout"].get("xaxis", {}).get("title", {}).get("text", "").endswith("step")]
+    bars, *rest = (one for one in steps if "rows" in one["layout"]["meta"])
+    timelines = [one["layout"]["xaxis"]["range"] for one in steps if "texts" in one["layout"]["meta"]]
+    assert [row["text"] for row in bars["layout"]["meta"]["rows"]] == ["a", "b"]
+    assert len(rest) == len(found)  # the steps of each trace; no bar of a job alone
+    assert timelines[0] == timelines[2]
+    assert "a has the shortest step, " in page.text.replace("\N{NO-BREAK SPACE}", " ")
+    apart = [found[0], traces.trace(tmp_path, traces.gpu(layers=24), file="c.json", job=1)]
+    assert one_scale(found) > 0 == one_scale(apart)
 
 
 def test_a_trace_without_steps_is_called_a_trace(tmp_path: Path) -> None:
