@@ -8,7 +8,7 @@ import msgspec
 from msgspec.structs import replace
 
 from refshard.commands.dryrun_model import Training, training_command
-from refshard.commands.printing import write_page
+from refshard.commands.printing import check_writable, write_page
 from refshard.dryrun.advice import Advice, Choices, advise
 from refshard.dryrun.analyse import Analysis
 from refshard.dryrun.command_line import TrainingCommand, read_command
@@ -80,9 +80,7 @@ def dryrun(options: Options, *, trace: Path | None = None, html: Path | None = N
             to explain is none, damaged, or has no stacks.
         RefshardError: the fake device cannot be made.
     """
-    for option, path in (("trace", trace), ("html", html)):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise SpecError(f"{option}: {path} cannot be written; name a file in a folder that exists")
+    check_writable(trace=trace, html=html)
     if options.ranks is not None and (options.rank is not None or options.compile == "both"):
         excluded = "--rank" if options.rank is not None else "--compile both"
         raise SpecError(f"dryrun: --ranks and {excluded} exclude each other, got both; leave one out")
@@ -94,6 +92,7 @@ def dryrun(options: Options, *, trace: Path | None = None, html: Path | None = N
         raise SpecError("dryrun: --explain-oom explains one run; leave out --ranks, --compile both, --against")
     real = None if options.explain_oom is None else read_real_run(options.explain_oom)
     trial = trial_of(options)
+    theirs = trial_of(replace(options, words=options.against)) if options.against else None
     request = replace(trial.request, sites=real is not None)
     trial.check_prices()
     try:
@@ -109,8 +108,7 @@ def dryrun(options: Options, *, trace: Path | None = None, html: Path | None = N
     if options.compile == "both" and found.run.answer.compiled is not None:
         other = trial.analyse(dry_run(replace(request, environment={**request.environment, **_EAGER})))
         against = Against(varied="torch.compile", names=("compiled", "eager"), other=other)
-    elif options.against:
-        theirs = trial_of(replace(options, words=options.against))
+    elif theirs is not None:
         other = theirs.analyse(dry_run(theirs.request))
         against = Against(varied="command", names=(shlex.join(options.words), shlex.join(options.against)), other=other)
     more = f"page: {html}" if html is not None else ""

@@ -7,7 +7,7 @@ import msgspec
 
 from refshard.commands.dryrun import Options as DryRunOptions
 from refshard.commands.dryrun import trial_of
-from refshard.commands.printing import tell, write_page
+from refshard.commands.printing import check_writable, tell, write_page
 from refshard.dryrun.environments import Environment, find_environment, program_in
 from refshard.dryrun.launchers import is_program
 from refshard.dryrun.run import dry_run
@@ -37,8 +37,7 @@ def upgrade_check(options: Options, *, html: Path | None = None) -> Answer:
         SpecError: the command, the cluster or an environment is wrong, pip fails, or the page cannot be written.
         RefshardError: an environment cannot run dry runs, or the script's process ended without an answer.
     """
-    if html is not None and (html.is_dir() or not html.absolute().parent.is_dir()):
-        raise SpecError(f"html: {html} cannot be written; name a file in a folder that exists")
+    check_writable(html=html)
     trial = trial_of(DryRunOptions(words=options.words, cluster=options.cluster, gpus=options.gpus))
     try:
         pip = shlex.split(options.pip)

@@ -90,7 +90,7 @@ def test_a_defect_is_no_verdict(error: Exception, status: int, capsys: pytest.Ca
         ("plan --model llama3-8 --cluster 8xh100", "did you mean 'llama3-8b'?"),
         (
             "plan --model llama3-8b --cluster 8xh100 --seq-len 8kb",
-            "'--seq-len': must be a number >= 1, with k for 2^10",
+            "plan: --seq-len must be a number >= 1, with k for 2^10",
         ),
         ("plan --model llama3-8b --cluster 8xh100 --gpus 8..2", "gpus must ascend, got '8..2'"),
         ("dryrn", "no such command 'dryrn'. Did you mean 'dryrun'?"),
@@ -133,7 +133,7 @@ class _Terminal(io.StringIO):
 
 @pytest.mark.parametrize(("stream", "some"), [(_Terminal(), True), (io.StringIO(), False)])
 def test_elapsed_time_is_shown_on_a_terminal_only(stream: io.StringIO, some: bool) -> None:
-    with elapsed("dry run", stream, every_s=0.01):
+    with elapsed(lambda: "dry run", stream, every_s=0.01):
         for _ in range(200):
             if "\n" in stream.getvalue() or not some:
                 break

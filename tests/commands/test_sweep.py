@@ -119,7 +119,7 @@ REFUSED = [
         "--trace, --against and --explain-oom are for a single dry run",
     ),
     (("--sweep", "--batch {1,2}", "--ranks", "all", "--", "train.py", "{}"), "--ranks, --races, --advise and"),
-    (("--jobs", "0", "--", "train.py"), "'--jobs': must be a number >= 1"),
+    (("--jobs", "0", "--", "train.py"), "--jobs must be a number >= 1"),
     (("--resume", "runs/x", "--", "train.py"), "--resume needs the --sweep or the --largest"),
     (("--resume", "runs/x", "--sweep", "--batch {1,2}", "--", "train.py", "{}"), "runs/x is not the folder of a sweep"),
     (("--model", "llama3-8b", "--sweep", "--batch {1,2}"), "with --model, --model, --strategy,"),
