@@ -328,7 +328,8 @@ def plan(
         implementation=tuple(implementation or ()), price_usd=usd_per_gpu_hour, mtbf_hours=mtbf, top=top,
         dry_runs=dry_runs,
     )  # fmt: skip
-    return command.plan(options, page=html, tool=emit, out=out)
+    with _interruptible("nothing is written"):
+        return command.plan(options, page=html, tool=emit, out=out)
 
 
 @app.command(context_settings=_SCRIPT, rich_help_panel=FIT)
@@ -696,7 +697,7 @@ def trace(
             raise SpecError(f"hang: dumps take no option of traces; leave out {', '.join(sorted(extra))}")
         with local(paths) as files:
             return command.hang(files)
-    with local([*paths, *([] if against is None else [against])]) as files:
+    with _interruptible("nothing is written"), local([*paths, *([] if against is None else [against])]) as files:
         other = None if against is None else files.pop()
         return command.trace(
             files, page=html, one_job=job, calibration=calibration, against=other, cross_check=cross_check,

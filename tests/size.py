@@ -14,7 +14,7 @@ SLACK = 100
 """Most lines that a budget may exceed its package by."""
 BUDGETS = {
     "refshard/analysis": 12_270,
-    "refshard/commands": 3_850,
+    "refshard/commands": 3_880,
     "refshard/dryrun": 8_120,
     "refshard/emit": 940,
     "refshard/emulate": 1_400,
@@ -27,8 +27,8 @@ BUDGETS = {
     "refshard/report": 10_760,
     "refshard/specs": 3_020,
     "refshard/strategies": 3_190,
-    "refshard/*.py": 2_620,
-    "tests": 81_700,
+    "refshard/*.py": 2_680,
+    "tests": 81_760,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 
