@@ -1048,10 +1048,12 @@ def main(arguments: Sequence[str] | None = None, program: typer.Typer = app) -> 
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         status = Status.NO_VERDICT
     except OSError as error:
-        if error.errno not in _REFUSALS:
-            traceback.print_exc()
         where = f"{error.filename}: " if error.filename else ""
-        print(f"refshard: {where}{error.strerror}; make room, or go to a folder that can be written", file=sys.stderr)
+        if error.errno in _REFUSALS:
+            remedy = "make room, or go to a folder that can be written"
+            print(f"refshard: {where}{error.strerror}; {remedy}", file=sys.stderr)
+        else:
+            traceback.print_exc()
         status = Status.NO_VERDICT
     except Exception:  # a defect must not end as a "no" does
         traceback.print_exc()

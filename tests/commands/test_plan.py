@@ -536,7 +536,7 @@ def test_an_implementation_is_stated_by_field() -> None:
         ({"seq_len": 0}, "--seq-len must be >= 1, got 0; give a number"),
         ({"microbatches": 0}, "microbatches must be >= 1, got 0"),
         ({"top": 0}, "top must be >= 1, got 0"),
-        ({"microbatch": "-1"}, "microbatch must be numbers from 1, separated by commas, got '-1'; write, for example"),
+        ({"microbatch": "-1"}, "microbatch must be numbers from 1, separated by commas, got '-1'; write 1,2,4"),
         ({"tp": "two"}, "tp must be numbers from 1, separated by commas, got 'two'; write 1,2,4 or, doubling, 8..64"),
         ({"pp": ""}, "pp must be numbers from 1, separated by commas, got ''; write"),
         ({"gpus": "0"}, "gpus must be numbers from 1, separated by commas, got '0'; write 1,2,4 or, doubling, 8..64"),
