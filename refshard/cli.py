@@ -1,6 +1,8 @@
 """The command line: parse, call one command, print. Exit statuses are :class:`refshard.errors.Status`."""
 
+import errno
 import json
+import os
 import re
 import sys
 import traceback
@@ -62,14 +64,23 @@ _some_strategies = _starting_with(_strategy_names)
 
 def _counted(text: str) -> Any:
     """An option that takes a count, such as 8k."""
-    return typer.Option(parser=_count, metavar="N", help=text)
+    return typer.Option(parser=_parser(parse_count), metavar="N", help=text)
 
 
-def _count(text: object) -> int:
-    try:
-        return parse_count(str(text))
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+def _number(kind: Callable[[str], float], text: str) -> Any:
+    """An option that takes any number: ``kind`` is int or float."""
+    return typer.Option(parser=_parser(kind), metavar="N", help=text)
+
+
+def _parser(parse: Callable[[str], float]) -> Callable[[object], float]:
+    def parsed(text: object) -> float:
+        try:
+            return parse(str(text))
+        except ValueError as error:
+            ours = str(error) if parse is parse_count else f"must be a number, got '{text}'; write, for example, 2"
+            raise typer.BadParameter(ours) from None
+
+    return parsed
 
 
 _Baselines = Annotated[Path, typer.Option(help="Folder of accepted baselines and of machines' noise.")]
@@ -174,7 +185,7 @@ def fit(
     from refshard.commands.plan import Options
 
     options = Options(model=model, cluster=cluster, strategies=strategy, seq_len=seq_len, microbatch=microbatch, top=1)
-    with _interruptible("nothing is written"), elapsed("dry run"):
+    with _interruptible("nothing is written"), elapsed(lambda: "dry run"):
         return command.fit(options, html=html)
 
 
@@ -193,7 +204,7 @@ def plan(
     gpus: Annotated[
         str | None, typer.Option(help="Numbers of GPUs: 8,16,32 or 64..2048, doubling (default: the profile's).")
     ] = None,
-    nodes: Annotated[int | None, typer.Option(help="Instead of --gpus: number of nodes.")] = None,
+    nodes: Annotated[int | None, _counted("Instead of --gpus: number of nodes.")] = None,
     seq_len: _SeqLen = 8192,
     tokens_per_step: Annotated[
         int | None,
@@ -258,7 +269,7 @@ def plan(
         bool, typer.Option("--offload", help="Keep masters, gradients and optimizer state in the host's memory.")
     ] = False,
     tuning: Annotated[str, typer.Option(help="What is trained: full, lora, or qlora (LoRA on NF4 weights).")] = "full",
-    lora_rank: Annotated[int, typer.Option(help="Rank of LoRA's adapters.")] = 8,
+    lora_rank: Annotated[int, _counted("Rank of LoRA's adapters.")] = 8,
     lora_targets: Annotated[
         str, typer.Option(help="Layers with adapters: all-linear, or some, such as q_proj,v_proj.")
     ] = "all-linear",
@@ -273,14 +284,15 @@ def plan(
             "graphs=blocks, dispatch=once ...; docs/how-to/plan.md lists them."
         ),
     ] = None,
-    usd_per_gpu_hour: Annotated[float, typer.Option(help="Price of a GPU, for the cost.")] = 2.5,
-    mtbf: Annotated[float, typer.Option(help="Hours between failures of one GPU, for goodput and cost.")] = 50_700.0,
-    top: Annotated[int, typer.Option(help="Number of configurations to list.")] = 8,
+    usd_per_gpu_hour: Annotated[float, _number(float, "Price of a GPU, for the cost.")] = 2.5,
+    mtbf: Annotated[float, _number(float, "Hours between failures of one GPU, for goodput and cost.")] = 50_700.0,
+    top: Annotated[int, _counted("Number of configurations to list.")] = 8,
     dry_runs: Annotated[
         int | None,
-        typer.Option(
-            help="Number of configurations to dry-run with the real code on fake GPUs, and rank by that "
-            "(default: 4 with --search, else 0)."
+        _number(
+            int,
+            "Number of configurations to dry-run with the real code on fake GPUs, and rank by that "
+            "(default: 4 with --search, else 0).",
         ),
     ] = None,
     emit: Annotated[
@@ -316,7 +328,8 @@ def plan(
         implementation=tuple(implementation or ()), price_usd=usd_per_gpu_hour, mtbf_hours=mtbf, top=top,
         dry_runs=dry_runs,
     )  # fmt: skip
-    return command.plan(options, page=html, tool=emit, out=out)
+    with _interruptible("nothing is written"):
+        return command.plan(options, page=html, tool=emit, out=out)
 
 
 @app.command(context_settings=_SCRIPT, rich_help_panel=FIT)
@@ -348,7 +361,7 @@ def dryrun(
         str | None,
         typer.Option(help="Number of GPUs, or several: 8,16,64 (default: torchrun's options, or the whole cluster)."),
     ] = None,
-    rank: Annotated[int | None, typer.Option(help="The rank to run (default: 0).")] = None,
+    rank: Annotated[int | None, _number(int, "The rank to run (default: 0).")] = None,
     ranks: Annotated[
         str | None,
         typer.Option(help="Instead, run several and match their collectives: all, distinct or numbers (0,1,7)."),
@@ -467,8 +480,9 @@ def dryrun(
         tokens_per_step=tokens_per_step,
         prices=prices, explain_oom=explain_oom, advise=advise, jobs=jobs or resources.available_cores(),
     )  # fmt: skip
-    with _interruptible("nothing is written"), elapsed("dry run"):
-        if sweep or largest or "," in cluster or not (gpus or "0").isdigit():
+    with _interruptible("nothing is written"):
+        one = sweep is None and largest is None and "," not in cluster and (gpus is None or gpus.isdigit())
+        if not one:
             from refshard.commands import sweep as several
 
             if trace is not None or against is not None or explain_oom is not None:
@@ -477,7 +491,8 @@ def dryrun(
             return several.sweep(options, varied, html=html)
         if resume is not None:
             raise SpecError("dryrun: --resume needs the --sweep or the --largest that was interrupted")
-        return made.dryrun(replace(options, gpus=int(gpus) if gpus else None), trace=trace, html=html)
+        with elapsed(lambda: "dry run"):
+            return made.dryrun(replace(options, gpus=None if gpus is None else int(gpus)), trace=trace, html=html)
 
 
 @app.command(rich_help_panel=FASTEST)
@@ -503,9 +518,7 @@ def run(
     microbatches: Annotated[str | None, typer.Option(help="Microbatches per rank and step.")] = None,
     precision: Annotated[str | None, typer.Option(help="bf16 or fp32.")] = None,
     checkpointing: Annotated[str | None, typer.Option(help="none, full, selective, every-K or first-N.")] = None,
-    rounds: Annotated[
-        int | None, typer.Option(help="Rounds; each launches every case once. 3 or more give intervals.")
-    ] = None,
+    rounds: Annotated[int | None, _counted("Rounds; each launches every case once. 3 or more give intervals.")] = None,
     changes: _Changes = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder of the run (default: a new one).")] = None,
     resume: Annotated[Path | None, typer.Option(help="Measure only what is missing in this run's folder.")] = None,
@@ -569,7 +582,7 @@ def show(
 def compare(
     a: Annotated[str, typer.Argument(metavar="A", help="The baseline: a run's folder, or a strategy.")],
     b: Annotated[
-        list[str] | None, typer.Argument(metavar="[B]...", help="Another run, or strategies (default: all of the run).")
+        list[str] | None, typer.Argument(metavar="B", help="Another run, or strategies (default: all of the run).")
     ] = None,
     run: Annotated[Path | None, typer.Option(help="With strategies: the run to take (default: latest).")] = None,
 ) -> Answer:
@@ -619,7 +632,7 @@ def _trace_schema(asked: bool) -> None:
 
 @app.command(rich_help_panel=SLOW)
 @in_panels({
-    "What to look at": "job window device communication",
+    "What to look at": "job window gpu communication",
     "What to compare with": "against calibration cross_check",
     "Output": "html json_schema",
 })  # fmt: skip
@@ -658,9 +671,7 @@ def trace(
             "trace's start (1.5s..2s). For inference."
         ),
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="Look at one device of a file that holds several (e.g. 0).")
-    ] = None,
+    gpu: Annotated[str | None, typer.Option(help="Look at one GPU of a file that holds several (0, 1, ...).")] = None,
     communication: Annotated[
         list[str] | None,
         typer.Option(
@@ -686,11 +697,11 @@ def trace(
             raise SpecError(f"hang: dumps take no option of traces; leave out {', '.join(sorted(extra))}")
         with local(paths) as files:
             return command.hang(files)
-    with local([*paths, *([] if against is None else [against])]) as files:
+    with _interruptible("nothing is written"), local([*paths, *([] if against is None else [against])]) as files:
         other = None if against is None else files.pop()
         return command.trace(
             files, page=html, one_job=job, calibration=calibration, against=other, cross_check=cross_check,
-            window=window, device=device, communication=communication or (),
+            window=window, device=gpu, communication=communication or (),
         )  # fmt: skip
 
 
@@ -705,7 +716,7 @@ def gate(
     context: typer.Context,
     command_words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[COMMAND]...", help="After `--`: a training script and its arguments, to be dry-run."),
+        typer.Argument(metavar="COMMAND", help="After `--`: a training script and its arguments, to be dry-run."),
     ] = None,
     suite: _Suite = "gate",
     baseline: Annotated[
@@ -788,8 +799,8 @@ def accept(
 @printed
 def noise(
     suite: _Suite = "gate",
-    rounds: Annotated[int, typer.Option(help="Rounds; each launches both sides of every case once.", min=1)] = 150,
-    permutations: Annotated[int, typer.Option(help="Number of gates to simulate from them.", min=1)] = 1000,
+    rounds: Annotated[int, _counted("Rounds; each launches both sides of every case once.")] = 150,
+    permutations: Annotated[int, _counted("Number of gates to simulate from them.")] = 1000,
     earlier: Annotated[
         list[Path] | None,
         typer.Option("--from", help="Launch nothing: use the rounds in this earlier run's folder; may be repeated."),
@@ -891,7 +902,7 @@ def calibrate(
         int | None,
         _counted("Number of GPUs, or of ranks on a CPU (default: all GPUs, or one per core; under torchrun, all)."),
     ] = None,
-    threads_per_rank: Annotated[int, typer.Option(help="Threads per rank, on a CPU.", min=1)] = 1,
+    threads_per_rank: Annotated[int, _counted("Threads per rank, on a CPU.")] = 1,
     launcher: _Launcher = None,
     sbatch: _Sbatch = None,
     network: Annotated[
@@ -902,7 +913,7 @@ def calibrate(
         bool, typer.Option("--quick", help="Measure a few shapes and sizes only: seconds, coarse.")
     ] = False,
     rounds: Annotated[
-        int | None, typer.Option(help="Measure all this often (default: 3; with --quick 1); more if clocks drift.")
+        int | None, _counted("Measure all this often (default: 3; with --quick 1); more if clocks drift.")
     ] = None,
     earlier: Annotated[
         Path | None, typer.Option("--from", help="Launch nothing: make the profile from samples in this folder.")
@@ -942,7 +953,7 @@ def validate(
     run: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[RUN]",
+            metavar="RUN",
             help="A run's folder (default: published results, in a checkout). With --prices: `--` and a command.",
         ),
     ] = None,
@@ -1003,6 +1014,7 @@ def list_(
 
 _RANKS = {"--world-size": "--gpus", "--ranks": "--gpus"}
 _RENAMED = {
+    "trace": {"--device": "--gpu"},
     "run": {**_RANKS, "--dry-run-on": "--cluster", "--dry-run": "--list"},
     "plan": {
         **_RANKS, "--tensor": "--tp", "--context": "--cp", "--pipeline": "--pp", "--expert": "--ep",
@@ -1016,6 +1028,8 @@ _RENAMED = {
     "gate": {"--strategies": "--strategy"},
 }  # fmt: skip
 """Options that had another name, by command."""
+_REFUSALS = (errno.EACCES, errno.EDQUOT, errno.ENOSPC, errno.EPERM, errno.EROFS)
+"""What a file system answers where nothing can be written."""
 _KINDS = ("strategies", "models", "modes", "suites", "clusters", "hardware")
 
 
@@ -1029,6 +1043,18 @@ def main(arguments: Sequence[str] | None = None, program: typer.Typer = app) -> 
     except RefshardError as error:
         print(f"refshard: {error}", file=sys.stderr)
         status = error.status
+    except BrokenPipeError:  # the reader has seen enough
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        status = Status.NO_VERDICT
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        if error.errno in _REFUSALS:
+            remedy = "make room, or go to a folder that can be written"
+            print(f"refshard: {where}{error.strerror}; {remedy}", file=sys.stderr)
+        else:
+            traceback.print_exc()
+        status = Status.NO_VERDICT
     except Exception:  # a defect must not end as a "no" does
         traceback.print_exc()
         status = Status.NO_VERDICT
@@ -1042,7 +1068,10 @@ def _mistake(error: Any) -> str:
     option = getattr(error, "option_name", None)
     if command is None or option is None or not hasattr(error, "possibilities"):
         text: str = error.format_message().replace("\n", " ").rstrip(".")
-        return f"{where}{text[0].lower()}{text[1:]}"
+        if value := re.fullmatch(r"Invalid value for '(\S+)': (.+)", text):
+            return f"{where}{value[1]} {value[2]}"
+        remedy = "" if text.endswith("?") else f"; see refshard {f'{command.name} ' if command else ''}--help"
+        return f"{where}{text[0].lower()}{text[1:]}{remedy}"
     if (now := _RENAMED.get(command.name, {}).get(option)) is not None:
         return f"{where}no option {option}: it is now {now}"
     known = [name for parameter in command.params for name in parameter.opts if name.startswith("--")]

@@ -89,5 +89,6 @@ def nearest(name: str, known: list[str]) -> str:
     """
     import difflib
 
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean '{close[0]}'?" if close else "known: " + ", ".join(sorted(known))
+    spellings = {one.lower(): one for one in known}
+    close = difflib.get_close_matches(name.lower(), spellings, n=1)
+    return f"did you mean '{spellings[close[0]]}'?" if close else "known: " + ", ".join(sorted(known))

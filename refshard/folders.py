@@ -8,10 +8,12 @@ The new content of a folder ``name`` is written to ``.name.partial`` next to it.
 - while deleting: the new ``name``, and ``.name.previous``, which the next :func:`begin` deletes.
 """
 
+import errno
 import os
 import secrets
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
@@ -105,7 +107,8 @@ def _sync(folder: Path) -> None:
 def replace_file(path: Path, pieces: Iterable[str]) -> None:
     """Write ``pieces`` next to ``path`` and move them there once they are on disk; :data:`STDOUT` gets them at once.
 
-    A reader sees the old file or the new one, and a failure leaves the old one and nothing else.
+    A reader sees the old file or the new one, and a failure leaves the old one and nothing else. A link stays a link; a
+    device or a pipe is written to.
 
     Raises:
         OSError: the folder does not exist or cannot be written.
@@ -113,6 +116,11 @@ def replace_file(path: Path, pieces: Iterable[str]) -> None:
     if path == STDOUT:
         sys.stdout.writelines(pieces)
         return
+    if _takes_a_stream(path):
+        with path.open("w", encoding="utf-8", errors="replace") as file:
+            file.writelines(pieces)
+        return
+    path = path.resolve()
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with beside.open("x", encoding="utf-8", errors="replace", newline="\n") as file:
@@ -123,3 +131,20 @@ def replace_file(path: Path, pieces: Iterable[str]) -> None:
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
+
+
+def check_replaceable_file(path: Path) -> None:
+    """Find out whether :func:`replace_file` can write there, before hours of work.
+
+    Raises:
+        OSError: the folder does not exist or cannot be written, or ``path`` is a folder.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if path != STDOUT and not _takes_a_stream(path):
+        tempfile.TemporaryFile(dir=path.resolve().parent).close()
+
+
+def _takes_a_stream(path: Path) -> bool:
+    """Whether it is a device or a pipe, which is not to be replaced."""
+    return path.exists() and not path.is_file() and not path.is_dir()

@@ -26,7 +26,7 @@ def parse_count(text: str) -> int:
     """
     found = re.fullmatch(_COUNT, text.strip())
     if not found:
-        raise ValueError(f"must be a number >= 1, with k for 2^10 or M for 2^20, got {text!r}; write 8k")
+        raise ValueError(f"must be a number >= 1, with k for 2^10 or M for 2^20, got {text!r}; write 4 or 8k")
     return int(found[1]) * {"": 1, "k": 2**10, "m": 2**20}[found[2].lower()]
 
 
@@ -52,7 +52,7 @@ def parse_counts(text: str) -> list[int]:
     except ValueError:
         found = []
     if not found:
-        raise ValueError(f"must be numbers from 1, separated by commas, got {text!r}; write, for example, 1,2,8k")
+        raise ValueError(f"must be numbers from 1, separated by commas, got {text!r}; write 1,2,4 or, doubling, 8..64")
     return list(dict.fromkeys(found))
 
 

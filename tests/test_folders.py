@@ -79,3 +79,20 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
     folders.commit(tmp_path / "link")
     assert (tmp_path / "real" / "a.txt").read_text() == read(tmp_path / "link") == "new"
     assert (tmp_path / "link").is_symlink()
+
+
+def test_a_link_stays_a_link_and_a_device_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    folders.replace_file(tmp_path / "link", ["new"])
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "file").read_text() == "new"
+    for path in (Path("/dev/null"), tmp_path / "file"):
+        folders.check_replaceable_file(path)
+    folders.replace_file(Path("/dev/null"), ["gone"])
+    assert Path("/dev/null").is_char_device()
+
+
+@pytest.mark.parametrize("place", ["", "none/file", "/proc/file"])
+def test_what_cannot_be_replaced_is_known_before(tmp_path: Path, place: str) -> None:
+    with pytest.raises(OSError, match="directory"):
+        folders.check_replaceable_file(tmp_path / place)

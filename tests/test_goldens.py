@@ -257,9 +257,31 @@ def test_report_is_as_accepted(name: str, request: pytest.FixtureRequest, monkey
     monkeypatch.chdir(ROOT)
     path, printed = GOLDENS / name, OUTPUTS[name]()
     if request.config.getoption("accept"):
+        gone = (
+            _gone(json.loads(path.read_text()), json.loads(printed)) if path.suffix == ".json" and path.exists() else []
+        )
+        assert not gone, f"{gone} went: raise SCHEMA_VERSION"
         path.write_text(printed)
     assert path.exists(), f"{path} is missing; pytest tests/test_goldens.py --accept writes it"
     assert printed == path.read_text(), f"changed; if on purpose: pytest tests/test_goldens.py -k '{name}' --accept"
+
+
+def _gone(before: Any, now: Any) -> list[str]:
+    """Keys of JSON that are no longer there although its version is the same."""
+    if before["schema_version"] != now["schema_version"]:
+        return []
+    return sorted(_keys(before) - _keys(now))
+
+
+def _keys(value: Any) -> set[str]:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return set(value if isinstance(value, dict) else ()).union(*map(_keys, inner))
+
+
+def test_a_key_that_went_needs_a_new_version() -> None:
+    before = {"schema_version": 2, "rows": [{"a": 1, "b": 2}]}
+    assert _gone(before, {"schema_version": 2, "rows": [{"a": 1}]}) == ["b"]
+    assert not _gone(before, {"schema_version": 3, "rows": [{"a": 1}]})
 
 
 def test_every_golden_has_its_command() -> None:

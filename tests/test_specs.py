@@ -176,7 +176,7 @@ def test_hash_follows_content_and_survives_a_round_trip() -> None:
         ({"warmup_steps": 9}, r"case: warmup_steps must be >= 10, got 9"),
         ({"global_batch": 3}, r"case: global_batch must be a multiple of gpus = 2, got 3"),
         ({"strategy": "single"}, r"case: gpus must be 1 for strategy 'single', got 2"),
-        ({"gpus": "two"}, r"gpus must be a number >= 1, with k for 2\^10 or M for 2\^20, got 'two'; write 8k"),
+        ({"gpus": "two"}, r"gpus must be a number >= 1, with k for 2\^10 or M for 2\^20, got 'two'; write 4 or 8k"),
         ({"device": "gpu"}, r"case: device: invalid enum value 'gpu'; known: auto, cpu, cuda \(got 'gpu'\)"),
         ({"seqlen": 5}, r"case has the unknown key 'seqlen'; did you mean 'seq_len'\?"),
         ({"time_limit_s": 0.0}, r"case: time_limit_s must be > 0 and finite, got 0.0"),

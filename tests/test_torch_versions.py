@@ -49,6 +49,10 @@ def test_the_page_says_what_ran_on_each_torch_that_is_accepted(
     assert f"`torch>={'.'.join(map(str, bounds[0]))},<{'.'.join(map(str, bounds[1]))}`" in PAGE
     rows = {version: row for row in re.findall(r"^\| 2\.\d+.*$", PAGE, re.M) for version in re.findall(r"\d\.\d+", row)}
     assert {minor(version) for version in rows} >= {(2, number) for number in range(bounds[0][1], bounds[1][1])}
+    tritons = {minor(version) for row in set(rows.values()) for version in re.findall(r"\b3\.\d+", row.split("|")[2])}
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["compiled"]
+    least, most = re.match(r"triton>=([\d.]+),<([\d.]+);", extra[0]).groups()  # type: ignore[union-attr]
+    assert (min(tritons), (3, max(tritons)[1] + 1)) == (minor(least), minor(most))
     tried = {minor(row.split()[1].strip(",")) for row in rows.values() if "not tried" not in row}
     assert tried == {TRIED}
 

@@ -237,7 +237,7 @@ def in_words(spec: Case, field: str) -> str:
     """
     value = spec.fields[field]
     if field == "memory_limit_gib":
-        return "no memory limit" if value is None else f"limit of {value:g} GiB"
+        return "no memory limit" if value is None else f"limit of {value:.4g} GiB"
     if field == "time_limit_s":
         return f"time limit of {value:g} s"
     if field in _COUNTED:

@@ -282,7 +282,7 @@ def _identity(trace: TraceFile, timeline: Timeline) -> Iterator[TraceWarning]:
     if len(devices) > 1:
         text = (
             f"events of {len(devices)} devices are in one trace and are counted together, so that what one "
-            f"computes hides the others' idle time and communication; --device {min(devices)} shows one alone"
+            f"computes hides the others' idle time and communication; --gpu {min(devices)} shows one alone"
         )
         yield _warning("several_devices", text, len(devices))
 

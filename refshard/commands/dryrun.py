@@ -80,8 +80,7 @@ def dryrun(options: Options, *, trace: Path | None = None, html: Path | None = N
             to explain is none, damaged, or has no stacks.
         RefshardError: the fake device cannot be made.
     """
-    check_writable("trace", trace)
-    check_writable("html", html)
+    check_writable(trace=trace, html=html)
     if options.ranks is not None and (options.rank is not None or options.compile == "both"):
         excluded = "--rank" if options.rank is not None else "--compile both"
         raise SpecError(f"dryrun: --ranks and {excluded} exclude each other, got both; leave one out")
@@ -93,6 +92,7 @@ def dryrun(options: Options, *, trace: Path | None = None, html: Path | None = N
         raise SpecError("dryrun: --explain-oom explains one run; leave out --ranks, --compile both, --against")
     real = None if options.explain_oom is None else read_real_run(options.explain_oom)
     trial = trial_of(options)
+    theirs = trial_of(replace(options, words=options.against)) if options.against else None
     request = replace(trial.request, sites=real is not None)
     trial.check_prices()
     try:
@@ -108,8 +108,7 @@ def dryrun(options: Options, *, trace: Path | None = None, html: Path | None = N
     if options.compile == "both" and found.run.answer.compiled is not None:
         other = trial.analyse(dry_run(replace(request, environment={**request.environment, **_EAGER})))
         against = Against(varied="torch.compile", names=("compiled", "eager"), other=other)
-    elif options.against:
-        theirs = trial_of(replace(options, words=options.against))
+    elif theirs is not None:
         other = theirs.analyse(dry_run(theirs.request))
         against = Against(varied="command", names=(shlex.join(options.words), shlex.join(options.against)), other=other)
     more = f"page: {html}" if html is not None else ""

@@ -28,7 +28,7 @@ def fit(options: Options, *, html: Path | None = None) -> Answer:
         SpecError: as :func:`refshard.commands.plan.plan`, or the page cannot be written.
         RefshardError: the fake device cannot be made.
     """
-    check_writable("html", html)
+    check_writable(html=html)
     planned = plan(options)
     size = planned.data["sizes"][-1]
     if not size["rows"]:

@@ -1,6 +1,5 @@
 """``refshard gate`` and ``refshard accept``: whether a change may pass, and what is the measure of that."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from refshard.analysis.exact import PEAK, Change, Exact, changes, exact_metrics,
 from refshard.commands.folders import find_run
 from refshard.commands.launching import check_gated, run_folder
 from refshard.commands.paired import side_by_side
-from refshard.commands.printing import warn
+from refshard.commands.printing import check_writable, warn
 from refshard.commands.progress import observer as make_observer
 from refshard.errors import SpecError
 from refshard.folders import replace_file
@@ -58,13 +57,13 @@ class Options:
             if (given := getattr(self, field)) is not None and not given.strip():
                 raise SpecError(f"{field}: '{given}' given; name a revision or a folder (is a variable empty?)")
         if self.strategies is not None and self.baseline is not None:
-            raise SpecError("strategies: compares two strategies of one revision; leave out --baseline")
+            raise SpecError("strategy: compares two strategies of one revision; leave out --baseline")
         if self.portable and (self.baseline or self.strategies):
             raise SpecError("portable applies to accepted baselines only; leave it out: both sides are launched here")
         for strategy in self.strategies or ():
             check_name(strategy)
             if strategy == REFERENCE_STRATEGY:
-                raise SpecError(f"strategies: '{strategy}' is the reference for all; name two others")
+                raise SpecError(f"strategy: '{strategy}' is the reference for all; name two others")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +79,7 @@ class Outputs:
     annotate: bool = False
 
     def __post_init__(self) -> None:
-        for field in ("summary", "junit"):
-            path: Path | None = getattr(self, field)
-            if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
-                raise SpecError(f"{field}: {path} cannot be written; name a file in a folder that is there")
+        check_writable(summary=self.summary, junit=self.junit)
 
 
 def gate(options: Options, outputs: Outputs) -> Answer:
@@ -117,7 +113,7 @@ def two_strategies(given: str | None) -> tuple[str, str] | None:
         return None
     names = given.split(",")
     if len(names) != 2 or names[0] == names[1]:
-        raise SpecError(f"strategies must be BASELINE,CANDIDATE, two different names, got '{given}'")
+        raise SpecError(f"strategy must be BASELINE,CANDIDATE, two different names, got '{given}'")
     return names[0], names[1]
 
 

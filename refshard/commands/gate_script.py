@@ -19,6 +19,7 @@ from refshard.commands.printing import tell
 from refshard.dryrun.analyse import analyse
 from refshard.dryrun.exact import by_module, differing, exact_figures
 from refshard.dryrun.run import dry_run
+from refshard.dryrun.trials import Trial
 from refshard.errors import SpecError, StoreError
 from refshard.folders import replace_file
 from refshard.measure.gate import folder_of, root_of
@@ -73,6 +74,7 @@ def gate_script(options: Options, outputs: Outputs) -> Answer:
     if options.accept is not None and (options.baseline is not None or not options.accept.strip()):
         raise SpecError("accept needs a reason, and no baseline revision: it accepts the figures of this run")
     options = msgspec.structs.replace(options, cluster=cluster_name(options.cluster))
+    _trial(options)
     file = _file(options)
     if options.accept is None and options.baseline is None and not file.exists():
         remedy = f"refshard gate --accept REASON --cluster {options.cluster} -- {shlex.join(options.words)}"
@@ -116,9 +118,13 @@ def _accounts(before: Modules, now: Modules) -> list[str]:
     return [*lines, *([f"{len(found) - _SHOWN} more modules differ"] if len(found) > _SHOWN else [])]
 
 
+def _trial(options: Options) -> Trial:
+    return trial_of(DryRunOptions(words=options.words, cluster=options.cluster, gpus=options.gpus))
+
+
 def _figures(options: Options) -> Accepted:
     """Dry-run the command in the current folder."""
-    trial = trial_of(DryRunOptions(words=options.words, cluster=options.cluster, gpus=options.gpus))
+    trial = _trial(options)
     found = analyse(dry_run(trial.request, quiet=True), trial.cluster)
     answer = found.run.answer
     if answer.outcome == "failed":

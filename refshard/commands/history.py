@@ -29,5 +29,6 @@ def history(folder: Path, *, metric: str, suite: str | None) -> Answer:
             print(f"refshard: left out: {error}", file=sys.stderr)
     found = series_of((run for run in runs if suite in (None, run.header.suite.name)), metric)
     if not found:
-        raise SpecError(f"{folder}: no run there has a case with {metric}; give a folder of runs, such as runs/")
+        of = "" if suite is None else f" of suite '{suite}'"
+        raise SpecError(f"{folder}: no run there{of} has a case with {metric}; give a folder of runs, such as runs/")
     return history_answer(found, metric)

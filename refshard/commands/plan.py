@@ -9,7 +9,7 @@ from typing import Any, TypeVar, get_args
 
 import msgspec
 
-from refshard.commands.printing import tell, write_page
+from refshard.commands.printing import check_writable, tell, write_page
 from refshard.commands.sizes import sized
 from refshard.emit.table import POLICIES, RUNS, TOOLS, emit
 from refshard.emit.tool import Setting as EmitSetting
@@ -33,6 +33,7 @@ from refshard.specs.job import (
     REFERENCE_STRATEGY,
     WHOLE_MATRICES,
     Implementation,
+    Job,
     Optimizer,
     Precision,
     Schedule,
@@ -41,7 +42,7 @@ from refshard.specs.job import (
 from refshard.specs.layers import POLICY
 from refshard.specs.model import ModelSpec, is_factory, load_model, model_name
 from refshard.specs.reading import convert, read_as, within
-from refshard.specs.tuning import ALL_LINEAR, Lora, frozen_of, projections_of
+from refshard.specs.tuning import ALL_LINEAR, Lora
 from refshard.strategies.table import ROWS
 
 DRY_RUNS, DRY_RUN_S, DRY_RUNS_S = 4, 120.0, 60.0
@@ -143,8 +144,9 @@ def plan(options: Options, *, page: Path | None = None, tool: str | None = None,
     Raises:
         SpecError: the model, the cluster, a strategy or another value does not exist, or they do not fit each other.
     """
-    if page is not None and page.is_dir():
-        raise SpecError(f"html: {page} is a folder; name the file to write")
+    check_writable(html=page)
+    if out is not None and tool is None:
+        raise SpecError(f"out: '{out}' is for the files of --emit, got no --emit; add it, or leave --out out")
     dimensions = _model(options)
     options = _with_names(options)
     cluster, spread = load_cluster(options.cluster), load_spread()
@@ -356,18 +358,16 @@ def space_of(options: Options, model: AnyModel, cluster: ClusterSpec) -> Space:
         name: _axis(name, getattr(options, name), searched=_searched(name, options, model, cluster))
         for name in ("tp", "cp", "pp", "interleave", "ep", "dp_replicate", "microbatch")
     }
-    try:
-        projections_of(options.lora_targets)
-        frozen_of(options.frozen)
-    except ValueError as error:
-        raise SpecError(str(error)) from None
     tuned: dict[str, Any] = {
         "tuning": _known("tuning", options.tuning, get_args(Tuning)),
         "optimizer": _known("optimizer", options.optimizer, get_args(Optimizer)),
         "lora_rank": options.lora_rank, "lora_targets": options.lora_targets, "frozen": options.frozen,
     }  # fmt: skip
+    strategies = strategies_of(options, cluster.world_size)
+    whole = {"strategy": strategies[0], "model": options.model, "gpus": 1, "seq_len": 1, "global_batch": 1}
+    convert({**whole, **tuned}, Job, where="plan")  # what a job of any size refuses
     return Space(
-        strategies=strategies_of(options, cluster.world_size), schedules=_schedules(options),
+        strategies=strategies, schedules=_schedules(options),
         checkpointing=_checkpointing(options),
         precisions=_precisions(options, cluster), compiled=_compiled(options), model=options.model,
         gpus=cluster.world_size, cluster=_sized_name(options.cluster, cluster), seq_len=options.seq_len,
@@ -503,13 +503,13 @@ def _schedules(options: Options) -> tuple[Schedule, ...]:
     known: tuple[Schedule, ...] = get_args(Schedule)
     if options.schedule is None:
         return known
-    return tuple(_known("schedule", name, known) for name in _names(options.schedule))
+    return tuple(_known("schedule", name, known) for name in _named("schedule", options.schedule))
 
 
 def _checkpointing(options: Options) -> tuple[str, ...]:
     if options.checkpointing is None:
         return (AUTO, "selective") if options.search else (AUTO,)
-    names = _names(options.checkpointing)
+    names = _named("checkpointing", options.checkpointing)
     for name in names:
         if name != AUTO and not POLICY.fullmatch(name):
             raise SpecError(

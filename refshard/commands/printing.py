@@ -19,7 +19,7 @@ from typing import Annotated, Any, TextIO, get_args
 import typer
 
 from refshard.errors import SpecError
-from refshard.folders import STDOUT, replace_file
+from refshard.folders import STDOUT, check_replaceable_file, replace_file
 from refshard.quantities import format_duration
 from refshard.report import forms
 from refshard.report.blocks import Answer
@@ -70,11 +70,16 @@ def in_panels(panels: dict[str, str]) -> Callable[[Callable[..., None]], Callabl
 
 def printed(command: Callable[..., Answer]) -> Callable[..., None]:
     """A command that prints the answer of ``command`` as its options say, and exits with the answer's status."""
+    own = inspect.signature(command)
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
         options = {name: bool(given.pop(name)) for name in _OPTIONS}
         _check(options)
+        for name, value in given.items():
+            if value == "" != own.parameters[name].default:
+                shown = name.strip("_").replace("_", "-")
+                raise SpecError(f"{shown}: '' given; name a value, or leave it out (is a variable empty?)")
         LOG.setLevel(logging.WARNING if options["quiet"] else logging.DEBUG if options["verbose"] else logging.INFO)
         answer = command(**given)
         stream = sys.stderr if STDOUT in given.values() else sys.stdout  # a file that goes there has it for itself
@@ -82,7 +87,6 @@ def printed(command: Callable[..., Answer]) -> Callable[..., None]:
         if answer.status:
             raise typer.Exit(answer.status)
 
-    own = inspect.signature(command)
     added = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=annotation)
         for name, annotation in _OPTIONS.items()
@@ -116,6 +120,20 @@ def paper(stream: TextIO) -> forms.Paper:
     return forms.Paper(width=shutil.get_terminal_size().columns, colours=colours)
 
 
+def check_writable(**files: Path | None) -> None:
+    """Refuse, before anything runs, files that cannot be written, by their option.
+
+    Raises:
+        SpecError: one cannot be written.
+    """
+    for option, path in files.items():
+        try:
+            if path is not None:
+                check_replaceable_file(path)
+        except OSError as error:
+            raise SpecError(f"{option}: {path} cannot be written ({error.strerror}); name a writable file") from None
+
+
 def write_page(answer: Answer, path: Path, product: str) -> None:
     """Write an answer of the command ``product`` to ``path`` as a page, whole or not at all.
 
@@ -128,16 +146,6 @@ def write_page(answer: Answer, path: Path, product: str) -> None:
         replace_file(path, as_page(answer, product=product, command=shlex.join(["refshard", *sys.argv[1:]])))
     except OSError as error:
         raise SpecError(f"html: {path} cannot be written ({error.strerror}); name a writable file") from None
-
-
-def check_writable(option: str, path: Path | None) -> None:
-    """Check early that a file can be written, if one is named.
-
-    Raises:
-        SpecError: it is a folder, or its folder does not exist.
-    """
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise SpecError(f"{option}: {path} cannot be written; name a file in a folder that exists")
 
 
 def put_out(text: str, stream: TextIO) -> None:
@@ -155,13 +163,13 @@ def tell(text: str) -> None:
 
 
 @contextmanager
-def elapsed(what: str, stream: TextIO = sys.stderr, every_s: float = 10.0) -> Iterator[None]:
-    """On a terminal, print every ``every_s`` seconds how long ``what`` has taken, unless ``--quiet`` forbids it."""
+def elapsed(what: Callable[[], str], stream: TextIO = sys.stderr, every_s: float = 10.0) -> Iterator[None]:
+    """On a terminal, print every ``every_s`` seconds ``what`` runs and for how long, unless ``--quiet`` forbids it."""
     ended, began = threading.Event(), time.monotonic()
 
     def report() -> None:
         while not ended.wait(every_s):
-            print(f"{what}: {format_duration(time.monotonic() - began)}", file=stream, flush=True)
+            print(f"{what()}: {format_duration(time.monotonic() - began)}", file=stream, flush=True)
 
     if not (stream.isatty() and LOG.isEnabledFor(logging.INFO)):
         yield

@@ -51,6 +51,8 @@ def report(runs: Sequence[Path], output: Path | None, *, against: Path | None = 
     baseline = None if against is None else gather(read_run(find_run(against)))
     target = output or (runs[-1] / (PAGE if len(read) == 1 else FOLDER))
     is_file = target.suffix == ".html" or target == STDOUT
+    if not is_file and target.suffix[1:].isalpha() and target.suffix != ".zip":
+        raise SpecError(f"out: must be a .html file, a folder or a .zip, got '{target}'; name one of these")
     if is_file and len(read) > 1:
         raise SpecError(f"out: {target} is one file, and {len(read)} runs make a folder; name a folder, or a .zip")
     try:

@@ -1,5 +1,6 @@
 """``refshard dryrun --sweep``, ``--largest`` and several sizes: many dry runs of one command, and the best of them."""
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -9,7 +10,7 @@ from msgspec.structs import replace
 
 from refshard.commands.dryrun import Options, trial_of
 from refshard.commands.dryrun_model import changed
-from refshard.commands.printing import tell, write_page
+from refshard.commands.printing import check_writable, elapsed, tell, write_page
 from refshard.commands.sizes import sized
 from refshard.dryrun.measured_prices import check_share
 from refshard.dryrun.sweep import Row, largest
@@ -49,8 +50,9 @@ def sweep(options: Options, varied: Sweep, *, html: Path | None = None) -> Answe
         raise SpecError(
             "dryrun: --ranks, --races, --advise and --compile both are for a single dry run, not for several"
         )
-    chosen = combinations(varied.sweep, "--sweep") if varied.sweep else [Combination((), {})]
-    search = read_search(varied.largest) if varied.largest else None
+    check_writable(html=html)
+    chosen = [Combination((), {})] if varied.sweep is None else combinations(varied.sweep, "--sweep")
+    search = None if varied.largest is None else read_search(varied.largest)
     clusters = [name.strip() for name in varied.clusters.split(",")]
     places = [
         (cluster, part.world_size if varied.gpus else None)
@@ -59,8 +61,12 @@ def sweep(options: Options, varied: Sweep, *, html: Path | None = None) -> Answe
     ]
     several = {"cluster": len(clusters) > 1, "GPUs": len(places) > len(clusters)}
 
+    labels = dict[str, str]()
+
     def at(place: tuple[str, int | None], words: Sequence[str]) -> Trial:
-        return trial_of(replace(_with_words(options, words), cluster=place[0], gpus=place[1]))
+        trial = trial_of(replace(_with_words(options, words), cluster=place[0], gpus=place[1]))
+        labels[trial.key] = shlex.join(words) or (options.training.model if options.training else "the command")
+        return trial
 
     def choices_of(place: tuple[str, int | None], one: Combination, trial: Trial) -> Mapping[str, str]:
         named = {"cluster": place[0], "GPUs": f"{trial.request.world_size:,}"}
@@ -72,11 +78,11 @@ def sweep(options: Options, varied: Sweep, *, html: Path | None = None) -> Answe
     for *_, trial in first:
         trial.check_prices()
     folder = _folder(varied.resume)
-    labels = {trial.key: one.choices for _, one, trial in first}
-    progress = _progress(labels, None if search else len(first))
-    with Laboratory(options.jobs, folder / TRIALS, progress) as laboratory:
+    progress = _Progress(labels, None if search else len(labels))
+    with Laboratory(options.jobs, folder / TRIALS, progress.ended) as laboratory, elapsed(progress.standing):
         try:
             if search is None:
+                progress.count = sum(map(laboratory.knows, {trial.key: trial for *_, trial in first}.values()))
                 found = laboratory.try_all([trial for *_, trial in first])
                 rows = [Row(choices=choices_of(*one), trial=one[2], tried=t) for one, t in zip(first, found)]
             else:
@@ -130,20 +136,24 @@ def _folder(resume: Path | None) -> Path:
     return resume
 
 
-def _progress(choices: Mapping[str, Mapping[str, str]], total: int | None) -> Callable[[Trial, Prediction], None]:
-    """Prints a line for each trial: its ``choices``, by the trial's key, and what was found."""
-    count = 0
+class _Progress:
+    """How many dry runs have ended, ``of`` how many (None: not known), and what each found; ``labels`` are the words
+    that vary, by the trial's key.
+    """
 
-    def report(trial: Trial, tried: Prediction) -> None:
-        nonlocal count
-        count += 1
-        place = f"{count} of {total}" if total else f"{count}"
+    def __init__(self, labels: Mapping[str, str], of: int | None) -> None:
+        self.count, self._labels, self._of = 0, labels, "" if of is None else f"/{of}"
+
+    def standing(self) -> str:
+        """How many have ended, as text."""
+        return f"[{self.count}{self._of}] dry runs"
+
+    def ended(self, trial: Trial, tried: Prediction) -> None:
+        """Print a line: what was run, and what it found."""
+        self.count += 1
         found = f"no answer: {tried.why}" if tried.fits is None else f"fits, {format_bytes(tried.reserved_bytes)}"
         found = f"does not fit, {tried.why}" if tried.fits is False else found
         speed = f", {format_seconds(tried.step_s)} a step" if tried.fits and tried.step_s else ""
         request = trial.request
-        chosen = ", ".join(f"{name} {text}" for name, text in choices.get(trial.key, {}).items())
-        words = chosen or " ".join(request.command)
-        tell(f"[{place}] {words} on {request.world_size:,} of {request.cluster}: {found}{speed}")
-
-    return report
+        where = f"{self._labels[trial.key]} on {request.world_size:,} GPUs of {request.cluster}"
+        tell(f"[{self.count}{self._of}] {where}: {found}{speed}")

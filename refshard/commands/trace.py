@@ -20,7 +20,7 @@ from refshard.analysis.names import patterns
 from refshard.analysis.prediction import beside
 from refshard.analysis.snapshot import is_memory_timeline, memory_timeline, read_snapshot, snapshot_figures
 from refshard.analysis.windows import parse_window
-from refshard.commands.printing import tell, write_page
+from refshard.commands.printing import check_writable, tell, write_page
 from refshard.errors import SpecError, TraceError
 from refshard.events.flight import read_flights
 from refshard.events.nsys import is_nsys
@@ -70,6 +70,7 @@ def trace(
         SpecError: ``page`` cannot be written, options do not go together, ``window`` is neither a pattern nor a range,
             or ``communication`` holds what is no regular expression.
     """
+    check_writable(html=page)
     chosen = None if window is None else parse_window(window)
     if cross_check not in (None, "hta"):
         raise SpecError(f"cross-check must be 'hta', got '{cross_check}'")

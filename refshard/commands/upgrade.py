@@ -37,7 +37,7 @@ def upgrade_check(options: Options, *, html: Path | None = None) -> Answer:
         SpecError: the command, the cluster or an environment is wrong, pip fails, or the page cannot be written.
         RefshardError: an environment cannot run dry runs, or the script's process ended without an answer.
     """
-    check_writable("html", html)
+    check_writable(html=html)
     trial = trial_of(DryRunOptions(words=options.words, cluster=options.cluster, gpus=options.gpus))
     try:
         pip = shlex.split(options.pip)

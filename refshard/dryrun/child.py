@@ -7,6 +7,7 @@ writes its own, and records which lines issue collectives.
 
 import os
 import resource
+import signal
 import sys
 import time
 import traceback
@@ -39,6 +40,8 @@ GIVEN, SENT = "given.msgpack", "sent.msgpack"
 
 def main(folder: Path) -> int:
     """Run the request in ``folder`` and return the process's exit status: 0 if an answer was written."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C needs no traceback: the parent says what it ended
     request = msgspec.json.decode((folder / REQUEST).read_bytes(), type=Request)
     os.environ.update(request.environment)
     if visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES")) == 0:

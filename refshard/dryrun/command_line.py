@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 
 from refshard.dryrun.launchers import find_program
@@ -98,6 +99,9 @@ def _read_script(
             f"dryrun: a dry run cannot follow the processes that '{name}' starts; give the script that it starts"
         )
     if (program := find_program(name)) is None:
+        path = Path(name)
+        if close := get_close_matches(path.name, [one.name for one in path.parent.glob("*.py")], n=1):
+            raise SpecError(f"dryrun: there is no script '{name}'; did you mean '{path.with_name(close[0])}'?")
         raise SpecError(
             f"dryrun: there is no script '{name}', and no program of that name is installed with this Python "
             f"({sys.executable}); to run a module, write -m before it"

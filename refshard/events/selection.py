@@ -34,7 +34,7 @@ def only_device(trace: TraceFile, device: str) -> TraceFile:
     wanted = [lane for lane, (name, _) in enumerate(trace.lanes) if name == device]
     if not wanted:
         names = ", ".join(sorted({name for name, _ in trace.lanes})) or "none (a CPU trace)"
-        raise TraceError(f"{trace.path}: --device {device} is not in the trace; its devices: {names}")
+        raise TraceError(f"{trace.path}: --gpu {device} is not in the trace; its GPUs: {names}")
     rows, host = np.isin(trace.device.lanes, wanted), trace.host
     launched = (host.categories == LAUNCH) & (host.correlations > 0)
     launched &= np.isin(host.correlations, trace.device.correlations[rows])

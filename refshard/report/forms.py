@@ -31,8 +31,10 @@ from refshard.report.blocks import (
     cell_text,
 )
 
-SCHEMA_VERSION = 2
-"""Version of every command's JSON and CSV; it rises when a key changes its meaning or is removed."""
+SCHEMA_VERSION = 3
+"""Version of every command's JSON and CSV; it rises when a key changes its meaning or is removed. Since 3, a
+gate's ``status`` is one of :class:`refshard.errors.Status`.
+"""
 LIST_SEPARATOR = " | "
 """What stands between the parts of a list in CSV, which has no lists."""
 _WIDEST = 120

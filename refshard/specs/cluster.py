@@ -198,9 +198,9 @@ def _find(given: str) -> tuple[str, ClusterSpec]:
     """The cluster called ``given``, with its name."""
     gpus, base, nodes = next(_readings(given), (None, given, None))
     if (found := _profile(base)) is None:
-        parts = re.fullmatch(r"(\d{1,7} ?x ?)?(.*?)(x\d{1,7})?", given, re.IGNORECASE | re.DOTALL)
+        parts = re.fullmatch(r"(\d{1,7})?(?: ?x ?)?(.*?)(x\d{1,7})?", given, re.IGNORECASE | re.DOTALL)
         before, middle, after = parts.groups("") if parts else ("", given, "")
-        pieces = (middle, f"{before}{{}}{after}"), (given, "{}")
+        pieces = (middle, f"{before}x{{}}{after}" if before else f"{{}}{after}"), (given, "{}")
         remedy = closest("clusters", pieces, resources.cluster_profiles())
         raise SpecError(
             f"cluster: no profile and no file '{given[:80]}'; {remedy} (8xh100 has 8 GPUs, dgx-h100x4 4 nodes)"
@@ -211,7 +211,7 @@ def _find(given: str) -> tuple[str, ClusterSpec]:
             f"cluster: '{given}' may mean {nodes} GPUs or {nodes} nodes; write {nodes}x{base} or {name}x{nodes}"
         )
     if 0 in (gpus, nodes):
-        raise SpecError(f"cluster: must have at least one node and one GPU, got '{given}'; write x1 for one node")
+        raise SpecError(f"cluster: must have at least one node and one GPU, got '{given}'; write 1x or more")
     cluster = whole = convert(read_toml(path), ClusterSpec, where=f"cluster {name}")
     whole.accelerator  # noqa: B018  a profile that names no hardware is refused here
     if gpus is not None:

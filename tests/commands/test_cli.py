@@ -1,5 +1,6 @@
 """The command line as a whole: exit statuses, help, and what is said of a mistake."""
 
+import errno
 import io
 import re
 import time
@@ -36,7 +37,7 @@ NAMES = [command.name or command.callback.__name__.strip("_").replace("_", "-") 
         (f"report {RUN} --out page.html", Status.YES),
         ("report none", Status.WRONG_CALL),
         ("trace none.json", Status.WRONG_CALL),
-        ("gate --baselines . -- train.py", Status.NO_VERDICT),
+        ("gate --baselines . -- train.py", Status.WRONG_CALL),
         ("gate --suite none", Status.WRONG_CALL),
         ("accept none --reason new", Status.WRONG_CALL),
         ("noise --from none", Status.WRONG_CALL),
@@ -63,7 +64,12 @@ def test_exit_statuses(
 
 @pytest.mark.parametrize(
     ("error", "status"),
-    [(SpecError("no"), Status.WRONG_CALL), (LaunchError("no"), Status.NO_VERDICT), (KeyError("defect"), 3)],
+    [
+        (SpecError("no"), Status.WRONG_CALL),
+        (LaunchError("no"), Status.NO_VERDICT),
+        (KeyError("defect"), 3),
+        (OSError(errno.ENOSPC, "No space left on device"), Status.NO_VERDICT),
+    ],
 )
 def test_a_defect_is_no_verdict(error: Exception, status: int, capsys: pytest.CaptureFixture[str]) -> None:
     program = typer.Typer()
@@ -90,13 +96,27 @@ def test_a_defect_is_no_verdict(error: Exception, status: int, capsys: pytest.Ca
         ("plan --model llama3-8 --cluster 8xh100", "did you mean 'llama3-8b'?"),
         (
             "plan --model llama3-8b --cluster 8xh100 --seq-len 8kb",
-            "'--seq-len': must be a number >= 1, with k for 2^10",
+            "plan: --seq-len must be a number >= 1, with k for 2^10",
         ),
         ("plan --model llama3-8b --cluster 8xh100 --gpus 8..2", "gpus must ascend, got '8..2'"),
         ("dryrn", "no such command 'dryrn'. Did you mean 'dryrun'?"),
+        ("help", "no such command 'help'; see refshard --help"),
+        ("fit llama3-8b 8h100", "did you mean '8xh100'?"),
+        ("fit llama3-8b 8 h100", "unexpected extra argument(s) (h100); see refshard fit --help"),
+        ("plan --model llama3-8b --cluster 8xh100 --strategy FSDP2", "did you mean 'fsdp2'?"),
+        ("plan --model llama3-8b --cluster 8xh100 --top many", "plan: --top must be a number >= 1"),
+        ("plan --model llama3-8b --cluster 8xh100 --mtbf never", "plan: --mtbf must be a number, got 'never'"),
+        ("plan --model llama3-8b --cluster 8xh100 --lora-rank 16", "lora_rank needs tuning 'lora' or 'qlora', got 16"),
+        ("plan --model llama3-8b --cluster 8xh100 --out x", "out: 'x' is for the files of --emit"),
+        ("dryrun --cluster 8xh100 --gpus= -- train.py", "gpus: '' given; name a value"),
+        ("dryrun --cluster 8xh100 --trace /proc/t.json -- train.py", "trace: /proc/t.json cannot be written"),
+        ("dryrun --cluster 8xh100 -- refshard/cli.p", "no script 'refshard/cli.p'; did you mean 'refshard/cli.py'?"),
+        ("gate -- none.py", "there is no script 'none.py'"),
+        (f"report {RUN} --out page.pdf", "out: must be a .html file, a folder or a .zip, got 'page.pdf'"),
     ],
 )
-def test_a_mistake_names_the_nearest(refshard: Command, words: str, said: str) -> None:
+def test_a_mistake_names_the_nearest(refshard: Command, words: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
     ended = refshard(*words.split())
     assert (ended.returncode, ended.stdout) == (2, "")
     assert said in ended.stderr
@@ -133,7 +153,7 @@ class _Terminal(io.StringIO):
 
 @pytest.mark.parametrize(("stream", "some"), [(_Terminal(), True), (io.StringIO(), False)])
 def test_elapsed_time_is_shown_on_a_terminal_only(stream: io.StringIO, some: bool) -> None:
-    with elapsed("dry run", stream, every_s=0.01):
+    with elapsed(lambda: "dry run", stream, every_s=0.01):
         for _ in range(200):
             if "\n" in stream.getvalue() or not some:
                 break

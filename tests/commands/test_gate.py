@@ -184,7 +184,7 @@ def test_what_cannot_be_meant_is_refused(asked: dict[str, Any], message: str) ->
 
 @pytest.mark.parametrize("given", ["ddp", "ddp,ddp", "a,b,c"])
 def test_strategies_are_two(given: str) -> None:
-    with pytest.raises(SpecError, match="strategies must be BASELINE,CANDIDATE"):
+    with pytest.raises(SpecError, match="strategy must be BASELINE,CANDIDATE"):
         two_strategies(given)
 
 

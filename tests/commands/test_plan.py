@@ -271,7 +271,7 @@ def test_a_page_can_be_written_and_a_folder_that_is_not_there_is_refused(tmp_pat
     assert verdict(found)[0].split(":")[0] in " ".join(seen.text.split())
     with pytest.raises(SpecError, match=r"cannot be written \(No such file or directory\); name a writable file"):
         plan(options(), page=tmp_path / "none" / "plan.html")
-    with pytest.raises(SpecError, match=r"html: .* is a folder; name the file to write"):
+    with pytest.raises(SpecError, match=r"html: .* cannot be written \(Is a directory\); name a writable file"):
         plan(options(), page=tmp_path)
 
 
@@ -536,10 +536,10 @@ def test_an_implementation_is_stated_by_field() -> None:
         ({"seq_len": 0}, "--seq-len must be >= 1, got 0; give a number"),
         ({"microbatches": 0}, "microbatches must be >= 1, got 0"),
         ({"top": 0}, "top must be >= 1, got 0"),
-        ({"microbatch": "-1"}, "microbatch must be numbers from 1, separated by commas, got '-1'; write, for example"),
-        ({"tp": "two"}, "tp must be numbers from 1, separated by commas, got 'two'; write, for example, 1,2,8k"),
+        ({"microbatch": "-1"}, "microbatch must be numbers from 1, separated by commas, got '-1'; write 1,2,4"),
+        ({"tp": "two"}, "tp must be numbers from 1, separated by commas, got 'two'; write 1,2,4 or, doubling, 8..64"),
         ({"pp": ""}, "pp must be numbers from 1, separated by commas, got ''; write"),
-        ({"gpus": "0"}, "gpus must be numbers from 1, separated by commas, got '0'; write, for example, 1,2,8k"),
+        ({"gpus": "0"}, "gpus must be numbers from 1, separated by commas, got '0'; write 1,2,4 or, doubling, 8..64"),
         ({"gpus": "1-4"}, "gpus must be numbers from 1, separated by commas, got '1-4'; write"),
         ({"nodes": 0}, "--nodes must be >= 1, got 0"),
         ({"nodes": 2, "gpus": "8"}, "plan: --nodes and --gpus exclude each other, got both; leave one out"),

@@ -21,7 +21,7 @@ from refshard.commands.printing import LOG, OUTPUT_OPTIONS, paper, printed, put_
 from refshard.commands.progress import Lines, Nothing, observer
 from refshard.errors import SpecError
 from refshard.report.blocks import Answer, Notes, Text, Verdict
-from refshard.report.forms import Paper
+from refshard.report.forms import SCHEMA_VERSION, Paper
 from tests.report.runs import run, write
 
 pytestmark = pytest.mark.slow
@@ -63,8 +63,8 @@ class TestOptions:
         assert measure().stdout == "all\n\nThe verdict.\n"
         assert measure("-v").stdout == measure("--verbose").stdout == "all\n\n* a detail\n\nThe verdict.\n"
         assert measure("-q").stdout == measure("--quiet").stdout == "The verdict.\n"
-        assert json.loads(measure("--json").stdout) == {"schema_version": 2, "command": "measure", "n": 1}
-        assert measure("--csv").stdout_bytes == b"n,schema_version\r\n1,2\r\n"
+        assert json.loads(measure("--json").stdout) == {"schema_version": SCHEMA_VERSION, "command": "measure", "n": 1}
+        assert measure("--csv").stdout_bytes == f"n,schema_version\r\n1,{SCHEMA_VERSION}\r\n".encode()
         assert measure("--markdown").stdout.startswith("## refshard measure\n\n- **The verdict.**\n\nall\n")
 
     @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ class TestEveryCommand:
         done = {option: CliRunner().invoke(app, [*given, option]) for option in ("--json", "--csv", "--markdown", "-q")}
         assert len({one.exit_code for one in done.values()}) == 1
         found = json.loads(done["--json"].stdout)
-        assert (found["schema_version"], found["command"]) == (2, words[0])
+        assert (found["schema_version"], found["command"]) == (SCHEMA_VERSION, words[0])
         header, *rows = done["--csv"].stdout.splitlines()
         assert header.endswith("schema_version")
         assert rows or words[0] == "gate"

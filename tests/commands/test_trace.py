@@ -174,8 +174,8 @@ def test_what_one_side_does_not_record_is_named(folder: Path) -> None:
         (["rank0.json", "--window", "decode("], "window: 'decode(' is no regular expression"),
         (["rank0.json", "--window", "decode"], "--window 'decode' matches no annotation; the most frequent are: "),
         (
-            ["rank0.json", "--device", "1"],
-            "--device 1 is not in the trace; its devices: none (a CPU trace)",
+            ["rank0.json", "--gpu", "1"],
+            "--gpu 1 is not in the trace; its GPUs: none (a CPU trace)",
         ),
         (["rank0.json", "--calibration", "notes.txt"], "not a Kineto trace (it is no JSON object)"),
     ],

@@ -105,7 +105,7 @@ def two_processes(*devices: int) -> Export:
 def test_one_device_of_a_report_on_several_ranks(tmp_path: Path, devices: tuple[int, ...], names: list[str]) -> None:
     path = two_processes(*devices).write(tmp_path / "a.sqlite")
     together = analyse(path)
-    assert f"--device {names[0]} shows one alone" in codes(together)["several_devices"]
+    assert f"--gpu {names[0]} shows one alone" in codes(together)["several_devices"]
     assert together.timeline.spans.launches.tolist() == [10, 1010]
     for rank, name in enumerate(names):
         alone = analyse(path, device=name)
@@ -113,7 +113,7 @@ def test_one_device_of_a_report_on_several_ranks(tmp_path: Path, devices: tuple[
         assert (step.step, step.breakdown.compute_ns) == (3, 10 + rank)
         assert alone.timeline.spans.launches.tolist() == [1000 * rank + 10]
         assert not {"several_devices", "steps_overlap"} & set(codes(alone))
-    with pytest.raises(TraceError, match=f"--device 7 is not in the trace; its devices: {', '.join(names)}"):
+    with pytest.raises(TraceError, match=f"--gpu 7 is not in the trace; its GPUs: {', '.join(names)}"):
         analyse(path, device="7")
 
 
