@@ -24,11 +24,11 @@ BUDGETS = {
     "refshard/measure": 8_615,
     "refshard/models": 1_265,
     "refshard/plan": 3_405,
-    "refshard/report": 10_870,
+    "refshard/report": 10_880,
     "refshard/specs": 3_020,
     "refshard/strategies": 3_190,
     "refshard/*.py": 2_655,
-    "tests": 81_930,
+    "tests": 81_920,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

@@ -199,7 +199,10 @@ def _verdict(found: Analysis, advice: Advice | None, prices: list[str]) -> Verdi
             f"({format_bytes(found.headroom_bytes)} headroom); peak allocated {format_bytes(peak.allocated)}"
         )
         lead = [] if found.traced is None else [finding_of(found.traced.figures).lead]
-        return Verdict(sentences=[fits, *lead_of(found), *routing, *_pace(found), *prices, *lead], style="good")
+        return Verdict(
+            sentences=[*_raced(found), fits, *lead_of(found), *routing, *_pace(found), *prices, *lead],
+            style="bad" if found.races else "good",
+        )
     needed = f"needs more than {usable}"
     if found.run.refused is not None:
         needed = (
@@ -213,8 +216,17 @@ def _verdict(found: Analysis, advice: Advice | None, prices: list[str]) -> Verdi
     enough = [] if advice is None else [one.change for one in advice.remedies if one.tried.fits]
     remedy = [f"Fits with {', or with '.join(enough)} (dry-run)"] if enough else []
     return Verdict(
-        sentences=[f"DOES NOT FIT: {needed}", refusal, *lead_of(found), *routing, *pace, *prices, *remedy], style="bad"
-    )
+        sentences=[
+            f"DOES NOT FIT: {needed}", refusal, *_raced(found), *lead_of(found), *routing, *pace, *prices, *remedy,
+        ],
+        style="bad",
+    )  # fmt: skip
+
+
+def _raced(found: Analysis) -> Iterator[str]:
+    """That streams race, which may make a run that fits train wrong."""
+    if count := len(found.races or ()):
+        yield f"RACES: {count} pair{'s' * (count > 1)} of unordered accesses to the same memory, listed above."
 
 
 def _blamed(found: Analysis) -> Iterator[str]:
