@@ -193,7 +193,7 @@ const charts = (() => {
   };
 
   // --- drawing
-  // Lines of a legend over a figure whose height has room for two; plotly gives each name the width of the widest.
+  // Lines of a legend; a figure's height has room for two over it, or one under it. Plotly gives each name the width of the widest.
   const linesOf = (names, width) =>
     Math.ceil(names.length / Math.max(1, Math.floor(width / (Math.max(...names.map(wide)) + 45))));
   const draw = async (element, width = element.clientWidth) => {
@@ -202,9 +202,8 @@ const charts = (() => {
     // at most half of the height.
     const named = layout.showlegend === false ? []
       : traces.filter((trace) => trace.showlegend !== false && trace.name).map(({ name }) => name);
-    const isAbove = named.length && !layout.meta?.texts;
-    const lines = width < 600 ? named.length : isAbove ? linesOf(named, width) : 0;
-    const more = width < 600 ? 22 * lines : 20 * Math.max(0, lines - 2);
+    const lines = width < 600 || !named.length ? named.length : linesOf(named, width);
+    const more = width < 600 ? 22 * lines : 20 * Math.max(0, lines - (layout.meta?.texts ? 1 : 2));
     const height = Math.max(layout.height + more, 44 * lines);
     let box = element.querySelector(".plot");
     if (!box) box = element.appendChild(document.createElement("div"));

@@ -37,7 +37,7 @@ def speed_and_memory(rows: Sequence[Row]) -> Chart:
         )  # fmt: skip
     figure.add_scatter(
         x=short(row.tried.reserved_bytes / _GIB for row in drawn),
-        y=[round(row.tried.tokens_per_s or 0) for row in drawn], mode="text",
+        y=[round(row.tried.tokens_per_s or 0) for row in drawn], mode="markers+text", marker={"size": 12, "opacity": 0},
         text=[label_text(named(row.choices)) for row in drawn], hoverinfo="skip", showlegend=False,
         meta={"labels": True},
     )  # fmt: skip
