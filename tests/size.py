@@ -15,7 +15,7 @@ SLACK = 100
 BUDGETS = {
     "refshard/analysis": 12_235,
     "refshard/commands": 3_885,
-    "refshard/dryrun": 8_075,
+    "refshard/dryrun": 8_080,
     "refshard/emit": 935,
     "refshard/emulate": 1_365,
     "refshard/engine": 9_330,

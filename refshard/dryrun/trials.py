@@ -140,12 +140,16 @@ class Laboratory:
             process.terminate()
         self._pool.shutdown(cancel_futures=True)
 
+    def knows(self, trial: Trial) -> bool:
+        """Whether it need not be run."""
+        return trial.key in self._known
+
     def try_all(self, trials: Iterable[Trial]) -> list[Prediction]:
         """What each of them finds, in their order; those that were tried before are not run again."""
         wanted = list(trials)
         groups: dict[str, list[Trial]] = {}
         for trial in {trial.key: trial for trial in wanted}.values():
-            if trial.key not in self._known:
+            if not self.knows(trial):
                 groups.setdefault(trial.recording_key, []).append(trial)
         futures = {self._pool.submit(_try_alike, tuple(group)): group for group in groups.values()}
         for future in as_completed(futures):

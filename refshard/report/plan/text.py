@@ -152,7 +152,7 @@ def _others(rows: Sequence[Row], spread: Spread, varied: Sequence[str]) -> list[
     found = []
     if tied:
         names = "; ".join(short_text(row.job, varied) for row in tied[:_MOST_TIES])
-        more = f"; and {len(tied) - _MOST_TIES} more below" if len(tied) > _MOST_TIES else ""
+        more = f"; and {len(tied) - _MOST_TIES} more" if len(tied) > _MOST_TIES else ""
         found.append(f"Tied within the model's error: {names}{more}.")
     if after is not None:
         sure = spread.of(best.kind) and spread.of(after.kind)

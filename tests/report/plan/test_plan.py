@@ -143,7 +143,7 @@ def test_more_than_three_ties_are_counted() -> None:
     found = [row(1.0 + 0.001 * n, tp=1 if n == 0 else 2, dp_shard=2**n) for n in range(6)]
     told = plan_text.verdict(plan(size(*found)), SPREAD)[1]
     assert told.count("fsdp2 with") == 3
-    assert told.endswith("; and 2 more below.")
+    assert told.endswith("; and 2 more.")
 
 
 def test_of_several_sizes_the_largest_is_used_and_the_cheapest_named() -> None:
