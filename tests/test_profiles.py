@@ -245,7 +245,7 @@ def test_wrong_clusters_are_refused_by_name(changes: dict[str, Any], message: st
     ("given_name", "message"),
     [
         ("dgx-a10", "cluster: no profile and no file 'dgx-a10'; did you mean 'dgx-a100'? (8xh100 has"),
-        ("dgx-a100x0", "cluster: must have at least one node and one GPU, got 'dgx-a100x0'; write x1 for one"),
+        ("dgx-a100x0", "cluster: must have at least one node and one GPU, got 'dgx-a100x0'; write 1 or more"),
         ("rtx4091", "cluster: no profile and no file 'rtx4091'; did you mean 'rtx-4090'?"),
         ("8xh10", "cluster: no profile and no file '8xh10'; did you mean '8xh100'?"),
         ("none", "cluster: no profile and no file 'none'; refshard list clusters shows all"),

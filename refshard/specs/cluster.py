@@ -211,7 +211,7 @@ def _find(given: str) -> tuple[str, ClusterSpec]:
             f"cluster: '{given}' may mean {nodes} GPUs or {nodes} nodes; write {nodes}x{base} or {name}x{nodes}"
         )
     if 0 in (gpus, nodes):
-        raise SpecError(f"cluster: must have at least one node and one GPU, got '{given}'; write 1x or more")
+        raise SpecError(f"cluster: must have at least one node and one GPU, got '{given}'; write 1 or more")
     cluster = whole = convert(read_toml(path), ClusterSpec, where=f"cluster {name}")
     whole.accelerator  # noqa: B018  a profile that names no hardware is refused here
     if gpus is not None:

@@ -238,7 +238,7 @@ def test_no_size_depends_on_a_choice_that_the_host_does_not_read(tmp_path: Path)
         (["--ranks", "all", "--compile", "both", "--", "train.py"], "--ranks and --compile both exclude each other"),
         (["--steps", "0", "--", "train.py"], "steps must be >= 1, got 0"),
         (["--until-phase", "evaluate:0", "--", "train.py"], "until-phase must be a phase, or one and its occurrence"),
-        (["--until-phase", "", "--", "train.py"], "until-phase must be a phase, or one and its occurrence"),
+        (["--until-phase", "", "--", "train.py"], "until-phase: '' given; name a value, or leave it out"),
         (["--until-phase", "save", "--steps", "auto", "--", "train.py"], "--until-phase and --steps auto exclude each"),
         (
             ["--phases", "train,,save", "--", "train.py"],
