@@ -18,7 +18,7 @@ BUDGETS = {
     "refshard/dryrun": 8_080,
     "refshard/emit": 935,
     "refshard/emulate": 1_365,
-    "refshard/engine": 9_330,
+    "refshard/engine": 9_335,
     "refshard/events": 2_340,
     "refshard/fakecuda": 2_005,
     "refshard/measure": 8_615,
@@ -28,7 +28,7 @@ BUDGETS = {
     "refshard/specs": 3_020,
     "refshard/strategies": 3_190,
     "refshard/*.py": 2_655,
-    "tests": 81_920,
+    "tests": 81_940,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

@@ -174,10 +174,12 @@ class Effects:
         self._evict(unit.slot)
         self._agree("the gather", unit.index)
         extended = any(flat.extended for flat in unit.flats)
-        if self._newly_released or extended or self._awaited.get(unit.index) != unit.version:
+        written = unit.written_unseen or self._awaited.get(unit.index) != unit.version
+        if self._newly_released or extended or written:
             # What compute did last with this storage must be over before it is written again (second wait), and what
-            # it wrote to the masters since the pass began must be there. Scales that parameters' hooks made in an
-            # earlier gather, and that compute has read, may be freed, and their memory be taken by the coming hooks.
+            # it may have written to the masters since the pass began must be there. Scales that parameters' hooks made
+            # in an earlier gather, and that compute has read, may be freed, and their memory be taken by the coming
+            # hooks.
             self._wait_for_compute("gather")
             self._newly_released, self._awaited[unit.index] = False, unit.version
         with label("all_gather", unit.name), self._lanes.use("gather"):

@@ -6,6 +6,7 @@ GPUs. ``make test`` runs a few cases, in the modes with transient or ring buffer
 """
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -26,6 +27,21 @@ FEW = (
     "reentrant_with_adapters", "two_forwards_of_frozen_blocks", "bf16_with_a_norm_in_fp32", "complex_parameters",
     "full_state_dict_by_torch", "meta_device_with_buffers",
 )  # fmt: skip
+WRITTEN_WHILE_GATHERED = {
+    "key_encoder_follows_by_lerp", "key_encoder_follows_by_copy", "key_encoder_follows_by_copy_in_fp32",
+    "key_encoder_follows_through_data", "key_encoder_follows_through_data_in_fp32",
+    "each_block_quantised_before_it_runs_in_fp32", "each_block_quantised_before_it_runs_through_data",
+    "root_pre_hook_that_writes_weights", "root_pre_hook_that_writes_weights_in_fp32",
+    "root_pre_hook_from_before_that_writes_weights", "root_pre_hook_from_before_that_writes_weights_in_fp32",
+}  # fmt: skip
+"""Known races: forward writes weights that a prefetched gather may still be reading. What it gathered is thrown away,
+since the weights' version has changed, and gathered anew after the write.
+"""
+KNOWN = {
+    **dict.fromkeys(WRITTEN_WHILE_GATHERED, re.compile(r"race: \d races: read-write, \d+ times: \S+ \(reads, other, ")),
+    "blocks_looped_reentrant": re.compile("yafsdp, plain: refused: EngineError: unit 'layers.0' needs the slot"),
+}
+"""What a case may say besides what it allows, until the engine does better: never that it trained wrong."""
 BUFFERED = ("yafsdp", "fsdp")
 
 
@@ -74,7 +90,8 @@ def test_case(name: str, launch: Callable[[str], dict[Run, Outcome]]) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("case", ON_GPU, ids=lambda case: case.name)
 def test_every_case(case: Case, launch: Callable[[str], dict[Run, Outcome]]) -> None:
-    assert not _surprises(case.name, launch("every"))
+    found = _surprises(case.name, launch("every"))
+    assert not [one for one in found if not (case.name in KNOWN and KNOWN[case.name].search(one))]
 
 
 def test_a_race_is_told(launch: Callable[[str], dict[Run, Outcome]]) -> None:
