@@ -66,10 +66,13 @@ class Ranking:
     @property
     def choices(self) -> tuple[CaseResult, ...]:
         """The strategy to use: the one that memory favours among the winner and those that tie with it. A second one if
-        that would need less memory, but whether it is slower is not decided. Empty if nothing can be said.
+        that would need less memory, but whether it is slower is not decided. Empty if nothing can be said, as while one
+        with too few launches to be ranked seems faster than the winner.
         """
         if self.winner is None:
             return self.candidates if len(self.candidates) == 1 else ()
+        if any(step_time(case) < step_time(self.winner) for case in self.candidates if case not in self.ranked):
+            return ()
         unclear = {rival.case for rival in self.undecided}
         known = [case for case in self.fastest if case not in unclear]
         best, other = (leanest(cases, self.peaks.get, lambda case: case.strategy) for cases in (known, self.fastest))

@@ -4,10 +4,11 @@ The error bars say how far published step times lie from their predictions, by k
 validation.fit --write-spread`` writes them to ``profiles/spread.toml``, from published runs.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from math import sqrt
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -24,6 +25,8 @@ from refshard.specs.counted import AnyModel, CountedModel
 from refshard.specs.hardware import HardwareSpec
 from refshard.specs.job import Job
 from refshard.specs.reading import convert, read_toml
+
+T = TypeVar("T")
 
 
 class KindSpread(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -357,16 +360,18 @@ def _settled(rows: Sequence[Row], spread: Spread) -> tuple[Row, ...]:
 
 
 def _front(found: Found) -> list[int]:
-    """The Pareto front of time and memory, fastest first, each row with relevantly less memory than the last."""
-    least, step_s = np.inf, found.estimates.step_s
-    front: list[int] = []
-    for place in map(int, found.order):
-        peak = found.estimates.memory.peak[place]
-        if step_s[place] > SLOW * step_s[found.order[0]]:
-            break
-        if peak < LESS * least:
-            front.append(place)
-            least = peak
+    """The Pareto front of time and memory, without rows that are much slower than the fastest."""
+    peak, step_s = found.estimates.memory.peak, found.estimates.step_s
+    near = takewhile(lambda place: step_s[place] <= SLOW * step_s[found.order[0]], map(int, found.order))
+    return _with_less_memory(near, lambda place: float(peak[place]))
+
+
+def _with_less_memory(fastest_first: Iterable[T], memory: Callable[[T], float]) -> list[T]:
+    """Those with relevantly less memory than the last one before them."""
+    front: list[T] = []
+    for one in fastest_first:
+        if not front or memory(one) < LESS * memory(front[-1]):
+            front.append(one)
     return front
 
 
@@ -377,12 +382,10 @@ def with_dry_rows(size: Size, rows: Sequence[Row], spread: Spread) -> Size:
     dry = sorted((row for row in rows if row.dry_step_s and row.fits), key=lambda row: row.time_s)
     closed = [row for row in rows if not row.dry_step_s]
     unfit, jobs = [row for row in rows if not row.fits], {row.job for row in rows}
-    front = list[Row]()
-    for row in sorted((*dry, *closed, *(row for row in size.front if row.job not in jobs)), key=lambda row: row.time_s):
-        if not front or row.memory_bytes < LESS * front[-1].memory_bytes:
-            front.append(row)
+    by_time = sorted((*dry, *closed, *(row for row in size.front if row.job not in jobs)), key=lambda row: row.time_s)
+    front = tuple(_with_less_memory(by_time, lambda row: row.memory_bytes))
     return msgspec.structs.replace(
-        size, rows=(*_settled(dry, spread), *closed), front=tuple(front), unfit=(*unfit, *size.unfit)
+        size, rows=(*_settled(dry, spread), *closed), front=front, unfit=(*unfit, *size.unfit)
     )
 
 

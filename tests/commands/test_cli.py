@@ -127,6 +127,14 @@ def test_what_follows_a_script_is_its_own(refshard: Command) -> None:
     assert "there is no script 'none.py'" in ended.stderr
 
 
+def test_help_shows_options_in_panels_by_purpose(refshard: Command) -> None:
+    shown = refshard("dryrun", "--help").stdout.split("Arguments", 1)[1]
+    first = ("--cluster", "Without a script: --model", "--strategy", "What to find out", "--races", "Several dry runs",
+             "--sweep", "Output", "--trace", "--html", "--json", "--quiet")  # fmt: skip
+    places = [shown.index(word) for word in first]
+    assert places == sorted(places)
+
+
 def test_help_groups_commands_by_question_and_shows_exit_statuses(refshard: Command) -> None:
     shown = refshard("--help").stdout
     places = [shown.index(question) for question in (FIT, FASTEST, SLOW, SLOWER, MACHINES)]

@@ -226,7 +226,7 @@ def _verdict(found: Analysis, advice: Advice | None, prices: list[str]) -> Verdi
 def _raced(found: Analysis) -> Iterator[str]:
     """That streams race, which may make a run that fits train wrong."""
     if count := len(found.races or ()):
-        yield f"RACES: {count} pair{'s' * (count > 1)} of unordered accesses to the same memory, listed above."
+        yield f"RACES: {count} pair{'s' * (count > 1)} of unordered accesses to the same memory; see Races."
 
 
 def _blamed(found: Analysis) -> Iterator[str]:

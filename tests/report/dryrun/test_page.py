@@ -301,5 +301,5 @@ def test_races_are_told_where_they_were_looked_for(found: Analysis) -> None:
     assert all("one; all accesses to the same memory" in text for text in told(ordered))
     assert all("read-write, once: write on 20 (writes, " in text for text in told(racing))
     verdict = printed.verdict(dryrun_answer(replace(found, races=find_races(racing.recording()))))
-    assert verdict[0] == "RACES: 1 pair of unordered accesses to the same memory, listed above."
+    assert verdict[0] == "RACES: 1 pair of unordered accesses to the same memory; see Races."
     assert verdict[1].startswith("FITS: ")

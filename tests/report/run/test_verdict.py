@@ -99,10 +99,11 @@ def test_under_three_launches_nothing_is_ranked_by_time(rounds: int, fidelity: F
 
 
 def test_ranks_only_cases_with_three_launches() -> None:
-    made = only(*CASES[1:4])
-    finding = found(msgspec.structs.replace(made, launches=made.launches[:-1]))
-    assert finding.lead.startswith("Use ddp: fsdp2 takes 20.0 % longer")
-    assert "Not ranked by time (n = 2: no interval): refshard-fsdp 47.8 ms per step." in finding.margin
+    for step_time, says in ((0.055, "Use ddp: fsdp2 takes 20.0 % longer"), (0.048, "No verdict: n = 2: no interval")):
+        made = only(*CASES[1:3], replace(CASES[3], step_time=step_time))
+        finding = found(msgspec.structs.replace(made, launches=made.launches[:-1]))
+        assert finding.lead.startswith(says)  # no other may be used while one seems faster
+        assert "Not ranked by time (n = 2: no interval): refshard-fsdp " in finding.margin
     made = only(*PAIR)
     one = found(msgspec.structs.replace(made, launches=made.launches[:-1]))
     assert one.lead.startswith("No verdict: n = 2: no interval")
