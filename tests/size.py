@@ -14,7 +14,7 @@ SLACK = 100
 """Most lines that a budget may exceed its package by."""
 BUDGETS = {
     "refshard/analysis": 12_240,
-    "refshard/commands": 3_885,
+    "refshard/commands": 3_905,
     "refshard/dryrun": 8_080,
     "refshard/emit": 935,
     "refshard/emulate": 1_365,
@@ -28,7 +28,7 @@ BUDGETS = {
     "refshard/specs": 3_020,
     "refshard/strategies": 3_190,
     "refshard/*.py": 2_655,
-    "tests": 81_950,
+    "tests": 81_965,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

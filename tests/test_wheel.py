@@ -26,9 +26,9 @@ ONCE = ("--rounds", "1", "--set", "time_limit_s=1800")
 pytestmark = pytest.mark.full
 
 
-def run(*command: str | Path, cwd: Path) -> str:
+def run(*command: str | Path, cwd: Path, status: int = 0) -> str:
     done = subprocess.run([str(c) for c in command], cwd=cwd, capture_output=True, text=True)
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == status, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
@@ -48,7 +48,8 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dic
     assert Path(where.strip()).is_relative_to(folder / "venv")
     assert "quickstart" in run(binaries / "refshard", "list", "suites", cwd=folder).split()
     printed = run(binaries / "refshard", "run", "quickstart", *ONCE, "--out", "q", cwd=folder)
-    shown = json.loads(run(binaries / "refshard", "show", "q", "--json", cwd=folder))
+    shown = json.loads(run(binaries / "refshard", "show", "q", "--json", cwd=folder, status=3))
+    assert shown["verdict"][0].startswith("No verdict: n = 1: no interval")
     return folder / "q", printed, {row["strategy"]: row for row in shown["cases"]}
 
 

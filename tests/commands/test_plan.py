@@ -281,7 +281,7 @@ def test_the_status_says_whether_anything_fits(capsys: pytest.CaptureFixture[str
     assert code == 1
     assert shown.startswith("Nothing fits: ")
     assert "Closest: ddp with DP 16" in " ".join(shown.split())
-    code, shown = run("--tp", "3")
+    code, shown = run("--microbatch", "3", "--tokens-per-step", "512k")
     assert code == 1
     assert "No configuration can run: no choice of axes divides" in " ".join(shown.split())
     with pytest.raises(SystemExit) as refused:
@@ -290,6 +290,22 @@ def test_the_status_says_whether_anything_fits(capsys: pytest.CaptureFixture[str
     assert (
         capsys.readouterr().err == "refshard: strategy: no strategy 'fsdp3' has a closed form; did you mean 'fsdp2'?\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("axes", "rule"),
+    [
+        ({"ep": "2"}, "ep splits experts, and llama3-8b has none, got 2; leave --ep out"),
+        ({"model": "mixtral-8x7b", "ep": "16"}, "ep must divide the 8 experts of mixtral-8x7b, got 16; change --ep"),
+        ({"tp": "16"}, "tp must be <= 8, the GPUs of a node, got 16; change --tp"),
+        ({"tp": "3"}, "tp must divide the 32 heads and 8 key/value heads of llama3-8b, got 3; change --tp"),
+        ({"pp": "8", "cp": "4"}, "tp x cp x pp must divide 16 ranks, got 1 x 4 x 8; change an axis or --gpus"),
+    ],
+)
+def test_an_axis_that_splits_nothing_is_named_with_its_rule(axes: dict[str, str], rule: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        plan(options(**axes))
+    assert str(refused.value) == rule
 
 
 def test_options_of_the_command_line_are_those_that_are_asked_with() -> None:
