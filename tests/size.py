@@ -28,7 +28,7 @@ BUDGETS = {
     "refshard/specs": 3_020,
     "refshard/strategies": 3_190,
     "refshard/*.py": 2_655,
-    "tests": 81_980,
+    "tests": 81_985,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

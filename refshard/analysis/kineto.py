@@ -407,7 +407,8 @@ def find_collectives(
         if name.startswith(_C10D) and (plain := name.removeprefix(_C10D)) not in BARRIERS:
             # One that is not known must not vanish: it goes by its own name, with its first tensor's bytes.
             op, argument = OPERATORS.get(plain, (name, 0))
-            shapes = [shape_of(trace.host_args[row], argument)]
+            arguments = (0, 1) if op == "all_to_all" else (argument,)  # ranks may get more than they send
+            shapes = [max((shape_of(trace.host_args[row], one) for one in arguments), key=lambda shape: shape[0] or 0)]
             announced.append(_Announced(op=op, rows=[row], shapes=shapes, of_shards=plain in OF_SHARDS))
     ran, groups = np.flatnonzero(spans.of_kind(Kind.COMM)), groups_of(trace.metadata.get("distributedInfo"))
     if launches is None:

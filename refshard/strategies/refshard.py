@@ -102,7 +102,7 @@ class Refshard(Strategy):
         if self._world.tensor is not None:
             issued += announce_split(cast(Llama, self._model), self._world, self._world.computed)
         if self._whole is not None:
-            issued += _announce_owners(self._whole, units, self._world.case, self._gloo)
+            issued += _announce_owners(self._whole, units, self._world.case)
         return count_collectives(issued)
 
     def _issued(self, kind: OpKind, unit: Unit) -> Iterator[tuple[str, int]]:
@@ -141,10 +141,10 @@ def _encloses(model: nn.Module, units: Sequence[Unit]) -> bool:
     return any(second in set(one.modules()) or place[one] > place[second] for one in units[0].modules)
 
 
-def _announce_owners(whole: WholeTensors, units: Sequence[Unit], case: Case, gloo: bool) -> Iterator[tuple[str, int]]:
+def _announce_owners(whole: WholeTensors, units: Sequence[Unit], case: Case) -> Iterator[tuple[str, int]]:
     """``(op, bytes)`` of a step of whole tensors. First the ranks agree on what is stepped, with two int64. Then, for
     each flat parameter that has such tensors, this rank sends its parts of their gradients and of them to the owners,
-    and gets the tensors that it owns; then the other way round. NCCL reports the larger of the two, gloo what is sent.
+    and gets the tensors that it owns; then the other way round. An exchange's bytes are the larger of the two.
     """
     by_flat = _owned_tensors(whole, units)
     if by_flat:
@@ -152,8 +152,7 @@ def _announce_owners(whole: WholeTensors, units: Sequence[Unit], case: Case, glo
     for owner_of in by_flat:
         parts = sum(local_of(m).nbytes for m in owner_of)
         owned = sum(m.nbytes for m, owner in owner_of.items() if owner == whole.collectives.rank)
-        for sent in (parts, parts, owned):
-            yield "all_to_all", sent if gloo else max(parts, owned)
+        yield from [("all_to_all", max(parts, owned))] * 3
 
 
 def _warn_of_absent_owners(whole: WholeTensors, units: Sequence[Unit]) -> None:

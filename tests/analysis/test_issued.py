@@ -64,6 +64,12 @@ def test_every_operator_goes_by_its_operation_and_its_unsharded_tensor(tmp_path:
                          "scatter", "send", "recv"}  # fmt: skip
 
 
+@pytest.mark.parametrize(("gets", "sends"), [(1000, 600), (600, 1000), (0, 1000)])
+def test_an_all_to_all_of_uneven_parts_has_its_larger_side(tmp_path: Path, gets: int, sends: int) -> None:
+    announced = op("alltoall_base_", 5, 5, [[gets], [sends]], ["float", "float"])
+    assert only(tmp_path, announced, nccl(1, 6, 20, 10)).bytes == 4000
+
+
 def test_threads_that_announce_at_once_are_kept_apart(tmp_path: Path) -> None:
     gather = op("_allgather_base_", 5, 30, [[1000], [500]], ["float", "float"])
     reduce = op("_reduce_scatter_base_", 6, 30, [[500], [1000]], ["float", "float"], thread=2)

@@ -38,7 +38,7 @@ C10D = {
     "_allgather_base_": ("all_gather", lambda args: args[0].nbytes),
     "allgather_": ("all_gather", lambda args: sum(t.nbytes for tensors in args[0] for t in tensors)),
     "_reduce_scatter_base_": ("reduce_scatter", lambda args: args[1].nbytes),
-    "alltoall_base_": ("all_to_all", lambda args: args[1].nbytes),
+    "alltoall_base_": ("all_to_all", lambda args: max(args[0].nbytes, args[1].nbytes)),
     "broadcast_": ("broadcast", lambda args: sum(t.nbytes for t in args[0])),
     "send": ("send", lambda args: sum(t.nbytes for t in args[0])),
     "recv_": ("recv", lambda args: sum(t.nbytes for t in args[0])),
@@ -84,7 +84,8 @@ class CountingMode(TorchDispatchMode):
     def _sent(self, op: str, size: int, args: Any) -> float:
         ranks = dist.get_world_size()
         if op == "all_to_all" and len(args) > 4 and (split := args[4]):
-            return size * (1 - float(split[dist.ProcessGroup.unbox(args[2]).rank()] / max(1, sum(split))))
+            kept = split[dist.ProcessGroup.unbox(args[2]).rank()] / max(1, sum(split))
+            return float(args[1].nbytes * (1 - kept))
         return size * (ranks - 1) / ranks * (2 if op == "all_reduce" else 1)
 
     def found(self) -> tuple[CollectiveCount, ...]:
