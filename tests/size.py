@@ -14,7 +14,7 @@ SLACK = 100
 """Most lines that a budget may exceed its package by."""
 BUDGETS = {
     "refshard/analysis": 12_240,
-    "refshard/commands": 3_905,
+    "refshard/commands": 3_890,
     "refshard/dryrun": 8_080,
     "refshard/emit": 935,
     "refshard/emulate": 1_365,
@@ -23,7 +23,7 @@ BUDGETS = {
     "refshard/fakecuda": 2_005,
     "refshard/measure": 8_615,
     "refshard/models": 1_265,
-    "refshard/plan": 3_405,
+    "refshard/plan": 3_430,
     "refshard/report": 10_880,
     "refshard/specs": 3_020,
     "refshard/strategies": 3_190,

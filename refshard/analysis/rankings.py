@@ -66,7 +66,7 @@ class Ranking:
     @property
     def choices(self) -> tuple[CaseResult, ...]:
         """The strategy to use: the one that memory favours among the winner and those that tie with it. A second one if
-        that would need less memory, but whether it is slower is not decided. Empty if nothing can be said, as while one
+        that would need less memory, but whether it is slower is not decided. Empty if nothing is ranked, or if one
         with too few launches to be ranked seems faster than the winner.
         """
         if self.winner is None:

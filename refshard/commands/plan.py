@@ -21,7 +21,7 @@ from refshard.plan.cost_models import COST_MODELS, find_cost_model
 from refshard.plan.memory import FRAGMENTATION
 from refshard.plan.plan import VARIANTS, Failures, Plan, Reader, Row, Size, listed, load_spread, with_dry_rows
 from refshard.plan.search import AUTO, search
-from refshard.plan.space import ALL, Space, candidates
+from refshard.plan.space import ALL, Space, candidates, wrong_axis
 from refshard.quantities import GIB, parse_counts
 from refshard.report.blocks import Answer, Text
 from refshard.report.plan.answer import plan_answer
@@ -165,7 +165,7 @@ def plan(options: Options, *, page: Path | None = None, tool: str | None = None,
     count = options.dry_runs if options.dry_runs is not None else DRY_RUNS if options.search and fakes else 0
     varied = varied_fields(options, cluster)
     made = [_size(options, model, on, failures) for on in sizes]
-    if not made[-1].considered and (mistake := _wrong_axis(space_of(options, model, sizes[-1]), model, sizes[-1])):
+    if not made[-1].considered and (mistake := wrong_axis(space_of(options, model, sizes[-1]), model, sizes[-1])):
         raise SpecError(mistake)
     if count and isinstance(model, ModelSpec):
         made[-1] = _with_dry_runs(made[-1], options, model, sizes[-1], count)
@@ -376,23 +376,6 @@ def space_of(options: Options, model: AnyModel, cluster: ClusterSpec) -> Space:
         global_batch=global_batch_of(options, model, cluster), offload=options.offload,
         implementation=_implementation(options), **axes, **tuned,
     )  # fmt: skip
-
-
-def _wrong_axis(space: Space, model: AnyModel, cluster: ClusterSpec) -> str:
-    """Why the smallest sizes of the axes split neither the model nor the ranks; empty if they do."""
-    tp, cp, pp, ep = (min(sizes) or 1 for sizes in (space.tp, space.cp, space.pp, space.ep))  # 0 is any size
-    if ep > 1 and not model.experts:
-        return f"ep splits experts, and {space.model} has none, got {ep}; leave --ep out"
-    if model.experts and model.experts.count % ep:
-        return f"ep must divide the {model.experts.count} experts of {space.model}, got {ep}; change --ep"
-    if tp > cluster.ranks_per_node:
-        return f"tp must be <= {cluster.ranks_per_node}, the GPUs of a node, got {tp}; change --tp"
-    if not isinstance(model, CountedModel) and (model.n_heads % tp or model.n_kv_heads % tp):
-        heads = f"{model.n_heads} heads and {model.n_kv_heads} key/value heads"
-        return f"tp must divide the {heads} of {space.model}, got {tp}; change --tp"
-    if space.gpus % (tp * cp * pp):
-        return f"tp x cp x pp must divide {space.gpus:,} ranks, got {tp} x {cp} x {pp}; change an axis or --gpus"
-    return ""
 
 
 def _implementation(options: Options) -> Implementation:

@@ -266,7 +266,7 @@ class Collective:
 
     ``bytes`` is the size of the unsharded tensor: an all-gather's output, a reduce-scatter's input, an all-reduce's
     tensor, the larger side of an all-to-all (*size* in nccl-tests); None if the trace has no shapes. ``launched``,
-    ``start`` and ``end`` are nanoseconds; the latter two None if the trace shows no execution, as then is ``lane``.
+    ``start`` and ``end`` are nanoseconds. ``start``, ``end`` and ``lane`` are None if the trace shows no execution.
     ``group`` names the process group, of ``group_size`` ranks; ``group_ranks`` lists them where the trace does, and
     ``group_description`` is what the program calls the group. ``sequence`` is the number that torch gives a collective
     in its group, the same on all ranks. ``announced`` says whether the host's own operator of

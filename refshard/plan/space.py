@@ -235,12 +235,34 @@ def candidates(space: Space, model: AnyModel, cluster: ClusterSpec) -> Candidate
     return Candidates(columns, {**found.labels, "attention": attention})
 
 
+def wrong_axis(space: Space, model: AnyModel, cluster: ClusterSpec) -> str:
+    """The rule that the smallest size of an axis breaks, for a space without candidates; empty if it is another."""
+    tp, cp, pp, ep = (min(sizes) or 1 for sizes in (space.tp, space.cp, space.pp, space.ep))  # 0 is any size
+    if ep > 1 and not model.experts:
+        return f"ep splits experts, and {space.model} has none, got {ep}; leave --ep out"
+    if model.experts and model.experts.count % ep:
+        return f"ep must divide the {model.experts.count} experts of {space.model}, got {ep}; change --ep"
+    if tp > cluster.ranks_per_node:
+        return f"tp must be <= {cluster.ranks_per_node}, the GPUs of a node, got {tp}; change --tp"
+    for name, width in _widths(model).items():
+        if width % tp:
+            return f"tp must divide the {name} of {space.model}, {width:,}, got {tp}; change --tp"
+    if space.gpus % (tp * cp * pp):
+        return f"tp x cp x pp must divide {space.gpus:,} ranks, got {tp} x {cp} x {pp}; change an axis or --gpus"
+    return ""
+
+
+def _widths(model: AnyModel) -> dict[str, int]:
+    """What tensor parallelism splits, by name; of a factory's module nothing is known."""
+    if isinstance(model, CountedModel):
+        return {}
+    widths = {"heads": model.n_heads, "key/value heads": model.n_kv_heads, "feed-forward width": model.ffn_dim}
+    return widths | ({"experts' feed-forward width": model.experts.ffn_dim} if model.experts else {})
+
+
 def _meshes(space: Space, model: AnyModel, cluster: ClusterSpec) -> Iterator[tuple[object, ...]]:
     world, seq_len = space.gpus, space.seq_len
-    widths: tuple[int, ...] = ()
-    if not isinstance(model, CountedModel):
-        widths = (model.n_heads, model.n_kv_heads, model.ffn_dim, *([model.experts.ffn_dim] if model.experts else []))
-    for tp in _sizes(space.tp, min(world, cluster.ranks_per_node), widths):
+    for tp in _sizes(space.tp, min(world, cluster.ranks_per_node), tuple(_widths(model).values())):
         for cp in _sizes(space.cp, min(world // tp, MOST_CONTEXT), (seq_len,)):
             if world % (tp * cp) or (cp > 1 and seq_len // cp < LEAST_TOKENS):
                 continue

@@ -298,7 +298,7 @@ def test_the_status_says_whether_anything_fits(capsys: pytest.CaptureFixture[str
         ({"ep": "2"}, "ep splits experts, and llama3-8b has none, got 2; leave --ep out"),
         ({"model": "mixtral-8x7b", "ep": "16"}, "ep must divide the 8 experts of mixtral-8x7b, got 16; change --ep"),
         ({"tp": "16"}, "tp must be <= 8, the GPUs of a node, got 16; change --tp"),
-        ({"tp": "3"}, "tp must divide the 32 heads and 8 key/value heads of llama3-8b, got 3; change --tp"),
+        ({"tp": "3"}, "tp must divide the heads of llama3-8b, 32, got 3; change --tp"),
         ({"pp": "8", "cp": "4"}, "tp x cp x pp must divide 16 ranks, got 1 x 4 x 8; change an axis or --gpus"),
     ],
 )
